@@ -1,6 +1,4 @@
-"""Write docs/configuration.md and what --help prints, the references of all keys, from the
-schema.
-"""
+"""Write docs/configuration.md and config/help.txt, the references of all keys, from the schema."""
 
 import json
 import sys
@@ -22,8 +20,8 @@ TYPES = {
     "boolean": "true | false",
     "null": "null",
     "array": "list",
+    "object": "mapping",
 }
-TYPES["object"] = "mapping"
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 Keys = dict[str, dict[str, Any]]  # the JSON schemas of keys by name
 HELP = """mingpt_ddp trains a small GPT: main.py [group=preset ...] [group.key=value ...]
@@ -58,23 +56,23 @@ These names on the command line are answered with ours; some count in another un
 
 
 def sections() -> Iterator[tuple[str, str, Keys]]:
-    """Yield heading, meaning and keys: of each group what all its dataclasses have, then what each
-    has besides.
+    """Yield heading, meaning and keys of each group and of its dataclasses.
+
+    A group has the keys that all its dataclasses have; each of these follows with the others.
     """
     for group, (selectors, classes) in GROUPS.items():
         keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
         first, *others = keys
-        common = {
-            k: schema
-            for k, schema in keys[first].items()
-            if all(keys[o].get(k) == schema for o in others)
-        }
-        shared = next(
-            base for base in first.__mro__ if all(issubclass(other, base) for other in others)
-        )
-        yield group, meaning(shared), common
-        for name, cls in classes.items() if others else ():
-            own = {k: schema for k, schema in keys[cls].items() if k not in common}
+        common = {}
+        for key, schema in keys[first].items():
+            if all(keys[other].get(key) == schema for other in others):
+                common[key] = schema
+        bases = (base for base in first.__mro__ if all(issubclass(other, base) for other in others))
+        yield group, meaning(next(bases)), common
+        if not others:
+            continue
+        for name, cls in classes.items():
+            own = {key: schema for key, schema in keys[cls].items() if key not in common}
             selector = selectors[0] if issubclass(cls, DatasetConfig) else selectors[-1]
             yield f"{group}, {selector}={name or 'null'}", meaning(cls), own
 
@@ -106,11 +104,10 @@ def default_of(schema: dict[str, Any]) -> str:
 def help_text() -> str:
     """Return what --help prints."""
     lines = [HELP]
-    for directory in sorted(path for path in (ROOT / "conf").iterdir() if any(path.glob("*.yaml"))):
-        lines.append(
-            f"  {directory.name:<10} "
-            f"{' '.join(sorted(path.stem for path in directory.glob('*.yaml')))}"
-        )
+    for directory in sorted((ROOT / "conf").iterdir()):
+        presets = sorted(path.stem for path in directory.glob("*.yaml"))
+        if presets:
+            lines.append(f"  {directory.name:<10} {' '.join(presets)}")
     lines += ["", "Keys with their defaults; ??? stands for a value of the preset"]
     for heading, text, keys in sections():
         lines += ["", f"{heading}: {text}"]
@@ -136,10 +133,10 @@ def page() -> str:
             cells += [schema["description"], "yes" if schema["numerics"] else ""]
             lines.append(f"| `{key}` | {' | '.join(cells)} |")
         lines += [""] if keys else []
-    rows = (
-        f"| `{ours}` | {', '.join(f'`{name}`' for name in names.split())} |"
-        for ours, names in other_names().items()
-    )
+    rows = []
+    for ours, names in other_names().items():
+        theirs = ", ".join(f"`{name}`" for name in names.split())
+        rows.append(f"| `{ours}` | {theirs} |")
     return "\n".join(lines) + "\n" + OTHERS + "\n".join(rows) + "\n"
 
 

@@ -1,5 +1,4 @@
-"""Count tokens and lines of code of mingpt_ddp per module and subpackage, and those of the reading
-path.
+"""Count tokens and lines of code of mingpt_ddp, per room and on the reading path.
 
 Comments, docstrings, blank lines, line ends and indents do not count; an f-string is one token on
 every Python.
@@ -40,7 +39,9 @@ def docstring_lines(source: str) -> set[int]:
 
 def code_tokens(source: str) -> int:
     """Count the tokens of code."""
-    docstrings, count, depth = docstring_lines(source), 0, 0
+    docstrings = docstring_lines(source)
+    count = 0
+    depth = 0  # of f-strings
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == FSTRING_END:
             depth -= 1
@@ -68,9 +69,11 @@ if __name__ == "__main__":
     lines: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for path in sorted(PACKAGE.rglob("*.py")):
-        inner, source = path.relative_to(PACKAGE), path.read_text(encoding="utf-8")
+        inner = path.relative_to(PACKAGE)
+        source = path.read_text(encoding="utf-8")
         names = [inner.name if len(inner.parts) == 1 else f"{inner.parts[0]}/", "in all"]
-        names += ["the reading path"] if inner.as_posix().startswith(READING_PATH) else []
+        if inner.as_posix().startswith(READING_PATH):
+            names.append("the reading path")
         for name in names:
             lines[name] += code_lines(source)
             tokens[name] += code_tokens(source)

@@ -1,5 +1,4 @@
-"""Print the lowest version that setup.cfg allows of each requirement, as constraints for pip:
-NAME==VERSION.
+"""Print the lowest versions that setup.cfg allows, as constraints for pip: NAME==VERSION.
 
 Usage: python scripts/lowest_versions.py EXTRA... >FILE; pip install -c FILE '.[EXTRA,...]'
 `make lowest` does it. A requirement without a lower bound gets no line. torch gets none either: the
@@ -17,10 +16,9 @@ def lowest(requirements: str) -> list[str]:
     An environment marker is kept.
     """
     pins = []
+    form = r"(?P<name>[\w.-]+)(\[.*?\])?>=(?P<version>[\w.]+)[^;]*(?P<marker>;.*)?"
     for line in requirements.split("\n"):
-        found = re.match(
-            r"(?P<name>[\w.-]+)(\[.*?\])?>=(?P<version>[\w.]+)[^;]*(?P<marker>;.*)?", line.strip()
-        )
+        found = re.match(form, line.strip())
         if found and found["name"] != "torch":
             pins.append(f"{found['name']}=={found['version']}{found['marker'] or ''}")
     return pins
@@ -30,5 +28,7 @@ if __name__ == "__main__":
     setup = configparser.ConfigParser()
     setup.read("setup.cfg")
     extras = setup["options.extras_require"]
-    fields = [setup["options"]["install_requires"], *(extras[name] for name in sys.argv[1:])]
-    print(*sorted({pin for field in fields for pin in lowest(field)}), sep="\n")
+    pins = {*lowest(setup["options"]["install_requires"])}
+    for extra in sys.argv[1:]:
+        pins.update(lowest(extras[extra]))
+    print(*sorted(pins), sep="\n")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 LANES = os.environ.get("LANES", "2")
-SAMPLED, SAMPLE = "mingpt_ddp/distributed/process_group.py", 100
+SAMPLED = "mingpt_ddp/distributed/process_group.py"
+SAMPLE = 100  # mutants of it
 KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
 TARGET = 0.85
 
@@ -45,9 +46,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Import once for all mutants what torch imports late, and spare the forks the collection of
-    what is there.
-    """
+    """Import once for all mutants what torch imports late; let no fork collect what is there."""
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -57,10 +56,8 @@ def results() -> dict[str, dict[str, int | None]]:
     """Return the exit code of each chosen mutant by file; None: not run yet."""
     found = {}
     for path in sorted(Path("mutants").rglob("*.py.meta")):
-        file, codes = (
-            str(path.relative_to("mutants"))[:-5],
-            json.loads(path.read_text())["exit_code_by_key"],
-        )
+        file = str(path.relative_to("mutants")).removesuffix(".meta")
+        codes = json.loads(path.read_text())["exit_code_by_key"]
         names = sorted(codes)
         if file == SAMPLED:
             names = sorted(random.Random(0).sample(names, min(SAMPLE, len(names))))
@@ -70,25 +67,25 @@ def results() -> dict[str, dict[str, int | None]]:
 
 def main() -> None:
     """Run what has not been run; exit with 1 below the target."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    )
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     mutmut = [str(Path(sys.executable).parent / "mutmut"), "run", f"--max-children={LANES}"]
     if not results():
         subprocess.run([*mutmut, "mingpt_ddp.optim.lr_schedule*"], check=True)
     for _ in range(2):  # mutmut forgets all results if its settings or the tests have changed
-        if left := [
-            name for codes in results().values() for name, code in codes.items() if code is None
-        ]:
+        left: list[str] = []
+        for codes in results().values():
+            left += [name for name, code in codes.items() if code is None]
+        if left:
             subprocess.run([*mutmut, *left], check=True)
     total: Counter[bool] = Counter()
     for file, codes in results().items():
         killed = Counter(code in KILLED for code in codes.values())
         total += killed
         print(f"{file}: {killed[True]} of {killed.total()} killed")
-        print(
-            "".join(f"    {name}\n" for name, code in codes.items() if code not in KILLED), end=""
-        )
+        for name, code in codes.items():
+            if code not in KILLED:
+                print(f"    {name}")
     score = total[True] / total.total()
     print(f"mutation score {score:.1%} of {total.total()} mutants")
     sys.exit(score < TARGET)

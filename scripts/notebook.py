@@ -1,6 +1,4 @@
-"""Write docs/python.ipynb from docs/python.md: its Python blocks become cells of code, all else
-cells of text.
-"""
+"""Write docs/python.ipynb from docs/python.md: a cell of code for each Python block."""
 
 from __future__ import annotations
 
@@ -15,16 +13,18 @@ NOTEBOOK = PAGE.with_suffix(".ipynb")
 def notebook(page: str) -> str:
     """Return the notebook of a page, as JSON."""
     cells = []
-    for number, part in enumerate(
-        re.split(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
-    ):
-        cell = {
+    parts = re.split(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    for number, part in enumerate(parts):  # text and code by turns
+        cell: dict[str, object] = {
             "id": f"cell-{number}",
             "metadata": {},
             "source": part.strip().splitlines(keepends=True),
         }
-        code = {"cell_type": "code", "execution_count": None, "outputs": []} if number % 2 else None
-        cells.append({**cell, **(code or {"cell_type": "markdown"})})
+        if number % 2 == 1:
+            cell.update(cell_type="code", execution_count=None, outputs=[])
+        else:
+            cell["cell_type"] = "markdown"
+        cells.append(cell)
     kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
     values = {
         "cells": cells,

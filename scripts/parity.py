@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -41,24 +42,22 @@ def write_files(directory: Path) -> None:
     images.mkdir()
     for split, n in (("train", 200), ("t10k", 50)):
         pixels = bytes((label * 25 + pixel) % 256 for label in range(n) for pixel in range(28 * 28))
-        (images / f"{split}-images-idx3-ubyte").write_bytes(
-            struct.pack(">HBB3I", 0, 8, 3, n, 28, 28) + pixels
-        )
+        head = struct.pack(">HBB3I", 0, 8, 3, n, 28, 28)
+        (images / f"{split}-images-idx3-ubyte").write_bytes(head + pixels)
         labels = bytes(label % 10 for label in range(n))
-        (images / f"{split}-labels-idx1-ubyte").write_bytes(
-            struct.pack(">HBBI", 0, 8, 1, n) + labels
-        )
+        head = struct.pack(">HBBI", 0, 8, 1, n)
+        (images / f"{split}-labels-idx1-ubyte").write_bytes(head + labels)
     page = (ROOT / "docs" / "your-own-model.md").read_text()
-    for name, content in re.findall(
-        r"^`(my_task/\S+)`\n\n```\w+\n(.*?)^```$", page, re.DOTALL | re.MULTILINE
-    ):
+    block = r"^`(my_task/\S+)`\n\n```\w+\n(.*?)^```$"
+    for name, content in re.findall(block, page, re.DOTALL | re.MULTILINE):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(content)
 
 
 def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
     """Return the command for this interpreter and checkout, and its environment."""
-    words, variables = shlex.split(command), dict(os.environ, PYTHONPATH=str(ROOT))
+    words = shlex.split(command)
+    variables = dict(os.environ, PYTHONPATH=str(ROOT))
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
@@ -67,28 +66,22 @@ def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
     }
     known = {"main.py": str(ROOT / "main.py"), "RUN": str(run)}
-    return [
-        *programs[words[0]],
-        *(known.get(word, word.replace("=RUN", f"={run}")) for word in words[1:]),
-    ], variables
+    found = [*programs[words[0]]]
+    for word in words[1:]:
+        found.append(known.get(word, word.replace("=RUN", f"={run}")))
+    return found, variables
 
 
 def main() -> int:
-    wanted, failed, run = " ".join(sys.argv[1:]), 0, Path()
-    has_gpu = (
-        subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
-        if which_gpu()
-        else False
-    )
+    wanted = " ".join(sys.argv[1:])
+    failed = 0
+    run = Path()  # of the last command that trained
+    has_gpu = sees_gpu()
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         write_files(Path(name))
         for what, command, _ in rows():
-            if (
-                not command
-                or SLOW in command
-                or wanted not in what
-                or ("(GPU)" in what and not has_gpu)
-            ):
+            lacks_gpu = "(GPU)" in what and not has_gpu
+            if not command or SLOW in command or wanted not in what or lacks_gpu:
                 print(f"skipped    {what}")
                 continue
             words, variables = words_of(command, run)
@@ -96,13 +89,8 @@ def main() -> int:
             done = subprocess.run(
                 words, cwd=name, env=variables, capture_output=True, text=True, check=False
             )
-            print(
-                (
-                    f"{'ok    ' if done.returncode == 0 else 'FAILED'} "
-                    f"{time.monotonic() - begin:3.0f} s  {what}"
-                ),
-                flush=True,
-            )
+            verdict = "ok    " if done.returncode == 0 else "FAILED"
+            print(f"{verdict} {time.monotonic() - begin:3.0f} s  {what}", flush=True)
             if done.returncode != 0:
                 failed += 1
                 print(f"{command}\n{done.stdout[-1000:]}{done.stderr[-1000:]}")
@@ -110,8 +98,11 @@ def main() -> int:
     return int(failed > 0)
 
 
-def which_gpu() -> bool:
-    return any(os.access(Path(path) / "nvidia-smi", os.X_OK) for path in os.get_exec_path())
+def sees_gpu() -> bool:
+    """Return whether nvidia-smi is here and finds a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
 
 
 if __name__ == "__main__":

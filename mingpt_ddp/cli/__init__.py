@@ -8,8 +8,7 @@ COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "colle
 
 
 def refuse_other_modules() -> None:
-    """Exit with code 2 if `python -m` is about to run a module of this package that is not a
-    command.
+    """Exit with code 2 if `python -m` is about to run a module that is not a command.
 
     Call it while `python -m` imports the parent packages: the arguments are then sys.argv[1:], and
     the one before them in sys.orig_argv is the module's name, or -mNAME.

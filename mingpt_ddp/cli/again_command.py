@@ -37,6 +37,7 @@ from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.exit import cli_errors
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import recorded_config
 from mingpt_ddp.sweeps.runs import hydra_value
 
@@ -74,15 +75,14 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     directory = Path(run).resolve()
     recorded = recorded_config(directory) if "://" not in run else None
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
-        check(False, f"{run} has no config.yaml of a run; name a run directory")
-    assert recorded is not None
-    odd = next(
-        (key for group in recorded.values() for key in group if not str(key).isidentifier()), None
-    )
-    check(odd is None, f"{run}/config.yaml has the key {str(odd)[:50]!r}, which no run writes")
+        raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")
+    for group in recorded.values():
+        for key in group:
+            is_name = str(key).isidentifier()
+            check(is_name, f"{run}/config.yaml has the key {str(key)[:50]!r}, which no run writes")
     keys = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
-    # one that is typed is the only one
-    if len({f"trainer.{name}" for name in LIMITS} & keys.keys()) == 1:
+    typed_limits = [name for name in LIMITS if f"trainer.{name}" in keys]
+    if len(typed_limits) == 1:  # it is the only limit
         recorded["trainer"] |= dict.fromkeys(LIMITS)
     if "trainer.batch_size_per_rank" in keys:
         recorded["trainer"].pop("batch_size", None)
@@ -98,26 +98,21 @@ def command_words(run: str, typed: list[str]) -> list[str]:
             else:
                 words.append(word)
     if omitted:
-        print(
-            f"not taken from {run}: {', '.join(omitted)}; type what you trust"[:1000],
-            file=sys.stderr,
-        )
+        message = f"not taken from {run}: {', '.join(omitted)}; type what you trust"
+        print(message[:1000], file=sys.stderr)
     return [*words, *_directory_words(directory, recorded, keys), *typed]
 
 
 def _is_left_out(key: str, value: Any) -> bool:
+    """Return whether a recorded value could run a program or send files, unless it is typed."""
+    if key in LEFT_OUT or key.partition(".")[2] in CODE_LOCATION_KEYS:
+        return True
     is_url = "://" in str(value) and not key.startswith("data.")
-    return (
-        key in LEFT_OUT
-        or key.partition(".")[2] in CODE_LOCATION_KEYS
-        or is_url
-        or "::" in str(value)
-    )
+    return is_url or "::" in str(value)
 
 
 def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[tuple[str, str]]:
-    """Yield the overrides of a group with their keys: the preset that is closest, and what differs
-    from it.
+    """Yield the overrides of a group with their keys: the closest preset, and what differs.
 
     Args:
         is_typed: a preset of the group is on the command line: it replaces one of ours, and
@@ -125,10 +120,10 @@ def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[t
     """
     selectors, classes = GROUPS[group]
     selector, choice = selected(group, keys)
-    choice = DEFAULT_CHOICE.get(group) if choice is None else choice
-    known = choice is None or isinstance(choice, str)
-    values = dict[str, Any]()
-    known = known and choice in classes
+    if choice is None:
+        choice = DEFAULT_CHOICE.get(group)
+    known = (choice is None or isinstance(choice, str)) and choice in classes
+    values: dict[str, Any] = {}
     if known and selectors and is_typed:
         return
     advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
@@ -156,21 +151,26 @@ def _closest_preset(
     found = []
     for path in sorted((config_directory() / group).glob("*.yaml")):
         values = {**defaults, **yaml.safe_load(path.read_text())}
-        if f"/schema/{group}/{choice or 'text'}" in values.pop("defaults", ()):
-            differing = sum(values.get(key, ...) != value for key, value in keys.items())
-            found.append(
-                (differing, path.stem, values | ({GROUPS[group][0][0]: choice} if choice else {}))
-            )
+        if f"/schema/{group}/{choice or 'text'}" not in values.pop("defaults", ()):
+            continue
+        differing = sum(values.get(key, ...) != value for key, value in keys.items())
+        if choice:
+            selector = GROUPS[group][0][0]
+            values[selector] = choice
+        found.append((differing, path.stem, values))
     check(bool(found), f"no preset of {group} is like that of the run")
-    return min(found, key=lambda each: each[:2])[1:]
+    _, name, values = min(found, key=lambda each: each[:2])
+    return name, values
 
 
 def _preset_values(group: str) -> dict[str, Any]:
     """Return the values of the presets of a group that conf/config.yaml selects."""
     defaults = yaml.safe_load((config_directory() / "config.yaml").read_text())["defaults"]
-    names: str | list[str] = next(
-        (entry[group] for entry in defaults if isinstance(entry, dict) and group in entry), []
-    )
+    names: str | list[str] = []
+    for entry in defaults:
+        if isinstance(entry, dict) and group in entry:
+            names = entry[group]
+            break
     values: dict[str, Any] = {}
     for name in [names] if isinstance(names, str) else names:
         values |= yaml.safe_load((config_directory() / group / f"{name}.yaml").read_text())
@@ -183,15 +183,21 @@ def _directory_words(
     """Return run.root, and run.name if the run itself goes on, unless they are typed."""
     depth = str(recorded["run"].get("name") or "").count("/") + 1  # sweep/job has 2 parts
     names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
-    flat = flatten(recorded)
-    presets = {*GROUPS, "experiment"} & typed.keys()
-    if presets or any(
-        parse_value(typed[key]) != flat.get(key)
-        for key in numeric_keys(recorded).keys() & typed.keys()
-    ):
+    if _changes_numbers(recorded, typed):
         del names["name"]
-    return [
-        f"run.{key}={hydra_value(value)}"
-        for key, value in names.items()
-        if f"run.{key}" not in typed
-    ]
+    words = []
+    for key, value in names.items():
+        if f"run.{key}" not in typed:
+            words.append(f"run.{key}={hydra_value(value)}")
+    return words
+
+
+def _changes_numbers(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
+    """Return whether the command line makes it another run."""
+    if {*GROUPS, "experiment"} & typed.keys():  # a preset
+        return True
+    flat = flatten(recorded)
+    for key in numeric_keys(recorded).keys() & typed.keys():
+        if parse_value(typed[key]) != flat.get(key):
+            return True
+    return False

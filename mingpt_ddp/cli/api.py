@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 def train(
     overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None
 ) -> dict[str, Any]:
-    """Train as `python main.py` does with these overrides, in processes of its own, and print what
-    it prints.
+    """Train as `python main.py` does, in processes of its own, and print what it prints.
 
     The same call again resumes. Ctrl-C, or the stop button of a notebook, saves a snapshot, then
     raises KeyboardInterrupt. The training ends with the calling process, even if that is killed.
@@ -52,7 +51,9 @@ def train(
 
     if isinstance(overrides, str):
         raise ConfigError(f"train takes a list of overrides: train([{overrides!r:.100}])")
-    words = [*overrides, *([] if nproc is None else [f"ddp.nproc_per_node={nproc}"])]
+    words = [*overrides]
+    if nproc is not None:
+        words.append(f"ddp.nproc_per_node={nproc}")
     if {"-m", "--multirun"} & {*words}:
         raise ConfigError("train runs one job; start a sweep with python main.py -m")
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
@@ -106,7 +107,10 @@ def _error(line: str) -> UserError:
 
     kinds = {kind.kind: kind for kind in UserError.__subclasses__()}
     found = re.search(r"\b(\w+ error|error): (.*)", line)
-    return kinds.get(found[1], UserError)(found[2]) if found else UserError(line)
+    if found is None:
+        return UserError(line)
+    kind = kinds.get(found[1], UserError)
+    return kind(found[2])
 
 
 @dataclass(frozen=True)
@@ -137,13 +141,19 @@ class LoadedRun:
         from mingpt_ddp.config.validation import build
         from mingpt_ddp.inference.generate import SamplingParams, generate_text
 
-        numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        build(SampleConfig, {"snapshot": "-", "top_k": top_k, "top_p": top_p, **numbers}, "")
+        checked = {
+            "snapshot": "-",
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        build(SampleConfig, checked, "")
         sampling = SamplingParams(temperature, top_k, top_p)
-        return (
-            prompt
-            + generate_text(self.model, self.tokenizer, prompt, max_new_tokens, sampling, seed)[0]
-        )
+        model = self.model
+        texts = generate_text(model, self.tokenizer, prompt, max_new_tokens, sampling, seed)
+        return prompt + texts[0]
 
 
 def load(

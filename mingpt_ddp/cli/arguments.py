@@ -1,6 +1,4 @@
-"""The grammar of all commands except train: positional URLs, then `key=value`, `--key value` or
-`--key=value`.
-"""
+"""The grammar of all commands but train: URLs, then `key=value`, `--key value`, `--key=value`."""
 
 import contextlib
 import dataclasses
@@ -20,7 +18,7 @@ from mingpt_ddp.storage.urls import check_url
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out
 CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
-# metadata of a field that may contain what looks like a URL with a password
+# Metadata of a field whose text may look like a URL with a password.
 FREE_TEXT = {"free_text": True}
 
 
@@ -71,9 +69,12 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
             text = [*values.pop(name, []), text]
         elif name == first:
             check_url(text, name)
-        twice = f"{name} is given twice; give it one value"
-        hint = f"{word} is not of the form key=value; the keys are {', '.join([*fields][1:])}"
-        check(name not in values, twice if key else hint)
+        if key:
+            message = f"{name} is given twice; give it one value"
+        else:
+            keys = ", ".join([*fields][1:])
+            message = f"{word} is not of the form key=value; the keys are {keys}"
+        check(name not in values, message)
         is_text = str in (hints.get(name), *typing.get_args(hints.get(name)))
         values[name] = text if is_text else parse_value(text)
     return build(config_class, values, "")
@@ -112,7 +113,9 @@ def echo(text: str) -> None:
 def human_size(size: int) -> str:
     """Format bytes in a suitable unit."""
     power = min((max(size, 1).bit_length() - 1) // 10, 4)  # of 1024
-    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB" if power else f"{size} B"
+    if power == 0:
+        return f"{size} B"
+    return f"{size / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 
 
 def parse_value(text: str) -> Any:

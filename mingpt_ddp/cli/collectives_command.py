@@ -35,7 +35,8 @@ from pydantic import Field
 
 from mingpt_ddp.cli.arguments import echo, run_command
 from mingpt_ddp.config.fields import PositiveInt
-from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
+from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process
@@ -48,17 +49,17 @@ if TYPE_CHECKING:
     from mingpt_ddp.distributed.collective_checks import Measurement
 
 OPERATIONS = [
-    *(
-        "broadcast",
-        "all_reduce",
-        "reduce",
-        "gather",
-        "all_gather",
-        "scatter",
-        "reduce_scatter",
-        "all_to_all",
-    ),
-    *("send_recv", "ring", "barrier"),
+    "broadcast",
+    "all_reduce",
+    "reduce",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",
+    "ring",
+    "barrier",
 ]
 TENSORS = 4  # of a message's size, which a rank needs at a time
 HEADINGS = ("operation", "bytes", "latency (us)", "algbw (GB/s)", "busbw (GB/s)")
@@ -180,16 +181,14 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
             rows.append(row)
             env.call_on_rank_zero(partial(echo, _line(row, group.transport)))
             if row.fault is not None:
-                env.call_on_rank_zero(
-                    partial(print, f"error: {row.fault}", file=sys.stderr, flush=True)
-                )
+                message = f"error: {row.fault}"
+                env.call_on_rank_zero(partial(print, message, file=sys.stderr, flush=True))
                 group.close()
                 return FAILURE
             if row.latency_s is None:
                 break
-    group.run_on_rank_zero(
-        lambda: _write(config, title, {**about, "results": [asdict(row) for row in rows]})
-    )
+    content = {**about, "results": [asdict(row) for row in rows]}
+    group.run_on_rank_zero(lambda: _write(config, title, content))
     env.call_on_rank_zero(lambda: echo("every result is correct"))
     group.close()
     return 0
@@ -219,17 +218,16 @@ def _page(title: str, rows: list[dict[str, Any]]) -> str:
     """Return an HTML page with the bus bandwidth of every operation over the message size."""
     import plotly.io
 
-    names = dict.fromkeys(row["operation"] for row in rows if row["busbw"])
-    drawn = {name: [row for row in rows if row["operation"] == name] for name in names}
-    curves = [
-        {
-            "name": name,
-            "x": [row["bytes"] for row in points],
-            "y": [row["busbw"] / 1e9 for row in points],
-        }
-        for name, points in drawn.items()
-    ]
-    axes = {"xaxis": "message (bytes)", "yaxis": "busbw (GB/s)"}
-    layout = {axis: {"type": "log", "title": {"text": text}} for axis, text in axes.items()}
-    figure = {"data": curves, "layout": {"title": {"text": title}, **layout}}
+    curves = []
+    for name in dict.fromkeys(row["operation"] for row in rows if row["busbw"]):
+        points = [row for row in rows if row["operation"] == name]
+        x = [row["bytes"] for row in points]
+        y = [row["busbw"] / 1e9 for row in points]
+        curves.append({"name": name, "x": x, "y": y})
+    layout = {
+        "title": {"text": title},
+        "xaxis": {"type": "log", "title": {"text": "message (bytes)"}},
+        "yaxis": {"type": "log", "title": {"text": "busbw (GB/s)"}},
+    }
+    figure = {"data": curves, "layout": layout}
     return str(plotly.io.to_html(figure, include_plotlyjs=True))

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mingpt_ddp.tasks.task import Task
+    from mingpt_ddp.training.evaluator import Evaluator
 
 OF_TOKENS = ("tokenizer", "vocab_size", "block_size")  # keys of data
 AVERAGED = ("language_model", "classification")  # tasks whose models give probabilities
@@ -65,12 +66,12 @@ def main() -> None:
 def _command(config: EvaluateConfig) -> int:
     env = read_env()
     metrics = evaluate(config)
-    about = (
-        {"split": config.split}
-        if config.data_path is None
-        else {"data": config.data_path, "split": config.split}
-    )
-    env.call_on_rank_zero(lambda: echo(json.dumps({**about, **metrics}, indent=1)))
+    shown: dict[str, Any] = {}
+    if config.data_path is not None:
+        shown["data"] = config.data_path
+    shown["split"] = config.split
+    shown.update(metrics)
+    env.call_on_rank_zero(lambda: echo(json.dumps(shown, indent=1)))
     return 0
 
 
@@ -89,7 +90,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
-    from mingpt_ddp.inference.ensemble import Ensemble, why_not_averaged
+    from mingpt_ddp.inference.ensemble import why_not_averaged
     from mingpt_ddp.snapshots.load import load
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluator import Evaluator
@@ -97,18 +98,19 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     if config.code is not None:
         run_file(Path(config.code), "code")
     snapshots = {url: load(url, ("model",), config.step) for url in config.snapshot}
-    states, (first, *others) = (
-        {url: snapshot.state for url, snapshot in snapshots.items()},
-        snapshots,
-    )
+    states = {url: snapshot.state for url, snapshot in snapshots.items()}
+    first, *others = snapshots
     configs = {first: _run_config(config, first, states[first])}
-    configs |= {url: _run_config(config, url, states[url], states[first]) for url in others}
+    for url in others:
+        configs[url] = _run_config(config, url, states[url], states[first])
     runtime = Runtime(configs[first], read_env())
     with attribute_errors_to_user_code(), contextlib.ExitStack() as refusals:
         task = build_task(configs[first], runtime.group, kept=states[first])
         refusals.enter_context(task.discarded_if_refused())
-        data = ("text",) if config.data_path is not None else ()
-        reason = why_not_averaged(states, [key for key in task.state() if key not in data])
+        compared = list(task.state())
+        if config.data_path is not None and "text" in compared:
+            compared.remove("text")
+        reason = why_not_averaged(states, compared)
         if others and configs[first].task.name not in AVERAGED:
             reason = f"task.name={configs[first].task.name} has no probabilities to average"
         tasks = dict.fromkeys(states, task)
@@ -118,29 +120,45 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
                 refusals.enter_context(tasks[url].discarded_if_refused())
         for url in states if reason else [first]:
             _adopt(tasks[url], config, url, states[url])
-        models = {
-            url: _build(tasks[url], configs[url], snapshot.model).to(runtime.device)
-            for url, snapshot in snapshots.items()
-        }
-        evaluators = {id(each): Evaluator(each, runtime) for each in tasks.values()}
-        found = {
-            url: evaluators[id(tasks[url])].run(model, config.split) or {}
-            for url, model in models.items()
-        }
-        if not found[first]:
-            raise DataError(f"the data of {first} has no {config.split} split")
-        metrics: dict[str, Any] = found[first]
+        models = {}
+        for url, snapshot in snapshots.items():
+            model = _build(tasks[url], configs[url], snapshot.model)
+            models[url] = model.to(runtime.device)
         if reason:
-            metrics = {
-                "not_averaged": reason,
-                "runs": [{"snapshot": url, **each} for url, each in found.items()],
-            }
-        elif others:
-            runs = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
-            average = evaluators[id(task)].run(Ensemble([*models.values()]), config.split) or {}
-            metrics = {**average, "runs": runs}
+            evaluators = {url: Evaluator(each, runtime) for url, each in tasks.items()}
+        else:
+            evaluators = dict.fromkeys(tasks, Evaluator(task, runtime))
+        metrics = _measure(models, evaluators, config.split, reason)
     runtime.close()
     return metrics
+
+
+def _measure(
+    models: "dict[str, nn.Module]",
+    evaluators: "dict[str, Evaluator]",
+    split: str,
+    reason: str | None,
+) -> dict[str, Any]:
+    """Return the metrics of one model, or of several and of the mean of their probabilities.
+
+    Args:
+        models, evaluators: by URL.
+        reason: why several models have no mean; None if they have one.
+    """
+    from mingpt_ddp.inference.ensemble import Ensemble
+
+    found = {url: evaluators[url].run(model, split) or {} for url, model in models.items()}
+    first = next(iter(models))
+    if not found[first]:
+        raise DataError(f"the data of {first} has no {split} split")
+    if reason:
+        runs = [{"snapshot": url, **each} for url, each in found.items()]
+        return {"not_averaged": reason, "runs": runs}
+    if len(models) == 1:
+        return found[first]
+    losses = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
+    average = evaluators[first].run(Ensemble([*models.values()]), split) or {}
+    return {**average, "runs": losses}
 
 
 def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
@@ -197,9 +215,8 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         return from_mapping(values)
     except NotRegisteredError as error:
         raise SnapshotError(
-            f"the snapshot of {url} needs code of yours: {error.args[0]}; name the Python "
-            "file that "
-            "registers it, if you trust it, as in code=my_project/mine.py"
+            f"the snapshot of {url} needs code of yours: {error.args[0]}; name the Python file "
+            "that registers it, if you trust it, as in code=my_project/mine.py"
         ) from error
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = str(error.args[0]) if error.args else type(error).__name__
@@ -207,18 +224,19 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
 
 
 def _measure_like(values: dict[str, Any], first: Any) -> None:
-    """Give a run's configuration the same split of the same text as the first, for its own
-    tokenizer and length.
+    """Measure a run on the same split of the same text as the first, with its own tokenizer.
 
     Raises:
         ValueError: they have other tasks.
     """
     own = values["data"]
     default = DEFAULT_CHOICE["task"]
-    name, expected = (each.get("task", {}).get("name", default) for each in (values, first))
+    name = values.get("task", {}).get("name", default)
+    expected = first.get("task", {}).get("name", default)
     if name != expected:
         raise ValueError(
             f"task.name={name} does not compare with task.name={expected}; measure it alone"
         )
     if "block_size" in own:  # a text
-        values["data"] = {**first["data"], **{key: own[key] for key in OF_TOKENS if key in own}}
+        kept = {key: own[key] for key in OF_TOKENS if key in own}
+        values["data"] = {**first["data"], **kept}

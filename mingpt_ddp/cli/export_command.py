@@ -26,18 +26,18 @@ class ExportConfig:
     license: str | None = None
 
     def __post_init__(self) -> None:
-        fits = self.license is None or (
-            re.fullmatch(r"[a-z][a-z0-9.-]{1,49}", self.license)
-            and type(yaml.safe_load(self.license)) is str
-        )  # YAML reads `no` as false
         check(
-            bool(fits),
+            self.license is None or _is_license(self.license),
             f"license={self.license} must be an identifier in lower case, as in apache-2.0 or mit",
         )
-        check(
-            bool(self.to.strip()) and "://" not in self.to,
-            f"to={self.to} must be a new local directory",
-        )
+        is_local = bool(self.to.strip()) and "://" not in self.to
+        check(is_local, f"to={self.to} must be a new local directory")
+
+
+def _is_license(text: str) -> bool:
+    """Return whether a text is an identifier, and one that YAML reads as text, unlike `no`."""
+    is_identifier = re.fullmatch(r"[a-z][a-z0-9.-]{1,49}", text)
+    return bool(is_identifier) and type(yaml.safe_load(text)) is str
 
 
 def export(config: ExportConfig) -> int:

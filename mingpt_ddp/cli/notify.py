@@ -20,8 +20,9 @@ FAILED = "failed"
 
 @contextlib.contextmanager
 def notifying(config: Config, env: DistEnv) -> Iterator[None]:
-    """Run the command of a run that ends in this context, or fails in it if no launcher could
-    restart it.
+    """Run the command of a run that ends in this context.
+
+    After a failure only if no launcher could restart it.
     """
     before = _end(config)
     try:
@@ -43,15 +44,18 @@ def _end(config: Config) -> list[Any]:
 
 def notify(config: Config, status: str) -> None:
     """Run the command for a status, without a shell; a failure of it is logged only."""
-    key, command = (
-        ("on_failure", config.run.on_failure) if status == FAILED else ("on_end", config.run.on_end)
-    )
+    key = "on_failure" if status == FAILED else "on_end"
+    command = config.run.on_failure if status == FAILED else config.run.on_end
     if command is None:
         return
     directory = run_directory(config).absolute()
     loss = read_result(directory).get("val_loss", "")
-    about = {"RUN_DIR": str(directory), "STATUS": status, "VAL_LOSS": str(loss)}
-    environ = {**os.environ, **{f"MINGPT_DDP_{name}": value for name, value in about.items()}}
+    environ = {
+        **os.environ,
+        "MINGPT_DDP_RUN_DIR": str(directory),
+        "MINGPT_DDP_STATUS": status,
+        "MINGPT_DDP_VAL_LOSS": str(loss),
+    }
     try:
         subprocess.run(
             shlex.split(command),

@@ -54,12 +54,13 @@ def _command(config: SampleConfig) -> int:
     try:
         prompt = sys.stdin.read() if config.prompt == "-" else config.prompt
     except (UnicodeDecodeError, AttributeError) as error:  # it is None if it is closed
-        raise DataError(
-            f"prompt=- needs UTF-8 text on standard input: {error if sys.stdin else 'closed'}"
-        ) from error
+        reason = error if sys.stdin else "closed"
+        raise DataError(f"prompt=- needs UTF-8 text on standard input: {reason}") from error
     for number, text in enumerate(sample(config, prompt)):
-        text = printable(text) if sys.stdout and sys.stdout.isatty() else text
-        print(f"{'-' * 80}\n{text}" if number else text, flush=True)
+        if number > 0:
+            print("-" * 80, flush=True)
+        is_terminal = sys.stdout and sys.stdout.isatty()
+        print(printable(text) if is_terminal else text, flush=True)
     return 0
 
 
@@ -85,9 +86,8 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     try:
         with attribute_errors_to_user_code():
             model.to(device)
-            prepare(
-                model, decoding_precision(config.precision, model, config.samples), config.samples
-            )
+            precision = decoding_precision(config.precision, model, config.samples)
+            prepare(model, precision, config.samples)
             texts = generate_text(
                 model,
                 tokenizer,

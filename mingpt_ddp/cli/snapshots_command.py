@@ -155,12 +155,11 @@ def verify(config: ListConfig) -> int:
     for store, steps in find_steps(config.url, config.follow):
         for step in steps:
             problem = verify_step(store, step)
-            is_damage = problem is not None and not isinstance(problem, IncompleteSnapshotError)
-            damaged |= is_damage
-            echo(
-                f"{store.url}/{directory_name(step)}: "
-                f"{'damaged: ' if is_damage else ''}{problem or 'whole'}"
-            )
+            verdict = str(problem or "whole")
+            if problem is not None and not isinstance(problem, IncompleteSnapshotError):
+                verdict = f"damaged: {problem}"
+                damaged = True
+            echo(f"{store.url}/{directory_name(step)}: {verdict}")
     return int(damaged)
 
 
@@ -198,11 +197,12 @@ def prune(config: PruneConfig) -> int:
                 raise SnapshotError(
                     f"there is no whole snapshot at {store.url}; nothing is deleted"
                 )
-            best = (
-                inspect(store, whole[0]).train_state.get("best_step") if config.keep_best else None
-            )
-            best = best if isinstance(best, int) else None
-            expired = expired_steps(store, config.keep_last, best, whole[0], config.keep_every)
+            newest = whole[0]
+            best = None
+            if config.keep_best:
+                recorded = inspect(store, newest).train_state.get("best_step")
+                best = recorded if isinstance(recorded, int) else None
+            expired = expired_steps(store, config.keep_last, best, newest, config.keep_every)
             for step in expired:
                 echo(f"deleting {store.url}/{directory_name(step)}")
                 store.clear(step)
@@ -219,16 +219,18 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
         StorageUnavailableError: a storage does not respond.
     """
     run = open_storage(url)
-    owners = list[RunDirectory]()
-    paths = [Path(run.root)] if run.local and (Path(run.root) / "config.yaml").exists() else []
-    shared = [
-        s.storage for s in stores if isinstance(s.storage, RemoteStorage) and s.storage.shared
-    ]
-    for path in (Path(store.storage.root) for store in stores if store.storage.local):
-        in_run = path.name == "snapshots" and (
-            path.parent in paths or (path.parent / LOCK).exists()
-        )
-        paths.append(path.parent if in_run else path)
+    owners: list[RunDirectory] = []
+    paths: list[Path] = []  # to lock
+    if run.local and (Path(run.root) / "config.yaml").exists():
+        paths.append(Path(run.root))
+    shared: list[RemoteStorage] = []  # to lease
+    for storage in (store.storage for store in stores):
+        if storage.local:
+            path = Path(storage.root)
+            has_run = path.parent in paths or (path.parent / LOCK).exists()
+            paths.append(path.parent if path.name == "snapshots" and has_run else path)
+        elif isinstance(storage, RemoteStorage) and storage.shared:
+            shared.append(storage)
     with contextlib.ExitStack() as held:
         try:
             for path in dict.fromkeys(path.resolve() for path in paths):
@@ -237,11 +239,11 @@ def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
                 held.callback(owners[-1].release)
                 if is_new:
                     held.enter_context(_deleted_if_refused(path / LOCK))
-            for storage in shared:
+            for remote in shared:
                 if owners:
-                    owners[0].lock_snapshots(storage)
+                    owners[0].lock_snapshots(remote)
                 else:
-                    held.callback(Lease(storage).release)
+                    held.callback(Lease(remote).release)
         except RunError as error:
             raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
         yield

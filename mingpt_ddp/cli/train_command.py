@@ -1,6 +1,4 @@
-"""The train command: compose, validate, start local workers if requested, report every error as one
-line.
-"""
+"""The train command: compose, validate, start local workers, report an error as one line."""
 
 import contextlib
 import gc
@@ -91,10 +89,9 @@ def main() -> None:
         exit_process(None, 0)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if sweep.done or not sweep.failed:  # otherwise from Optuna, which has no best trial
-            is_launcher = type(error).__module__.startswith(("submitit.", "ray."))
-            exits.user_error(
-                RunError(str(error)) if is_launcher else ConfigError(hydra_utils.explain(error))
-            )
+            if type(error).__module__.startswith(("submitit.", "ray.")):
+                exits.user_error(RunError(str(error)))
+            exits.user_error(ConfigError(hydra_utils.explain(error)))
     logs.to_console(exits.env)
     sweep.finish()
     # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
@@ -125,8 +122,7 @@ def prepare(env: DistEnv) -> None:
 
 
 def train(cfg: DictConfig) -> float:
-    """Run one job, from the composed configuration to its validation loss, or what else its sweep
-    is ranked by.
+    """Run one job and return its validation loss, or what else its sweep is ranked by.
 
     Raises:
         JobError: all ranks have failed in the same way, or the only one has; the sweep continues
@@ -159,8 +155,9 @@ def train(cfg: DictConfig) -> float:
 
 
 def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
-    # None: at process start
-    started_at = time.monotonic() if hydra_utils.job_number() > 0 else None
+    started_at = None  # at process start
+    if hydra_utils.job_number() > 0:
+        started_at = time.monotonic()
     config = checked_config(cfg)
     check_machine(config)
     env = read_env(config.ddp.local_workers or 1)
@@ -198,17 +195,15 @@ def _report_directory(directory: Path) -> None:
 
 
 def checked_config(cfg: DictConfig) -> Config:
-    """Return the configuration that Hydra has composed, typed, with the number of workers and URLs
-    that can be opened.
+    """Return the configuration that Hydra has composed, typed, with the number of workers.
 
     Raises:
         ConfigError, CodeError: a key, a value or a user's file is invalid.
     """
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
     if config.ddp.nproc_per_node == "gpu":
-        config = replace(
-            config, ddp=replace(config.ddp, nproc_per_node=_count_gpus(config.model.devices))
-        )
+        count = _count_gpus(config.model.devices)
+        config = replace(config, ddp=replace(config.ddp, nproc_per_node=count))
     _check_urls(config)
     check_installed(config)
     return config
@@ -217,7 +212,8 @@ def checked_config(cfg: DictConfig) -> Config:
 def _count_gpus(per_worker: int) -> int:
     import torch
 
-    if not (count := torch.cuda.device_count()):  # asks the driver: does not initialize CUDA
+    count = torch.cuda.device_count()  # asks the driver: does not initialize CUDA
+    if count == 0:
         raise ConfigError(
             "ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers"
         )
@@ -248,11 +244,13 @@ def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at
 
 def _check_urls(config: Config) -> None:
     """Raise a ConfigError for a URL that no installed library can open."""
-    if (path := getattr(config.data, "path", None)) and not getattr(config.data, "reader", None):
+    path = getattr(config.data, "path", None)
+    if path and not getattr(config.data, "reader", None):
         check_url(path, "data.path")
-    for key in ("path", "fallback_path"):
-        if url := getattr(config.snapshot, key):
-            check_url(url, f"snapshot.{key}", writable=True)
+    if config.snapshot.path:
+        check_url(config.snapshot.path, "snapshot.path", writable=True)
+    if config.snapshot.fallback_path:
+        check_url(config.snapshot.fallback_path, "snapshot.fallback_path", writable=True)
     check_url(config.run.resume, "run.resume")
     if config.run.init_from is not None:
         check_url(config.run.init_from, "run.init_from")

@@ -1,6 +1,6 @@
-"""The keys of the groups that users can extend with a Python file: task, model, optimizer, data.
+"""The keys of the task, the model and the data, which users can extend with a Python file.
 
-The rest of the schema, and the table of all groups, is in schema.py.
+So can they the optimizer, in optimizer_config.py. The table of all groups is in schema.py.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
@@ -14,8 +14,6 @@ from pydantic import Field
 
 from mingpt_ddp.config.fields import (
     DecayFactor,
-    LearningRate,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -105,27 +103,21 @@ class GPTConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ModernConfig(TransformerConfig):
-    """A decoder with rotary position embeddings and no biases or gains
-    (mingpt_ddp/models/modern.py).
-    """
+    """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         even = self.n_embd // self.n_head % 2 == 0
         check(
             even,
-            (
-                f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
-                "rotary positions"
-            ),
+            f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
+            "rotary positions",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvNetConfig(ModelConfig):
-    """Convolutions with batch normalization, pooling, a linear classifier
-    (mingpt_ddp/models/convnet.py).
-    """
+    """Convolutions with batch normalization, pooling, a linear classifier (mingpt_ddp/models)."""
 
     channels: PositiveInt = key(
         16, "feature maps of the first convolution; the second has twice as many"
@@ -134,94 +126,8 @@ class ConvNetConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig(UserCodeConfig):
-    """The keys of every optimizer: learning rate, weight decay and schedule (mingpt_ddp/optim)."""
-
-    name: str = key(..., "the registered optimizer to build: adamw, muon, sgd or your own")
-    lr: LearningRate = key(
-        1e-3, "learning rate at the peak of the schedule; muon's is for matrices"
-    )
-    weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
-        0.1, "of matrices; vectors are not decayed"
-    )
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
-        "cosine", "how the learning rate decays"
-    )
-    schedule_steps: PositiveInt | None = key(
-        None, "length of the schedule; null: the run's", "steps"
-    )
-    warmup_steps: NonNegativeInt = key(100, "linear warm-up of the learning rate from 0", "steps")
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = key(
-        0.1, "final learning rate over the peak"
-    )
-    decay_ratio: UnitInterval = key(
-        0.2, "wsd: the last fraction of the schedule, in which lr decays"
-    )
-    lr_scaling: Literal["none", "linear", "sqrt"] = key(
-        "none", "of all learning rates, by batch over reference batch"
-    )
-    reference_batch_size: PositiveInt | None = key(
-        None, "lr_scaling: the batch that lr is meant for", "sequences"
-    )
-    weight_decay_schedule: Literal["constant", "linear", "cosine", "lr"] = key(
-        "constant",
-        "how weight_decay changes over the schedule; lr: in proportion to the learning rate",
-    )
-    final_weight_decay_ratio: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
-        0.0, "weight_decay_schedule=linear, cosine: final weight decay over the first"
-    )
-
-    def __post_init__(self) -> None:
-        is_known = self.lr_scaling == "none" or self.reference_batch_size is not None
-        check(
-            is_known, f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig(OptimizerConfig):
-    """AdamW for all parameters."""
-
-    betas: tuple[DecayFactor, DecayFactor] = key((0.9, 0.99), "decay per step of both moments")
-    eps: PositiveFloat = key(1e-8, "added to the root of the second moment")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGDConfig(OptimizerConfig):
-    """Stochastic gradient descent with momentum for all parameters."""
-
-    momentum: DecayFactor = key(0.9, "decay per step of the moving average")
-    nesterov: bool = key(True, "Nesterov's momentum")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(
-            not self.nesterov or self.momentum > 0,
-            "optimizer.nesterov=true needs optimizer.momentum > 0",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig(OptimizerConfig):
-    """Muon for the matrices of the hidden layers, AdamW for everything else
-    (mingpt_ddp/optim/muon.py).
-    """
-
-    momentum: DecayFactor = key(0.95, "Muon's decay per step of the moving average")
-    embedding_lr: LearningRate = key(0.1, "AdamW's peak for embeddings")
-    head_lr: LearningRate = key(0.02, "AdamW's peak for a matrix in the model's `head`")
-    vector_lr: LearningRate = key(0.1, "AdamW's peak for parameters that are not matrices")
-    betas: tuple[DecayFactor, DecayFactor] = key(
-        (0.9, 0.95), "AdamW's decay per step of both moments"
-    )
-    eps: PositiveFloat = key(1e-10, "AdamW's, added to the root of the second moment")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DataConfig(UserCodeConfig):
-    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py and
-    dataloader.py).
-    """
+    """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py)."""
 
     name: str | None = neutral(
         None, "a label for directories and logs; null: the file name of path"
@@ -255,10 +161,8 @@ class DataConfig(UserCodeConfig):
     )
     sources: list[tuple[str, PositiveFloat]] | None = key(
         None,
-        (
-            "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by "
-            "these weights"
-        ),
+        "texts instead of path, as [[a.txt,3],[texts/,1]]: windows are drawn from them by "
+        "these weights",
     )
     val_paths: dict[str, str] | None = neutral(
         None, "further validation texts by name, as {wiki: wiki.txt}"
@@ -268,11 +172,14 @@ class DataConfig(UserCodeConfig):
     )
 
     def __post_init__(self) -> None:
-        paths = {"data.path": self.path, "data.tokenizer": self.tokenizer}
-        paths |= {f"data.sources[{i}]": path for i, (path, _) in enumerate(self.sources or ())}
-        paths |= {f"data.val_paths.{name}": path for name, path in (self.val_paths or {}).items()}
-        for where, path in paths.items():
-            check_url(where, path)
+        sources = self.sources or []
+        val_paths = self.val_paths or {}
+        check_url("data.path", self.path)
+        check_url("data.tokenizer", self.tokenizer)
+        for i, (path, _) in enumerate(sources):
+            check_url(f"data.sources[{i}]", path)
+        for name, path in val_paths.items():
+            check_url(f"data.val_paths.{name}", path)
         if self.cache_dir is not None:
             check_directory("data.cache_dir", self.cache_dir)
         trains = self.vocab_size is None or self.tokenizer == "bpe"
@@ -280,7 +187,7 @@ class DataConfig(UserCodeConfig):
         check(
             self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null"
         )
-        total = sum(weight for _, weight in self.sources or ())
+        total = sum(weight for _, weight in sources)
         check(
             math.isfinite(total),
             "the weights of data.sources have no finite sum; give smaller ones, as in 3 and 1",
@@ -289,7 +196,7 @@ class DataConfig(UserCodeConfig):
             not (self.sources and self.sha256),
             "data.sha256 is of data.path; set it to null with data.sources",
         )
-        for name in self.val_paths or ():
+        for name in val_paths:
             check(
                 name.isidentifier() and name.isascii(),
                 f"data.val_paths.{name}: a name is of letters, digits and _",
@@ -297,10 +204,8 @@ class DataConfig(UserCodeConfig):
         rest = self.train_split + self.test_split < 1
         check(
             rest,
-            (
-                f"data.test_split={self.test_split} leaves nothing to validate on; lower it or "
-                "data.train_split"
-            ),
+            f"data.test_split={self.test_split} leaves nothing to validate on; lower it or "
+            "data.train_split",
         )
         is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
         check(
@@ -311,12 +216,14 @@ class DataConfig(UserCodeConfig):
     @property
     def label(self) -> str:
         """The name of the text in directories and logs."""
+        if self.name:
+            return self.name
         paths = [path for path, _ in self.sources or ()] or [self.path]
-        stems = [
-            PurePosixPath(path.removeprefix(BUILTIN_PREFIX).partition("?")[0]).stem
-            for path in paths
-        ]
-        return self.name or "+".join(filter(None, stems)) or "text"
+        stems = []
+        for path in paths:
+            without_query = path.removeprefix(BUILTIN_PREFIX).partition("?")[0]
+            stems.append(PurePosixPath(without_query).stem)
+        return "+".join(filter(None, stems)) or "text"
 
 
 @dataclass(frozen=True, kw_only=True)

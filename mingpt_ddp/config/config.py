@@ -10,11 +10,19 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from mingpt_ddp.config import components, schema
-from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.fields import changes_numbers
 from mingpt_ddp.config.hints import suggest
-from mingpt_ddp.config.schema import GROUPS, selected
+from mingpt_ddp.config.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.schema import (
+    GROUPS,
+    DDPConfig,
+    RunConfig,
+    SnapshotConfig,
+    TrackerConfig,
+    selected,
+)
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
@@ -29,15 +37,15 @@ OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapsh
 class Config:
     """The configuration of a run, resolved, checked and immutable."""
 
-    run: schema.RunConfig
-    task: components.TaskConfig
-    model: components.ModelConfig
-    optimizer: components.OptimizerConfig
-    data: Any  # components.DataConfig for text, DatasetConfig for samples
-    ddp: schema.DDPConfig
-    trainer: schema.TrainerConfig
-    snapshot: schema.SnapshotConfig
-    tracker: schema.TrackerConfig
+    run: RunConfig
+    task: TaskConfig
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    data: Any  # DataConfig for text, DatasetConfig for samples
+    ddp: DDPConfig
+    trainer: TrainerConfig
+    snapshot: SnapshotConfig
+    tracker: TrackerConfig
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as YAML and JSON can hold them."""
@@ -55,21 +63,19 @@ class Config:
 
 
 def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that the schema marks as changing the numbers, with their defaults; None for
-    a required key.
+    """Return the keys that change the numbers, with their defaults; None for a required key.
 
     Args:
         values: a configuration as plain values; its model, optimizer and reader determine the keys.
     """
     defaults: dict[str, Any] = {}
     for group, (_, classes) in GROUPS.items():
-        cls = classes[selected(group, values.get(group, {}))[1] or DEFAULT_CHOICE.get(group)]
+        _, choice = selected(group, values.get(group, {}))
+        cls = classes[choice or DEFAULT_CHOICE.get(group)]
         known = default_values(cls)
-        defaults |= {
-            f"{group}.{field.name}": known.get(field.name)
-            for field in fields(cls)
-            if changes_numbers(field)
-        }
+        for field in fields(cls):
+            if changes_numbers(field):
+                defaults[f"{group}.{field.name}"] = known.get(field.name)
     return defaults
 
 
@@ -81,18 +87,20 @@ def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
     SHA-256 of a user's file does not, so that a run resumes after a bug fix in the file.
     """
     flat = flatten(values)
-    return {
-        key: flat[key]
-        for key, default in numeric_keys(values).items()
-        if flat.get(key, default) != default
-    }
+    changed = {}
+    for key, default in numeric_keys(values).items():
+        if flat.get(key, default) != default:
+            changed[key] = flat[key]
+    return changed
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration by dotted key, `group.key`."""
-    return {
-        f"{group}.{key}": value for group, keys in values.items() for key, value in keys.items()
-    }
+    flat = {}
+    for group, keys in values.items():
+        for key, value in keys.items():
+            flat[f"{group}.{key}"] = value
+    return flat
 
 
 def _plain(value: Any) -> Any:
@@ -100,25 +108,21 @@ def _plain(value: Any) -> Any:
 
 
 def _without_optional_nulls(keys: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: value for key, value in keys.items() if not (value is None and key in OMITTED_IF_NULL)
-    }
+    omitted = {key for key in OMITTED_IF_NULL if keys.get(key) is None}
+    return {key: value for key, value in keys.items() if key not in omitted}
 
 
 def default_values(cls: type) -> dict[str, Any]:
     """Return a group's keys that have a default, with values as in a YAML file."""
-    defaults = {
-        field.name: _plain(field.default)
-        for field in fields(cls)
-        if field.default is not dataclasses.MISSING
-    }
+    defaults = {}
+    for field in fields(cls):
+        if field.default is not dataclasses.MISSING:
+            defaults[field.name] = _plain(field.default)
     return _without_optional_nulls(defaults)
 
 
 class NotRegisteredError(ConfigError):
-    """The configuration selects a model, optimizer or reader that is not registered; `code` may be
-    missing.
-    """
+    """The selected model, optimizer or reader is not registered; `code` may be missing."""
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
@@ -133,16 +137,14 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
         if isinstance(error, MissingMandatoryValue):
             raise ConfigError(f"{error.full_key} is missing; give it a value") from error
         key = f"{error.full_key}: " if error.full_key else ""
-        reason = re.sub(
-            r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0]
-        )
+        first = str(error).splitlines()[0]
+        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
         raise ConfigError(f"{key}{reason}") from error
     return dict(values)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:
-    """Return the typed configuration of plain values, as Hydra, a snapshot or a YAML file holds
-    them.
+    """Return the typed configuration of plain values, as in a YAML file or a snapshot.
 
     Raises:
         ConfigError: a key or value is invalid; one line that names the key.
@@ -164,12 +166,12 @@ def build_group(group: str, values: Any) -> Any:
     check(isinstance(values, dict), f"the group {group} is missing")
     classes = GROUPS[group][1]
     selector, choice = selected(group, values)
-    choice = DEFAULT_CHOICE.get(group) if choice is None else choice
-    names = [
-        name
-        for name, cls in classes.items()
-        if issubclass(cls, DatasetConfig) == (selector == "dataset")
-    ]
+    if choice is None:
+        choice = DEFAULT_CHOICE.get(group)
+    names = []
+    for name, cls in classes.items():
+        if issubclass(cls, DatasetConfig) == (selector == "dataset"):
+            names.append(name)
     if not (choice is None or isinstance(choice, str)) or choice not in names:
         known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")

@@ -23,12 +23,10 @@ def key(default: Any, description: str, unit: str = "", *, numerics: bool = True
         default: ... if the key is required.
         numerics: whether it changes the numbers of a run, and therefore the name of an unnamed run.
     """
-    metadata = {
-        "description": description,
-        "json_schema_extra": {"unit": unit, "numerics": numerics},
-    }
+    extra = {"unit": unit, "numerics": numerics}
     return dataclasses.field(
-        default=dataclasses.MISSING if default is ... else default, metadata=metadata
+        default=dataclasses.MISSING if default is ... else default,
+        metadata={"description": description, "json_schema_extra": extra},
     )
 
 

@@ -1,6 +1,4 @@
-"""Suggest the key that an unknown key was meant to be, including the names of nanoGPT, Lightning
-and Hugging Face.
-"""
+"""Suggest the key that an unknown key was meant to be; nanoGPT's, Lightning's and HF's count."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -23,48 +21,57 @@ FORMULAS = {
 
 
 def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
-    """Return a suggestion for an unknown dotted key: from its group if that is known, else from all
-    keys.
+    """Return a suggestion for an unknown dotted key, from its group or from all keys.
 
     Args:
         chosen: the names of the keys in its group, if the group is known.
     """
     known = known_keys()
     group, _, name = key.rpartition(".")
-    names = (
-        [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")]
-        if chosen is None
-        else [*chosen]
-    )
+    if chosen is not None:
+        names = [*chosen]
+    else:
+        names = [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")]
     if key in known:
         return f" of the chosen {group}"
-    theirs = {word: k for k, words in other_names().items() for word in words.split()}
-    ours = theirs.get(key) or theirs.get(name)
-    if ours and (
-        not names or not ours.startswith(f"{group}.") or ours.removeprefix(f"{group}.") in names
-    ):
-        # the unit may differ
-        meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""
-        formula = f" = {FORMULAS[name]}" if name in FORMULAS else ""
-        return f"; did you mean {ours}{meaning}{formula}?"
-    if same_name := [k for k in known if k.endswith(f".{name}")]:
-        return f"; did you mean {same_name[0]}?"
+    ours = _ours(key) or _ours(name)
+    if ours is not None:
+        in_group = ours.startswith(f"{group}.")
+        if not names or not in_group or ours.removeprefix(f"{group}.") in names:
+            # the unit may differ
+            meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""
+            formula = f" = {FORMULAS[name]}" if name in FORMULAS else ""
+            return f"; did you mean {ours}{meaning}{formula}?"
+    for other in known:
+        if other.endswith(f".{name}"):
+            return f"; did you mean {other}?"
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
-    last_parts = {k.rpartition(".")[2]: k for k in reversed(known)}
-    similar = did_you_mean(name, last_parts)
-    meant = did_you_mean(key, [*GROUPS, *known]) or (last_parts[similar] if similar else None)
-    return f"; did you mean {meant}?" if meant else ""
+    meant = did_you_mean(key, [*GROUPS, *known])
+    if meant is None:
+        last_parts = {k.rpartition(".")[2]: k for k in reversed(known)}
+        similar = did_you_mean(name, last_parts)
+        meant = None if similar is None else last_parts[similar]
+    return "" if meant is None else f"; did you mean {meant}?"
+
+
+def _ours(word: str) -> str | None:
+    """Return our key for a name of another program."""
+    found = None
+    for key, words in other_names().items():
+        if word in words.split():
+            found = key
+    return found
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of all keys by dotted name."""
-    classes = [(group, cls) for group, (_, choices) in GROUPS.items() for cls in choices.values()]
-    return {
-        f"{group}.{field.name}": field
-        for group, cls in classes
-        for field in dataclasses.fields(cls)
-    }
+    known = {}
+    for group, (_, classes) in GROUPS.items():
+        for cls in classes.values():
+            for field in dataclasses.fields(cls):
+                known[f"{group}.{field.name}"] = field
+    return known
 
 
 def other_names() -> dict[str, str]:

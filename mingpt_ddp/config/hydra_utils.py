@@ -1,6 +1,4 @@
-"""Hydra helpers: the command line, the composed configuration, the overrides of a job, errors in
-one line.
-"""
+"""Hydra helpers: the command line, the composed configuration, a job's overrides, errors."""
 
 import os
 import re
@@ -27,8 +25,7 @@ PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slur
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
-# a variable in the environment of the jobs of a sweep: what they return
-OBJECTIVE = "MINGPT_DDP_OBJECTIVE"
+OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in a sweep's jobs: the metric that they return
 OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
 FLAGS = (
     *SWITCHES,
@@ -47,16 +44,18 @@ def _store_defaults() -> None:
     groups begin with their own, as in `defaults: [/schema/model/gpt]`, or `[/schema/data/text]`.
     """
     store = ConfigStore.instance().store
-    store(
-        name="schema",
-        node={group: default_values(c[None]) for group, (keys, c) in GROUPS.items() if not keys},
-    )
+    single = {}
     for group, (keys, classes) in GROUPS.items():
-        for name, cls in classes.items() if keys else ():
-            node = default_values(cls) | ({} if name is None else {keys[0]: name})
-            store(
-                group=f"schema/{group}", name=name or "text", package=f"_global_.{group}", node=node
-            )
+        if not keys:
+            single[group] = default_values(classes[None])
+            continue
+        for name, cls in classes.items():
+            node = default_values(cls)
+            if name is not None:
+                node[keys[0]] = name
+            package = f"_global_.{group}"
+            store(group=f"schema/{group}", name=name or "text", package=package, node=node)
+    store(name="schema", node=single)
 
 
 _store_defaults()
@@ -78,16 +77,16 @@ def answer(argv: list[str]) -> str | None:
 
 def reorder_argv(argv: list[str]) -> list[str]:
     """Move overrides after all flags, as Hydra's parser requires."""
-    previous = ["", *argv]
-    moved = [
-        i
-        for i, arg in enumerate(argv)
-        if re.match(r"[^-][^=]*=", arg) and previous[i] not in FLAGS_WITH_VALUE
-    ]
-    flags = [arg for i, arg in enumerate(argv) if i not in moved]
+    flags: list[str] = []
+    overrides: list[str] = []
+    for previous, word in zip(["", *argv], argv, strict=False):
+        if re.match(r"[^-][^=]*=", word) and previous not in FLAGS_WITH_VALUE:
+            overrides.append(word)
+        else:
+            flags.append(word)
     if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
         flags[-1] = "--info=all"
-    return flags + [argv[i] for i in moved]
+    return flags + overrides
 
 
 def check_words(argv: list[str]) -> None:
@@ -101,9 +100,8 @@ def check_words(argv: list[str]) -> None:
         meant = [flag for flag in FLAGS if flag.startswith(name)]
         if word.startswith("--") and name not in meant and len(meant) != 1:
             key = name.lstrip("-").replace("-", "_")
-            value = (
-                value if equals else "VALUE" if following.startswith("-") else following or "VALUE"
-            )
+            if not equals:
+                value = "VALUE" if following.startswith("-") else following or "VALUE"
             hint = f"; write {key}={value}" if key in known_keys() else suggest(key)
             raise ConfigError(f"{name} is not an option{hint}")
         spaced = (previous[-1:], word[:1], following[:1])
@@ -133,25 +131,22 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
             "of them"
         )
     _prefer_typed_limit(values.get("trainer"), typed)
-    directories = [
-        Path(s.path).absolute() for s in hydra.runtime.config_sources if s.schema == "file"
-    ]
+    sources = hydra.runtime.config_sources
+    directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
     with attribute_errors_to_user_code():
         return from_mapping(run_code(values, directories))
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets one of two limits or batch sizes, unset the other: a preset's or the
-    default.
+    """If the command line sets one of two limits or batch sizes, unset the other one.
+
+    That is a preset's, or the default.
     """
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
     for limit, other in (LIMITS, reversed(LIMITS)):
-        if (
-            f"trainer.{limit}" in typed
-            and f"trainer.{other}" not in typed
-            and trainer.get(limit) is not None
-        ):
+        is_only_one = f"trainer.{limit}" in typed and f"trainer.{other}" not in typed
+        if is_only_one and trainer.get(limit) is not None:
             trainer[other] = None
 
 
@@ -186,9 +181,11 @@ def swept_overrides() -> dict[str, str]:
     """
     hydra = HydraConfig.get()
     constant = set(hydra.job.config.override_dirname.exclude_keys)
-    return {
-        key_of(o): o.partition("=")[2] for o in hydra.overrides.task if key_of(o) not in constant
-    }
+    swept = {}
+    for override in hydra.overrides.task:
+        if key_of(override) not in constant:
+            swept[key_of(override)] = override.partition("=")[2]
+    return swept
 
 
 def job_label() -> str:
@@ -211,10 +208,11 @@ def worker_overrides() -> list[str]:
         "hydra.job.config.override_dirname",
         OBJECTIVE_KEY,
     )
-    hydra_overrides = [
-        o for o in hydra.overrides.hydra if not key_of(o).replace("/", ".").startswith(sweep_keys)
-    ]
-    return [*config_flags(hydra), *hydra.overrides.task, *hydra_overrides, "hydra.mode=RUN"]
+    words = [*config_flags(hydra), *hydra.overrides.task]
+    for override in hydra.overrides.hydra:
+        if not key_of(override).replace("/", ".").startswith(sweep_keys):
+            words.append(override)
+    return [*words, "hydra.mode=RUN"]
 
 
 def config_flags(hydra: Any) -> list[str]:
@@ -223,7 +221,10 @@ def config_flags(hydra: Any) -> list[str]:
     Args:
         hydra: the `hydra` node of the configuration that it composed.
     """
-    flags = [] if (name := hydra["job"]["config_name"]) == "config" else [f"--config-name={name}"]
+    flags = []
+    name = hydra["job"]["config_name"]
+    if name != "config":
+        flags.append(f"--config-name={name}")
     for source in hydra["runtime"]["config_sources"]:
         provider = source["provider"]
         path = Path(source["path"])
@@ -246,56 +247,50 @@ def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
 
 
 def explain(error: Exception) -> str:
-    """Return Hydra's error as one line, with the key that was probably meant and without passwords
-    of URLs.
-    """
+    """Return Hydra's error as one line: with the key that was meant, without passwords of URLs."""
     text = str(error)
-    if (
-        plugin := re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)
-    ) and plugin[2] in PLUGINS:
+    plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)
+    if plugin and plugin[2] in PLUGINS:
         return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
-    elif missing := re.search(r"Could not find '[^']+'(?=\s+Available options)", text):
-        known = ", ".join(
-            re.findall(r"^\t(\S+)$", text.partition("Config search path")[0], re.MULTILINE)
-        )
+    if missing := re.search(r"Could not find '[^']+'(?=\s+Available options)", text):
+        options = text.partition("Config search path")[0]
+        known = ", ".join(re.findall(r"^\t(\S+)$", options, re.MULTILINE))
         return (
             f"{missing[0]}; choose one of {known}, or add --config-dir=DIR for a preset of your own"
         )
-    elif override := re.search(r"Could not override '([^']+)'", text):
-        key = override[1].split("@")[0]
-        cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
-        in_group = (
-            "." in key
-            and getattr(cause, "full_key", None) == key
-            and isinstance(cause.parent_node, DictConfig)
-        )
+    if override := re.search(r"Could not override '([^']+)'", text):
+        return _explain_unknown_key(override[1].split("@")[0], error)
+    if added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
+        group, name = added.groups()
         return (
-            f"{key} is not a key{suggest(key, map(str, cause.parent_node) if in_group else None)}"
+            f"{group} is already in the defaults list; write {group}={name}, without the + "
+            f"(in a YAML file: override /{group}: {name})"
         )
-    elif added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
-        preset = (
-            f"{added[1]}={added[2]}, without the + (in a YAML file: override "
-            f"/{added[1]}: {added[2]})"
-        )
-        return f"{added[1]} is already in the defaults list; write {preset}"
-    elif several := re.search(
-        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)", text
-    ):
-        return f"{several[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
-    elif isinstance(error, RecursionError):
+    several = r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)"
+    if found := re.search(several, text):
+        return f"{found[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
+    if isinstance(error, RecursionError):
         return (
             "a value on the command line or in a configuration file is nested too deeply; unfold it"
         )
     if isinstance(error, OverrideParseException):
-        text = (
-            f"cannot read {error.override!r}, quote special characters twice as in "
-            f"'key=\"a=b\"': {text}"
-        )
+        quoted = "quote special characters twice as in 'key=\"a=b\"'"
+        text = f"cannot read {error.override!r}, {quoted}: {text}"
     elif not isinstance(error, (HydraException, OmegaConfBaseException)):
-        text = (
-            f"cannot read the command line or a configuration file ({type(error).__name__}: {text})"
-        )
-    text = re.sub(
-        r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL
-    )
+        kind = type(error).__name__
+        text = f"cannot read the command line or a configuration file ({kind}: {text})"
+    noise = r"^In '[^']*': |Config search path:.*|See https://hydra.cc.*"
+    text = re.sub(noise, "", text, flags=re.DOTALL)
     return " ".join(re.sub(r"//[^/\s]*@", "//...", text).split())[:400]
+
+
+def _explain_unknown_key(key: str, error: Exception) -> str:
+    """Name an unknown key, and the one that was meant."""
+    cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
+    in_group = (
+        "." in key
+        and getattr(cause, "full_key", None) == key
+        and isinstance(cause.parent_node, DictConfig)
+    )
+    chosen = map(str, cause.parent_node) if in_group else None
+    return f"{key} is not a key{suggest(key, chosen)}"

@@ -1,5 +1,4 @@
-"""Tasks, models, optimizers, datasets and readers by name: the built-in ones, and those of a user's
-Python file.
+"""Tasks, models, optimizers, datasets and readers by name: built in, or of a user's Python file.
 
 A file is run only if the command line, or a YAML file that it selects, names it as `code`; names in
 a snapshot or in a run's recorded configuration are never followed. docs/your-own-model.md is the
@@ -13,17 +12,13 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-from mingpt_ddp.config.components import (
-    DataConfig,
-    DatasetConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TaskConfig,
-)
+from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
@@ -42,20 +37,60 @@ __all__ = [
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
+# What can be registered, by kind: the class that its configuration must inherit from.
 BASES: dict[str, type] = {
-    **{"task": TaskConfig, "model": ModelConfig, "optimizer": OptimizerConfig},
-    # two kinds in the group data: samples, and readers of text
-    **{"dataset": DatasetConfig, "data": DataConfig},
+    "task": TaskConfig,
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "dataset": DatasetConfig,  # of samples, in the group data
+    "data": DataConfig,  # readers of text
+    "comm_hook": DDPConfig,
 }
 # The registered configurations of each kind by name.
-CONFIGS = {kind: GROUPS["data" if kind == "dataset" else kind][1] for kind in BASES}
-BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {group: {} for group in BASES}
-BASES["comm_hook"], CONFIGS["comm_hook"], BUILDERS["comm_hook"] = DDPConfig, COMM_HOOKS, {}
-CONFIGS["hook"], BUILDERS["hook"] = {}, {}
+CONFIGS: dict[str, dict[str | None, type]] = {
+    "task": GROUPS["task"][1],
+    "model": GROUPS["model"][1],
+    "optimizer": GROUPS["optimizer"][1],
+    "dataset": GROUPS["data"][1],
+    "data": GROUPS["data"][1],
+    "comm_hook": COMM_HOOKS,
+    "hook": {},
+}
+BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in CONFIGS}
 EVENTS = ("step", "evaluate", "end")
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
 MAX_CODE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a user's file has registered."""
+
+    group: str
+    name: str
+    config: type
+    builder: Callable[..., Any]
+
+    def add(self) -> None:
+        CONFIGS[self.group][self.name] = self.config
+        BUILDERS[self.group][self.name] = self.builder
+
+    def remove(self) -> None:
+        CONFIGS[self.group].pop(self.name, None)
+        BUILDERS[self.group].pop(self.name, None)
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A user's file that has been run."""
+
+    sha256: str
+    entries: list[Entry]
+
+
+_files: dict[Path, UserFile] = {}  # files run so far
+_entries: list[Entry] = []  # registered by the most recent file
 
 
 def register(group: str, name: str, config: type) -> Callable[[Builder], Builder]:
@@ -80,11 +115,8 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
     if name in CONFIGS[group]:
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
-    if not (
-        isinstance(config, type)
-        and issubclass(config, BASES[group])
-        and "__dataclass_fields__" in vars(config)
-    ):
+    inherits = isinstance(config, type) and issubclass(config, BASES[group])
+    if not inherits or "__dataclass_fields__" not in vars(config):  # its base's does not count
         raise TypeError(
             f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)"
         )
@@ -96,8 +128,7 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
             )
 
     def add(builder: Builder) -> Builder:
-        CONFIGS[group][name], BUILDERS[group][name] = config, builder
-        _entries.append((group, name, config, builder))
+        _register(Entry(group, name, config, builder))
         return builder
 
     return add
@@ -135,17 +166,15 @@ def on(event: str) -> Callable[[Builder], Builder]:
 
     def add(hook: Builder) -> Builder:
         name = f"{event} {hook.__module__}.{hook.__qualname__}"
-        CONFIGS["hook"][name], BUILDERS["hook"][name] = type(None), hook
-        _entries.append(("hook", name, type(None), hook))
+        _register(Entry("hook", name, type(None), hook))
         return hook
 
     return add
 
 
-Entry: TypeAlias = tuple[str, str, type, Callable[..., Any]]  # group, name, config, builder
-
-_files: dict[Path, tuple[str, list[Entry]]] = {}  # files run so far: their SHA-256 and entries
-_entries: list[Entry] = []  # registered by the most recent file
+def _register(entry: Entry) -> None:
+    entry.add()
+    _entries.append(entry)
 
 
 def is_user_defined(group: str, name: str) -> bool:
@@ -166,8 +195,7 @@ def uses_user_code(config: Config) -> bool:
 
 
 def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, Any]:
-    """Run the files that the groups of a configuration name, and return the configuration with
-    their SHA-256.
+    """Run the files that a configuration names, and return it with their SHA-256.
 
     Args:
         values: a configuration composed from the command line, never one read from a run or
@@ -179,20 +207,17 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
         ConfigError: a file does not exist, or its SHA-256 differs from the configuration.
     """
     # from an earlier job of the sweep; not registered for this one
-    for _, entries in _files.values():
-        for group, name, _, _ in entries:
-            BUILDERS[group].pop(name, None)
-            CONFIGS[group].pop(name, None)
+    for file in _files.values():
+        for entry in file.entries:
+            entry.remove()
     values = dict(values)
     directories = list(directories)
     for group in BASES:
         keys = values.get(group)
         if isinstance(keys, dict) and keys.get("code") is not None:
             path = _find(keys["code"], f"{group}.code", directories)
-            values[group] = {
-                **keys,
-                "code_sha256": run_file(path, f"{group}.code", keys.get("code_sha256")),
-            }
+            sha256 = run_file(path, f"{group}.code", keys.get("code_sha256"))
+            values[group] = {**keys, "code_sha256": sha256}
     return values
 
 
@@ -223,20 +248,8 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     _require_local_file(str(path), key)
     path = path.resolve()
     if path in _files:
-        known, entries = _files[path]
-        for group, name, config, builder in entries:
-            if BUILDERS[group].get(name, builder) is not builder:
-                raise CodeError(f"{_relative(path)}: @register({group!r}, {name!r}, ...): {TAKEN}")
-            CONFIGS[group][name], BUILDERS[group][name] = config, builder
-        return known
-    try:
-        status = path.stat()
-        # reading a pipe would block
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CODE_BYTES:
-            raise OSError(f"it is not a file of at most {MAX_CODE_BYTES:,} bytes")
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read: {error.strerror or error}") from error
+        return _register_again(path)
+    content = _read_code(path, key)
     found = hashlib.sha256(content).hexdigest()
     if sha256 not in (None, found):
         raise ConfigError(
@@ -249,15 +262,36 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     if str(path.parent) not in sys.path:
         # at the end, so that files there cannot shadow installed packages
         sys.path.append(str(path.parent))
-    _files[path] = found, []
+    _files[path] = UserFile(found, [])
     _entries.clear()
     try:
         # compile, unlike import, writes no __pycache__ to the user's directory
         with attribute_errors_to_user_code():
             exec(_compile(content, path), module.__dict__)
     finally:
-        _files[path][1].extend(_entries)
+        _files[path].entries.extend(_entries)
     return found
+
+
+def _register_again(path: Path) -> str:
+    """Register the names of a file that this process has run, and return its SHA-256."""
+    for entry in _files[path].entries:
+        if BUILDERS[entry.group].get(entry.name, entry.builder) is not entry.builder:
+            decorator = f"@register({entry.group!r}, {entry.name!r}, ...)"
+            raise CodeError(f"{_relative(path)}: {decorator}: {TAKEN}")
+        entry.add()
+    return _files[path].sha256
+
+
+def _read_code(path: Path, key: str) -> bytes:
+    try:
+        status = path.stat()
+        # reading a pipe would block
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CODE_BYTES:
+            raise OSError(f"it is not a file of at most {MAX_CODE_BYTES:,} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{key}={path} cannot be read: {error.strerror or error}") from error
 
 
 def _compile(content: bytes, path: Path) -> types.CodeType:
@@ -283,22 +317,20 @@ def attribute_errors_to_user_code() -> Iterator[None]:
         location = None if isinstance(error, UserError) else _location(error)
         if location is None:
             raise
-        raise CodeError(
-            f"{location}: {type(error).__name__}: {error}"[:MAX_ERROR_LENGTH]
-        ) from error
+        message = f"{location}: {type(error).__name__}: {error}"
+        raise CodeError(message[:MAX_ERROR_LENGTH]) from error
 
 
 def _location(error: BaseException) -> str | None:
     """Return `file:line` of the innermost call in a user's file, or of a syntax error in one."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) in _files:
         return f"{_relative(Path(error.filename))}:{error.lineno}"
-    frames = [
-        (Path(frame.f_code.co_filename), line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    return next(
-        (f"{_relative(path)}:{line}" for path, line in reversed(frames) if path in _files), None
-    )
+    location = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        if path in _files:
+            location = f"{_relative(path)}:{line}"
+    return location
 
 
 def _relative(path: Path) -> str:

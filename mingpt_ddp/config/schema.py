@@ -1,9 +1,9 @@
-"""Every key of the configuration, once: type, unit, bounds, default, meaning, and whether it
-changes the numbers.
+"""Every key of the configuration, once, in a frozen dataclass per group; GROUPS lists them all.
 
-One frozen dataclass per group; pydantic checks the values (mingpt_ddp/config/validation.py).
-docs/configuration.md and `main.py --help` are generated from this file and components.py, which has
-the groups that users can extend.
+A key has a type, a unit, bounds, a default and a meaning, and says whether it changes the numbers.
+pydantic checks the values (validation.py). The larger groups are in modules of their own:
+trainer_config.py, and those that users can extend in components.py and optimizer_config.py.
+docs/configuration.md and `main.py --help` are generated from all of them.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 
 from mingpt_ddp.config.components import (
-    AdamWConfig,
     ClassesConfig,
     ConvNetConfig,
     DataConfig,
@@ -27,8 +26,6 @@ from mingpt_ddp.config.components import (
     MNISTConfig,
     ModelConfig,
     ModernConfig,
-    MuonConfig,
-    SGDConfig,
     TaskConfig,
 )
 from mingpt_ddp.config.fields import (
@@ -39,9 +36,12 @@ from mingpt_ddp.config.fields import (
     key,
     neutral,
 )
+from mingpt_ddp.config.optimizer_config import AdamWConfig, MuonConfig, SGDConfig
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
+RUN_NAME = rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?"
 
 
 def is_command(text: str) -> bool:
@@ -65,10 +65,8 @@ class RunConfig:
     )
     init_from: str | None = key(
         None,
-        (
-            "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: "
-            "random ones"
-        ),
+        "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: "
+        "random ones",
     )
     init_sha256: str | None = neutral(
         None, "SHA-256 of these weights; null: any, recorded at the first start"
@@ -82,9 +80,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        fits = self.name is None or re.fullmatch(
-            rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?", self.name
-        )
+        fits = self.name is None or re.fullmatch(RUN_NAME, self.name)
         check(
             bool(fits),
             f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -",
@@ -150,25 +146,20 @@ class DDPConfig:
         taken = self.preempted_exit_code in (1, 2, 75)
         check(
             not taken,
-            (
-                f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or "
-                "143 in pods"
-            ),
+            f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or "
+            "143 in pods",
         )
         both = self.static_graph and self.find_unused_parameters
         check(
             not both,
             "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
         )
-        own = self.strategy in ("manual", "fsdp", "hsdp") and (
-            self.comm_hook != "none" or self.find_unused_parameters
-        )
+        needs_ddp = self.comm_hook != "none" or self.find_unused_parameters
+        lacks_it = self.strategy in ("manual", "fsdp", "hsdp")
         check(
-            not own,
-            (
-                f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
-                "use ddp or zero1"
-            ),
+            not (needs_ddp and lacks_it),
+            f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
+            "use ddp or zero1",
         )
         hooks = [*map(str, COMM_HOOKS)]
         meant = did_you_mean(self.comm_hook, hooks)
@@ -179,127 +170,14 @@ class DDPConfig:
         mpi = self.tensor_parallel > 1 and self.backend == "mpi"
         check(
             not mpi,
-            (
-                f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or "
-                "nccl, not mpi"
-            ),
+            f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or "
+            "nccl, not mpi",
         )
         half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
         check(
             not half,
-            (
-                f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use "
-                "gloo or nccl"
-            ),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """The training loop: limits, batch sizes, precision, reports
-    (mingpt_ddp/training/trainer.py).
-    """
-
-    max_epochs: PositiveInt | None = neutral(
-        4, "limit of passes over the text; if typed alone, the only limit", "epochs"
-    )
-    max_steps: PositiveInt | None = neutral(
-        None, "limit of optimizer steps; if typed alone, the only limit", "steps"
-    )
-    batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
-    batch_size_per_rank: PositiveInt | None = key(
-        None, "instead of batch_size, at the first start", "sequences"
-    )
-    micro_batch_size: PositiveInt | None = key(
-        None, "per rank per forward; null: the largest that fits", "sequences"
-    )
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "auto: bf16 on a GPU that supports it, else fp32"
-    )
-    compile: bool | Literal["auto", "cuda_graphs"] = key(
-        "auto",
-        (
-            "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models "
-            "on one GPU"
-        ),
-    )
-    grad_norm_clip: PositiveFloat | None = key(
-        1.0, "largest global gradient norm; null: no clipping"
-    )
-    log_every: PositiveInt = neutral(10, "between two log lines", "steps")
-    eval_every: PositiveInt | None = neutral(
-        250, "between evaluations; there is always a final one", "steps"
-    )
-    eval_steps: PositiveInt | None = neutral(
-        None, "evaluate this many steps' windows; null: the whole split", "steps"
-    )
-    norms_every: PositiveInt | None = neutral(
-        None, "between two measurements of each layer's norms; null: none", "steps"
-    )
-    profile: tuple[PositiveInt, PositiveInt] | None = neutral(
-        None, "the first and the last to profile; null: none", "steps"
-    )
-    sample_every: PositiveInt | None = neutral(
-        None, "between two samples in the log; null: none", "steps"
-    )
-    on_nonfinite: Literal["stop", "skip", "rollback"] = key(
-        "stop",
-        (
-            "after a non-finite or spiking loss or gradient; rollback: to the last snapshot, "
-            "then skip the batch"
-        ),
-    )
-    spike_factor: Annotated[float, Field(gt=1)] | None = key(
-        None, "a spike is a loss above this times its average"
-    )
-    deterministic: bool = key(False, "bit-identical results on a GPU too, slower there")
-    prune: Literal["none", "median"] = neutral(
-        "none", "median: stop a sweep's jobs that do worse than most"
-    )
-    prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
-    activation_checkpointing: bool = neutral(
-        False, "recompute activations: less memory, a third more time"
-    )
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
-        None,
-        (
-            "decay per step of an average of the weights, which is evaluated, sampled and "
-            "exported; null: none"
-        ),
-    )
-    patience: PositiveInt | None = neutral(
-        None, "stop after this many without a lower loss", "evaluations"
-    )
-    min_delta: NonNegativeFloat = neutral(
-        0.0, "patience: a loss is lower if it is so by more than this", "nats"
-    )
-
-    def __post_init__(self) -> None:
-        measured = self.patience is None or self.eval_every is not None
-        check(
-            measured,
-            (
-                f"trainer.patience={self.patience} needs evaluations during training; set "
-                "trainer.eval_every"
-            ),
-        )
-        limits = (self.max_epochs, self.max_steps)
-        check(
-            limits != (None, None),
-            "trainer.max_epochs and trainer.max_steps are both null; set one of them",
-        )
-        first, last = self.profile or (1, 1)
-        check(
-            0 <= last - first < 100,
-            f"trainer.profile=[{first},{last}] must be a first and a last step, at most 100 in all",
-        )
-        micro = self.micro_batch_size
-        batch = self.batch_size_per_rank or self.batch_size
-        fits = micro is None or batch % micro == 0
-        check(
-            fits,
-            f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}",
+            f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use "
+            "gloo or nccl",
         )
 
 
@@ -336,20 +214,20 @@ class SnapshotConfig:
 
     def __post_init__(self) -> None:
         for name, url in (("path", self.path), ("fallback_path", self.fallback_path)):
-            if url is not None:
-                check_url(f"snapshot.{name}", url)
-                check(
-                    "::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them"
-                )
-        urls = [
-            u.rstrip("/") if "://" in u else str(PurePosixPath(u))
-            for u in (self.path, self.fallback_path)
-            if u
-        ]
-        check(
-            len({*urls}) == len(urls),
-            f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path",
-        )
+            if url is None:
+                continue
+            check_url(f"snapshot.{name}", url)
+            is_one = "::" not in url
+            check(is_one, f"snapshot.{name}={url} must be one URL, not a chain of them")
+        if self.path and self.fallback_path:
+            check(
+                _normalized(self.path) != _normalized(self.fallback_path),
+                f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path",
+            )
+
+
+def _normalized(url: str) -> str:
+    return url.rstrip("/") if "://" in url else str(PurePosixPath(url))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,10 +251,8 @@ class TrackerConfig:
         fits = re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)
         check(
             bool(fits),
-            (
-                f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
-                "_ / @ -"
-            ),
+            f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
+            "_ / @ -",
         )
         if self.uri is not None:
             check_url("tracker.uri", self.uri)
@@ -417,11 +293,9 @@ GROUPS: dict[str, Selection] = {
 
 
 def selected(group: str, values: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the key that selects the dataclass of a group, and its value; None if there is only
-    one dataclass.
-    """
+    """Return the key that selects the dataclass of a group, and its value; None without one."""
     keys, _ = GROUPS[group]
-    return next(
-        ((key, values[key]) for key in keys if values.get(key) is not None),
-        (keys[-1] if keys else "", None),
-    )
+    for name in keys:
+        if values.get(name) is not None:
+            return name, values[name]
+    return (keys[-1] if keys else ""), None

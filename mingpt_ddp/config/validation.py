@@ -41,8 +41,10 @@ COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "l
 
 
 def check(ok: bool, message: str) -> None:
-    """Raise ConfigError with `message`, which begins `group.key=value` and says what to do, unless
-    `ok`.
+    """Raise ConfigError unless `ok`.
+
+    Args:
+        message: begins `group.key=value` and says what to do.
     """
     if not ok:
         raise ConfigError(message)
@@ -86,19 +88,18 @@ def build(cls: type[T], values: Any, where: str) -> T:
     hints = field_types(cls)
     plain = {key: _without_loss(value, hints.get(key)) for key, value in values.items()}
     prefix = f"{where}." if where else ""
-    texts = {
-        str(key): json.dumps([key, value], default=str, ensure_ascii=False)
-        for key, value in plain.items()
-    }
-    garbled = [key for key, text in texts.items() if re.search("[\ud800-\udfff]", text)]
+    garbled = []
+    for key, value in plain.items():
+        text = json.dumps([key, value], default=str, ensure_ascii=False)
+        if re.search("[\ud800-\udfff]", text):  # surrogates
+            garbled.append(str(key))
     check(
         not garbled,
         f"{prefix}{', '.join(garbled)} holds bytes that are not UTF-8; use other characters",
     )
+    validator = adapter(typing.cast(Any, cls))
     try:
-        return typing.cast(
-            T, adapter(typing.cast(Any, cls)).validate_json(json.dumps(plain, default=str))
-        )
+        return typing.cast(T, validator.validate_json(json.dumps(plain, default=str)))
     except ValidationError as error:
         errors = error.errors(include_url=False)
         cause = errors[0].get("ctx", {}).get("error")
@@ -114,9 +115,11 @@ def is_supported(hint: Any) -> bool:
     args = typing.get_args(hint)
     if origin is Annotated:
         return is_supported(args[0])
-    return origin is Literal or (
-        all(map(is_supported, args)) if origin in NESTED else hint in SCALARS
-    )
+    if origin is Literal:
+        return True
+    if origin in NESTED:
+        return all(is_supported(part) for part in args)
+    return hint in SCALARS
 
 
 def parts(hint: Any) -> Iterator[Any]:
@@ -128,16 +131,17 @@ def parts(hint: Any) -> Iterator[Any]:
 
 def _without_loss(value: Any, hint: Any) -> Any:
     """Convert 1e3 to an int where one is allowed, and 7 to a str where nothing else is."""
-    if isinstance(value, (list, tuple)) and {list, tuple}.intersection(
-        map(typing.get_origin, parts(hint))
-    ):
+    allowed = list(parts(hint))
+    takes_list = any(typing.get_origin(part) in (list, tuple) for part in allowed)
+    if isinstance(value, (list, tuple)) and takes_list:
         return [_without_loss(item, hint) for item in value]
-    kinds = {int, float, str}.intersection(part for part in parts(hint) if isinstance(part, type))
-    # beyond int64
-    if type(value) is int and (kinds == {str} or (int in kinds and abs(value) >= 2**63)):
-        return str(value)
-    whole = int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 2**63
-    return int(value) if whole else value
+    kinds = [kind for kind in (int, float, str) if kind in allowed]
+    if type(value) is int:
+        is_too_large = int in kinds and abs(value) >= 2**63  # beyond int64
+        return str(value) if kinds == [str] or is_too_large else value
+    if isinstance(value, float) and int in kinds and value.is_integer() and abs(value) < 2**63:
+        return int(value)
+    return value
 
 
 def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
@@ -152,22 +156,21 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     index = min(map(_index, of_key))  # a list that is too short comes before its values
     errors = [error for error in of_key if _index(error) == index]
     hint = hints[key]
-    wanted = dict.fromkeys(
-        _wanted(error, hint) for error in errors if error["type"] != "literal_error"
-    )
-    literals = [
-        str(v)
-        for part in parts(hint)
-        if typing.get_origin(part) is Literal
-        for v in typing.get_args(part)
-    ]
-    # of a union, all
-    must = " or ".join([*wanted, *literals]) if wanted else f"be one of {', '.join(literals)}"
+    wanted: list[str] = []  # of a union, what each member wants
+    for error in errors:
+        if error["type"] != "literal_error":
+            wanted.append(_wanted(error, hint))
+    literals: list[str] = []
+    for part in parts(hint):
+        if typing.get_origin(part) is Literal:
+            literals += map(str, typing.get_args(part))
+    if wanted:
+        must = " or ".join([*dict.fromkeys(wanted), *literals])
+    else:
+        must = f"be one of {', '.join(literals)}"
     meant = _meant(errors[0]["input"], literals)
-    return (
-        f"{prefix}{key}{index}={_shown(errors[0])} must "
-        f"{must}{f'; did you mean {meant}?' if meant else ''}"
-    )
+    question = f"; did you mean {meant}?" if meant else ""
+    return f"{prefix}{key}{index}={_shown(errors[0])} must {must}{question}"
 
 
 def _meant(value: Any, literals: list[str]) -> str | None:
@@ -183,43 +186,55 @@ def _index(error: Any) -> str:
 
     The other parts of its location name members of unions.
     """
-    return (
-        ""
-        if error["type"] == "missing"
-        else "".join(f"[{i}]" for i in error["loc"] if isinstance(i, int))
-    )
+    if error["type"] == "missing":
+        return ""
+    return "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
 
 
 def _wanted(error: Any, hint: Any) -> str:
     """Return the requirement that the value violates."""
     if error["type"] in WANTED:
         return f"be {WANTED[error['type']]}"
-    is_bound = error["type"].startswith(("greater_", "less_"))
-    for field in (part for part in parts(hint) if is_bound and isinstance(part, FieldInfo)):
-        limits = {
-            name: getattr(m, name)
-            for m in field.metadata
-            for name in COMPARISONS
-            if hasattr(m, name)
-        }
-        if not all(
-            getattr(operator, name)(error["input"], limit) for name, limit in limits.items()
-        ):
-            return _interval(limits)
-    sizes = [len(typing.get_args(part)) for part in parts(hint) if typing.get_origin(part) is tuple]
-    return f"be a list of {sizes[0]} values" if sizes else f"satisfy: {error['msg']}"
+    if error["type"].startswith(("greater_", "less_")):
+        for part in parts(hint):
+            if isinstance(part, FieldInfo):
+                limits = _limits(part)
+                if _violates(error["input"], limits):
+                    return _interval(limits)
+    for part in parts(hint):
+        if typing.get_origin(part) is tuple:
+            return f"be a list of {len(typing.get_args(part))} values"
+    return f"satisfy: {error['msg']}"
+
+
+def _limits(field: FieldInfo) -> dict[str, float]:
+    """Return the bounds of a key by comparison."""
+    limits = {}
+    for bound in field.metadata:
+        for name in COMPARISONS:
+            if hasattr(bound, name):
+                limits[name] = getattr(bound, name)
+    return limits
+
+
+def _violates(value: Any, limits: dict[str, float]) -> bool:
+    for name, limit in limits.items():
+        holds = getattr(operator, name)
+        if not holds(value, limit):
+            return True
+    return False
 
 
 def _interval(limits: dict[str, float]) -> str:
     texts = [show_number(limit) for limit in limits.values()]
     if len(limits) == 2:
-        return (
-            "lie in "
-            f"{'[' if 'ge' in limits else '('}{', '.join(texts)}{']' if 'le' in limits else ')'}"
-        )
-    return " and ".join(
-        f"be {COMPARISONS[name]} {text}" for name, text in zip(limits, texts, strict=True)
-    )
+        opening = "[" if "ge" in limits else "("
+        closing = "]" if "le" in limits else ")"
+        return f"lie in {opening}{', '.join(texts)}{closing}"
+    wanted = []
+    for name, text in zip(limits, texts, strict=True):
+        wanted.append(f"be {COMPARISONS[name]} {text}")
+    return " and ".join(wanted)
 
 
 def show_number(value: float) -> str:
@@ -235,8 +250,9 @@ def _shown(error: Any) -> str:
 
 
 def refuse_credentials(key: str, text: str, one_url: bool = False) -> None:
-    """Refuse a URL that contains a secret, in an error that does not show it: configurations are
-    logged and saved.
+    """Refuse a URL that contains a secret: configurations are logged and saved.
+
+    The error does not show it.
 
     Args:
         one_url: the text is one path or URL, whose password may contain spaces and commas, and not

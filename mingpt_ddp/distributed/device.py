@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mingpt_ddp.config.schema import DDPConfig, TrainerConfig
+from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError

@@ -3,6 +3,7 @@
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from mingpt_ddp.storage.storage import read_regular
 
@@ -20,14 +21,15 @@ class RankEvents:
 
     def purge(self, step: int) -> None:
         """Drop what was logged from this step on."""
-        self.scalars = {
-            tag: {at: v for at, v in points.items() if at < step}
-            for tag, points in self.scalars.items()
-        }
-        self.texts = {
-            tag: {at: text for at, text in points.items() if at < step}
-            for tag, points in self.texts.items()
-        }
+        for scalars in self.scalars.values():
+            _drop_from(step, scalars)
+        for texts in self.texts.values():
+            _drop_from(step, texts)
+
+
+def _drop_from(step: int, by_step: dict[int, Any]) -> None:
+    for at in [at for at in by_step if at >= step]:
+        del by_step[at]
 
 
 def read_events(directory: Path) -> RankEvents:
@@ -47,7 +49,8 @@ def read_events(directory: Path) -> RankEvents:
         position = 0
         # a record: length, its CRC, event, its CRC
         while position + 16 <= len(content) and count < MAX_EVENTS:
-            begin, (length,) = position + 12, struct.unpack_from("<Q", content, position)
+            begin = position + 12
+            (length,) = struct.unpack_from("<Q", content, position)
             position = begin + length + 4
             if position > len(content):
                 break
@@ -62,10 +65,9 @@ def read_events(directory: Path) -> RankEvents:
                 if value.HasField("simple_value"):
                     found.scalars.setdefault(value.tag, {})[event.step] = value.simple_value
                 elif value.tensor.string_val:
+                    tag = value.tag.removesuffix("/text_summary")
                     text = value.tensor.string_val[0][:MAX_TEXT].decode(errors="replace")
-                    found.texts.setdefault(value.tag.removesuffix("/text_summary"), {})[
-                        event.step
-                    ] = text
+                    found.texts.setdefault(tag, {})[event.step] = text
         if count == MAX_EVENTS:
             raise ValueError(f"{directory} has more than {MAX_EVENTS:,} events")
     return found

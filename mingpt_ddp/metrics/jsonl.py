@@ -1,6 +1,4 @@
-"""Metrics in `metrics.jsonl`, one JSON object per line: for reports, notebooks, and how a run ended
-before a start.
-"""
+"""Metrics in `metrics.jsonl`, one JSON object per line, for reports, notebooks and restarts."""
 
 import contextlib
 import itertools
@@ -19,47 +17,53 @@ from mingpt_ddp.storage.storage import read_regular
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-# bytes; lines, which as records take more memory
-MAX_SIZE = 1 << 28
-MAX_LINES = 2_000_000
-# of records, by tag
-KEYS = {"train/loss": "train_loss", "train/lr": "lr", "train/grad_norm": "grad_norm"}
-KEYS |= {
+MAX_SIZE = 1 << 28  # bytes
+MAX_LINES = 2_000_000  # which as records take more memory
+KEYS = {  # of a record, by tag
+    "train/loss": "train_loss",
+    "train/lr": "lr",
+    "train/grad_norm": "grad_norm",
     "speed/tokens_per_s": "tokens_per_s",
     "speed/samples_per_s": "samples_per_s",
     "speed/mfu": "mfu",
-}
-KEYS |= {
     "speed/matmul_utilization": "matmul_utilization",
     "speed/step_ms": "step_ms",
     "speed/goodput": "goodput",
+    "train/epoch": "epoch",
+    "memory/peak_mib": "peak_mib",
 }
-KEYS |= {"train/epoch": "epoch", "memory/peak_mib": "peak_mib"}
 # prefixes of tags that a task or model names: val_accuracy
 EVALUATIONS = ("val/", "test/", "train/loss_", "norms/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 
 def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:
-    """Return the record of metrics by tag."""
+    """Return the record of metrics by tag; null stands for what is not finite."""
     values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
-    values |= {
-        tag.replace("/", "_"): value
-        for tag, value in metrics.items()
-        if tag.startswith(EVALUATIONS)
-    }
-    return {"step": step, **{k: v if math.isfinite(v) else None for k, v in values.items()}}
+    for tag, value in metrics.items():
+        if tag.startswith(EVALUATIONS):
+            values[tag.replace("/", "_")] = value
+    record: dict[str, Any] = {"step": step}
+    for key, value in values.items():
+        record[key] = value if math.isfinite(value) else None
+    return record
 
 
 def to_metrics(record: dict[str, Any]) -> dict[str, float]:
     """Return the finite metrics of a record by tag."""
     metrics = {}
     for key, value in record.items():
-        prefix = next((p for p in EVALUATIONS if key.startswith(p.replace("/", "_"))), "")
-        tag = TAGS.get(key) or prefix + key[len(prefix) :]
-        if value is not None and (prefix or key in TAGS):
+        tag = TAGS.get(key) or _tag_of_evaluation(key)
+        if tag is not None and value is not None:
             metrics[tag] = value
     return metrics
+
+
+def _tag_of_evaluation(key: str) -> str | None:
+    for prefix in EVALUATIONS:
+        if key.startswith(prefix.replace("/", "_")):
+            return prefix + key[len(prefix) :]
+    return None
 
 
 class JSONLLogger:
@@ -111,8 +115,9 @@ def append_line(path: Path, line: bytes) -> None:
 
 @dataclass(frozen=True)
 class MetricsHistory:
-    """The measurements that led to the last step: a step repeated after a restart or a rollback
-    counts once.
+    """The measurements that led to the last step, each step once.
+
+    Those that a restart or a rollback has repeated do not count.
     """
 
     # records with a measurement, by step; values are numbers, or None where not finite
@@ -163,17 +168,17 @@ def read_history(path: Path) -> MetricsHistory:
             rows.append(record)
     attempts = [record for record in records if "start" in record or "complete" in record]
     starts = [record for record in attempts if "start" in record]
+    faults = 0
+    for one, following in itertools.pairwise(attempts):
+        faults += "start" in one and "start" in following
+    times = [start["start"] for start in starts if start["start"] is not None]
     return MetricsHistory(
         sorted(rows, key=lambda row: row["step"]),
         starts=len(starts),
-        faults=sum(
-            "start" in one and "start" in other for one, other in itertools.pairwise(attempts)
-        ),
+        faults=faults,
         rollbacks=sum("rollback" in record for record in records),
         is_complete=bool(attempts) and "complete" in attempts[-1],
-        began=min(
-            (start["start"] for start in starts if start["start"] is not None), default=math.inf
-        ),
+        began=min(times, default=math.inf),
         attempts=starts,
     )
 
@@ -182,11 +187,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """Return a record, i.e. an object with a step and numbers; None for anything else."""
     with contextlib.suppress(ValueError, RecursionError):
         record = json.loads(line, parse_constant=lambda _: None)
-        if (
-            isinstance(record, dict)
-            and type(record.get("step")) is int
-            and all(map(_is_number, record.values()))
-        ):
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            return None
+        if all(_is_number(value) for value in record.values()):
             return record
     return None
 

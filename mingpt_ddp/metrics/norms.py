@@ -14,9 +14,7 @@ KINDS = ("weights", "gradients", "update")
 
 
 def layer_of(parameter: str) -> str:
-    """Return the layer of a parameter by its name: `blocks.0` of `blocks.0.up.weight`, `head` of
-    `head.weight`.
-    """
+    """Return a parameter's layer: `blocks.0` of `blocks.0.up.weight`, `head` of `head.weight`."""
     numbered = re.match(r"(?:.*?\.)?\d+(?=\.)", parameter)
     return numbered[0] if numbered else parameter.partition(".")[0]
 
@@ -52,19 +50,13 @@ class LayerNorms:
         sums = [self._squares(before), self._squares(gradients)]
         yield
         update = [local_tensor(p.detach()) - old for p, old in zip(parameters, before, strict=True)]
-        norms = self.group.all_reduce(torch.stack([*sums, self._squares(update)])).sqrt().tolist()
-        values = {
-            kind: dict(zip(self.layers, row, strict=True))
-            for kind, row in zip(KINDS, norms, strict=True)
-        }
-        log(
-            step,
-            {
-                f"norms/{kind}/{layer}": norm
-                for kind in KINDS
-                for layer, norm in values[kind].items()
-            },
-        )
+        sums.append(self._squares(update))
+        norms = self.group.all_reduce(torch.stack(sums)).sqrt().tolist()
+        metrics = {}
+        for kind, row in zip(KINDS, norms, strict=True):
+            for layer, norm in zip(self.layers, row, strict=True):
+                metrics[f"norms/{kind}/{layer}"] = norm
+        log(step, metrics)
 
     def _squares(self, tensors: list[Tensor] | list[Tensor | None]) -> Tensor:
         """Return this rank's share of the sums of squares by layer.
@@ -79,14 +71,10 @@ class LayerNorms:
         return sums
 
     def _share(self, parameter: Tensor) -> float:
-        """Return what one rank's part counts of the sum over all ranks, some of which may hold the
-        same part.
-        """
+        """Return the weight of one rank's part in the sum; several ranks may hold the same part."""
         parts = 1
         if is_dtensor(parameter):
-            sharded = [
-                i for i, placement in enumerate(parameter.placements) if placement.is_shard()
-            ]
-            for dimension in sharded:
-                parts *= parameter.device_mesh.size(dimension)
+            for dimension, placement in enumerate(parameter.placements):
+                if placement.is_shard():
+                    parts *= parameter.device_mesh.size(dimension)
         return parts / self.group.world_size

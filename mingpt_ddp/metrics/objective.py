@@ -12,7 +12,7 @@ from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import DEFAULT_CHOICE, default_values
 from mingpt_ddp.storage.storage import read_regular
 
-# of data
+# keys of data that determine a text
 TEXT_KEYS = ("path", "reader", "sources", "sha256", "truncate", "train_split", "test_split")
 TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
 MAX_TOKENIZER_BYTES = 1 << 26
@@ -75,12 +75,11 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
         return str(kind)
     if directory is not None:
         with contextlib.suppress(OSError):
-            return hashlib.sha256(
-                read_regular(directory / TOKENIZER, MAX_TOKENIZER_BYTES)
-            ).hexdigest()
-    trained_on = (
-        [values.get(f"data.{key}") for key in ("vocab_size", *TEXT_KEYS)] if kind == "bpe" else []
-    )
+            content = read_regular(directory / TOKENIZER, MAX_TOKENIZER_BYTES)
+            return hashlib.sha256(content).hexdigest()
+    trained_on = []
+    if kind == "bpe":
+        trained_on = [values.get(f"data.{key}") for key in ("vocab_size", *TEXT_KEYS)]
     return frozen([kind, source, *trained_on])
 
 

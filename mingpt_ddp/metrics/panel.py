@@ -1,5 +1,6 @@
 """The live panel of a run on rank zero's terminal; nothing is drawn elsewhere."""
 
+import math
 import sys
 from collections import deque
 from datetime import timedelta
@@ -14,20 +15,19 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-# columns
-LOSSES = 24
-BAR = 24
+LOSSES = 24  # columns of the losses
+BAR = 24  # columns of the progress
 
 
 def sparkline(values: list[float]) -> str:
     """Draw values as blocks from the lowest to the highest of them."""
-    finite = [value for value in values if abs(value) < float("inf")]  # also without NaN
+    finite = [value for value in values if math.isfinite(value)]
     low = min(finite, default=0.0)
-    high = max(finite, default=0.0)
-    return "".join(
-        BLOCKS[min(7, int(8 * (v - low) / max(high - low, 1e-9)))] if v in finite else "?"
-        for v in values
-    )
+    span = max(max(finite, default=0.0) - low, 1e-9)
+    line = ""
+    for value in values:
+        line += BLOCKS[min(7, int(8 * (value - low) / span))] if math.isfinite(value) else "?"
+    return line
 
 
 class Panel:
@@ -89,26 +89,21 @@ class Panel:
         if not self._losses:
             return ""
         line = f"loss {self._losses[-1]:.4f} {sparkline([*self._losses])}"
-        return (
-            f"{line} validation {self._metrics['val/loss']:.4f}"
-            if "val/loss" in self._metrics
-            else line
-        )
+        if "val/loss" in self._metrics:
+            line += f" validation {self._metrics['val/loss']:.4f}"
+        return line
 
     def _speed(self) -> str:
         metrics = self._metrics
         parts = []
         if (per_s := metrics.get(f"speed/{self.unit}_per_s")) is not None:
             parts.append(f"{per_s:,.0f} {self.unit}/s")
-        for tag, name in (
-            ("mfu", "MFU"),
-            ("matmul_utilization", "utilization"),
-            ("goodput", "goodput"),
-        ):
-            if f"speed/{tag}" in metrics and not (
-                tag == "matmul_utilization" and "speed/mfu" in metrics
-            ):
-                parts.append(f"{name} {metrics[f'speed/{tag}']:.0%}")
+        if "speed/mfu" in metrics:
+            parts.append(f"MFU {metrics['speed/mfu']:.0%}")
+        elif "speed/matmul_utilization" in metrics:
+            parts.append(f"utilization {metrics['speed/matmul_utilization']:.0%}")
+        if "speed/goodput" in metrics:
+            parts.append(f"goodput {metrics['speed/goodput']:.0%}")
         if "speed/slowest_rank" in metrics:
             parts.append(
                 f"slowest rank {metrics['speed/slowest_rank']:.0f} "

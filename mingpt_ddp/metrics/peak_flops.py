@@ -34,14 +34,14 @@ def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type != "cuda":
         return None
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", torch.cuda.get_device_name(device))
-    rates = next(
-        (rates for pattern, rates in PEAK_TFLOPS.items() if re.fullmatch(pattern, name)), None
-    )
-    if rates is None:
-        return None
-    half, tf32, fp32 = rates
-    if dtype != torch.float32:
-        return None if dtype == torch.bfloat16 and tf32 is None else half * 1e12
-    return (
-        fp32 if tf32 is None or torch.get_float32_matmul_precision() == "highest" else tf32
-    ) * 1e12
+    for pattern, (half, tf32, fp32) in PEAK_TFLOPS.items():
+        if not re.fullmatch(pattern, name):
+            continue
+        if dtype == torch.bfloat16 and tf32 is None:
+            return None
+        if dtype != torch.float32:
+            return half * 1e12
+        if tf32 is None or torch.get_float32_matmul_precision() == "highest":
+            return fp32 * 1e12
+        return tf32 * 1e12
+    return None

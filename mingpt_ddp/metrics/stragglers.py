@@ -10,9 +10,8 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 log = logging.getLogger(__name__)
 
 SLOW = 1.3  # times the median of the other ranks
-# in which the same rank was slow, before it is named
-MIN_STEPS = 10
-MIN_INTERVALS = 2
+MIN_STEPS = 10  # in which the same rank was slow, before it is named
+MIN_INTERVALS = 2  # of the log, likewise
 
 
 class Stragglers:
@@ -55,17 +54,16 @@ class Stragglers:
         row = torch.tensor([work_ms, data_ms], dtype=torch.float64) / micro_batches
         work, data = self.group.all_gather_async(row)().T.tolist()
         slowest = work.index(max(work))
-        median, median_data = (
-            statistics.median(t[:slowest] + t[slowest + 1 :]) for t in (work, data)
-        )
+        slowest_ms = work.pop(slowest)
+        slowest_data_ms = data.pop(slowest)
         first = self._last_step + 1
         self._last_step = step
         if min(work) <= 0.0 or step < first:  # not measured, or after a rollback
             return {}
-        ratio = work[slowest] / median
-        cause = (
-            "data wait" if data[slowest] - median_data > (work[slowest] - median) / 2 else "compute"
-        )
+        median = statistics.median(work)  # of the other ranks
+        ratio = slowest_ms / median
+        data_excess = slowest_data_ms - statistics.median(data)
+        cause = "data wait" if data_excess > (slowest_ms - median) / 2 else "compute"
         self._judge(range(first, step + 1), slowest, ratio, cause)
         return {"speed/slowest_rank": float(slowest), "speed/slowest_ratio": ratio}
 
@@ -85,30 +83,20 @@ class Stragglers:
         self._excess[rank] = self._excess.get(rank, 0.0) + (ratio - 1) * len(steps)
         is_clear = self._intervals >= MIN_INTERVALS and steps.stop - self._since >= MIN_STEPS
         if is_clear and not self._is_named:
-            self._is_named = self._was_named = True
-            log.warning(
-                "rank %d is slow: %.1fx the median step since step %d (%s)",
-                rank,
-                ratio,
-                self._since,
-                cause,
-            )
+            self._is_named = True
+            self._was_named = True
+            message = "rank %d is slow: %.1fx the median step since step %d (%s)"
+            log.warning(message, rank, ratio, self._since, cause)
 
     def log_end(self) -> None:
         """Log which rank was slow most often, if it was for long enough to be named."""
-        rank = max(self._slow_steps, key=self._slow_steps.__getitem__, default=-1)
-        steps = self._slow_steps.get(rank, 0)
-        if self._was_named:
-            ratio = 1 + self._excess[rank] / steps
-            until = (
-                f", and still is since step {self._since}"
-                if self._is_named and rank == self._rank
-                else ""
-            )
-            log.info(
-                "rank %d was slow in %d steps, %.1fx the median step on average%s",
-                rank,
-                steps,
-                ratio,
-                until,
-            )
+        if not self._was_named:
+            return
+        rank = max(self._slow_steps, key=self._slow_steps.__getitem__)
+        steps = self._slow_steps[rank]
+        ratio = 1 + self._excess[rank] / steps
+        until = ""
+        if self._is_named and rank == self._rank:
+            until = f", and still is since step {self._since}"
+        message = "rank %d was slow in %d steps, %.1fx the median step on average%s"
+        log.info(message, rank, steps, ratio, until)

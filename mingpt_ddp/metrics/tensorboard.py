@@ -101,13 +101,14 @@ class TensorBoardLogger:
 
         for old in self._directory.glob(f"*{HPARAMS}"):
             old.unlink()
-        values = flatten(config.to_dict())
-        plain = {
-            k: v if isinstance(v, (bool, int, float, str)) else str(v) for k, v in values.items()
-        }
+        plain = {}
+        for key, value in flatten(config.to_dict()).items():
+            is_scalar = isinstance(value, (bool, int, float, str))
+            plain[key] = value if is_scalar else str(value)
         experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # writes the tag of the metric only
+        begin = hparams_pb(plain, trial_id=run_name(config))
         with SummaryWriter(str(self._directory), filename_suffix=HPARAMS) as writer:
-            for summary in (experiment, hparams_pb(plain, trial_id=run_name(config)), end):
+            for summary in (experiment, begin, end):
                 writer.file_writer.add_summary(summary)
 
     @_unless_failed

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import TypeVar
 
-from mingpt_ddp.config.components import OptimizerConfig
+from mingpt_ddp.config.optimizer_config import OptimizerConfig
 
 T = TypeVar("T", bound=OptimizerConfig)
 

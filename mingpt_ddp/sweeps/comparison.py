@@ -1,6 +1,4 @@
-"""What to know when comparing the jobs of a report: what ranks them, and what makes their values
-incomparable.
-"""
+"""Notes on the comparison of jobs: what ranks them, what makes their values incomparable."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -18,29 +16,26 @@ from mingpt_ddp.sweeps.table import cut
 
 DATA_KINDS = ("task.name", "data.dataset")
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
-# how many are measured, of which length
+# how many windows are measured, of which length
 WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
 def comparison_notes(jobs: list[Job]) -> list[str]:
-    """Return what ranks the jobs, if not the loss, and each reason why their results do not
-    compare.
-    """
+    """Return what ranks the jobs, if not the loss, and why their results do not compare."""
     objective = jobs[0].ranked_by
     notes = []
     if objective is not LOSS:
         notes.append(f"ranked by {objective.title}: {WHY_BITS_PER_BYTE}")
         lacking = [job.name for job in jobs if job.val_loss is not None and job.value is None]
         if lacking:
-            notes.append(
-                f"without {objective.title}, so not ranked: {cut(', '.join(lacking), 200)}"
-            )
-    measured = [
-        job
-        for job in jobs
-        if job.val_loss is not None and {"data.path", "data.dataset"} & job.config.keys()
-    ]
+            names = cut(", ".join(lacking), 200)
+            notes.append(f"without {objective.title}, so not ranked: {names}")
+    measured = []
+    for job in jobs:
+        has_data = "data.path" in job.config or "data.dataset" in job.config
+        if job.val_loss is not None and has_data:
+            measured.append(job)
     if keys := _different_data(measured):
         kind = "texts" if all(is_text(job.config) for job in measured) else "data"
         notes.append(
@@ -72,9 +67,7 @@ def _different_data(jobs: list[Job]) -> list[str]:
 
 
 def _different_parts(jobs: list[Job]) -> list[str]:
-    """List the keys by which the jobs differ in the part of the validation split that
-    trainer.eval_steps selects.
-    """
+    """List the keys by which the jobs differ in the part of the split that they evaluate."""
     if len({_part(job) for job in jobs}) < 2:
         return []
     return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
@@ -85,7 +78,9 @@ def _part(job: Job) -> Hashable:
     if _get(job, WINDOWS[0]) is None:
         return None
     steps, batch_size, block_size = (_get(job, key) for key in WINDOWS)
-    windows = steps * batch_size if isinstance(steps, int) and isinstance(batch_size, int) else None
+    windows = None
+    if isinstance(steps, int) and isinstance(batch_size, int):
+        windows = steps * batch_size
     return windows, identity(block_size), loss_unit(job.config, job.directory)
 
 
@@ -94,7 +89,5 @@ def _differing(jobs: Iterable[Job], keys: Iterable[str]) -> list[str]:
 
 
 def _get(job: Job, key: str) -> Any:
-    """Return a value, or its default for a text whose recorded configuration is older than the
-    key.
-    """
+    """Return a value, or its default for a text whose configuration is older than the key."""
     return job.config.get(key, DEFAULTS.get(key) if is_text(job.config) else None)

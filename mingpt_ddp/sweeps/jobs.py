@@ -4,6 +4,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from mingpt_ddp.config.config import LIMITS, Config, flatten, numeric_keys, numeric_values
 from mingpt_ddp.metrics.objective import Objective
@@ -30,8 +31,7 @@ def look_up(
 
 
 def job_name(config: Config, swept: dict[str, str]) -> str:
-    """Return the `run.name` of a job: the sweep's name, then the swept overrides in readable form
-    and a digest.
+    """Return the `run.name` of a job: the sweep's name, the readable overrides and a digest.
 
     The digest identifies the job: a directory that ends with it is the job's, even if an edit of
     the sweep has changed the readable part.
@@ -39,45 +39,71 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     plain = config.to_dict()
     values = flatten(plain)
     covered = {*numeric_keys(plain), "model", "optimizer", "data"}  # including presets
-    # Parsed values, not their spelling: 100 and 1e2 are the same job.
-    extra = {k: json.dumps(values.get(k, text)) for k, text in swept.items() if k not in covered}
+    extra = {}
+    for key, text in swept.items():
+        if key not in covered:
+            # the parsed value, not its spelling: 100 and 1e2 are the same job
+            extra[key] = json.dumps(values.get(key, text))
     hashed = {"swept": extra} if extra else {}
     if config.run.name is None:
         return run_name(config, hashed)
     digest = config.digest(hashed)
     existing = sorted(Path(config.run.root, config.run.name).glob(f"*-{digest}"))
-    readable = re.sub(
-        r"[^A-Za-z0-9._=,+-]+", "_", ",".join(f"{k}={v}" for k, v in sorted(swept.items()))
-    )
-    directory = (
-        existing[0].name if existing else f"{readable.lstrip('._=,+-')[:100] or 'job'}-{digest}"
-    )
-    return f"{config.run.name}/{directory}"
+    if existing:
+        return f"{config.run.name}/{existing[0].name}"
+    return f"{config.run.name}/{_readable(swept)}-{digest}"
+
+
+def _readable(swept: dict[str, str]) -> str:
+    """Return overrides as the beginning of a directory's name."""
+    text = ",".join(f"{key}={value}" for key, value in sorted(swept.items()))
+    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
+    return safe.lstrip("._=,+-")[:100] or "job"
 
 
 def _final_value(directory: Path, config: Config, objective: Objective) -> float | None:
     """Return the objective of a job that has reached the limits of `config`, else None."""
-    result = read_result(directory)
-    recorded = recorded_config(directory) or {}
     if config.run.resume == "never":
         return None
+    result = read_result(directory)
+    recorded = recorded_config(directory) or {}
     try:
-        pruned = result.get("status") == RunStatus.PRUNED and config.trainer.prune != "none"
-        ended = result.get("status") == RunStatus.COMPLETE or (
-            pruned and result["step"] >= config.trainer.prune_after
-        )
-        # A recorded limit of null did not apply: the other one was reached. Any smaller limit was
-        # reached too.
-        limits = [(recorded["trainer"][key], getattr(config.trainer, key)) for key in LIMITS]
-        limits += (
-            [(recorded["trainer"]["patience"], config.trainer.patience)]
-            if result.get("stopped_early")
-            else []
-        )
-        reached = all(old is None or (new is not None and new <= old) for old, new in limits)
-        same = numeric_values(recorded) == numeric_values(config.to_dict())
-        valid = type(result["val_loss"]) in (int, float) and math.isfinite(result["val_loss"])
-        return objective.value(result) if ended and reached and same and valid else None
+        if not _has_ended(result, config) or not _has_reached_limits(result, recorded, config):
+            return None
+        if numeric_values(recorded) != numeric_values(config.to_dict()):
+            return None
+        loss = result["val_loss"]
+        if type(loss) not in (int, float) or not math.isfinite(loss):
+            return None
+        return objective.value(result)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
         # not written by a run
         return None
+
+
+def _has_ended(result: dict[str, Any], config: Config) -> bool:
+    """Return whether a job is complete, or was pruned by a rule that still holds."""
+    if result.get("status") == RunStatus.COMPLETE:
+        return True
+    if result.get("status") != RunStatus.PRUNED or config.trainer.prune == "none":
+        return False
+    return bool(result["step"] >= config.trainer.prune_after)
+
+
+def _has_reached_limits(result: dict[str, Any], recorded: dict[str, Any], config: Config) -> bool:
+    """Return whether none of the limits is larger than those that a job has reached.
+
+    Args:
+        recorded: the configuration of the job's last start.
+    """
+    keys = [*LIMITS]
+    if result.get("stopped_early"):
+        keys.append("patience")
+    for key in keys:
+        old = recorded["trainer"][key]
+        new = getattr(config.trainer, key)
+        # an old limit of null did not apply: the other one was reached
+        is_reached = old is None or (new is not None and new <= old)
+        if not is_reached:
+            return False
+    return True

@@ -1,8 +1,5 @@
-"""Render the page of one run: curves with restarts marked, timings of every rank, samples, what
-restarts changed.
-"""
+"""Render the page of one run: curves, timings of every rank, samples, what restarts changed."""
 
-import contextlib
 import os
 import re
 import statistics
@@ -15,15 +12,8 @@ import yaml
 
 from mingpt_ddp.metrics.event_files import RankEvents, read_events
 from mingpt_ddp.storage.storage import open_regular
-from mingpt_ddp.sweeps.page import (
-    COLOURS,
-    INCOMPLETE,
-    document,
-    draw,
-    html_table,
-    loss_axis,
-    thinned,
-)
+from mingpt_ddp.sweeps.page import document, html_grid, html_list, html_table
+from mingpt_ddp.sweeps.plots import COLOURS, INCOMPLETE, draw, loss_axis, thinned
 from mingpt_ddp.sweeps.runs import Job, command_line, number
 from mingpt_ddp.sweeps.table import cut, duration, fixed, shown
 
@@ -33,9 +23,8 @@ MARKED = 200  # restarts with a line in the plots
 OTHER_CURVES = 16
 SAMPLES = 12
 LONGEST_SAMPLE = 2000  # characters
-# of the end of rank zero's log
-LOG_BYTES = 1 << 22
-LOG_LINES = 100
+LOG_BYTES = 1 << 22  # that are read, from the end of rank zero's log
+LOG_LINES = 100  # that are shown, of these
 RANK_COLOURS = [
     *COLOURS,
     "rgb(46,150,90)",
@@ -70,26 +59,22 @@ def render_run(title: str, job: Job) -> str:
         "validation": job.history.series("val_loss"),
     }
     losses = _curves(figures, curves, marks, "loss", 380)
-    keys = dict.fromkeys(
-        key
-        for row in job.history.rows
-        for key in row
-        if key not in ("step", "train_loss", "val_loss")
-    )
-    others = "".join(
-        _curves(figures, {key: job.history.series(key)}, marks, cut(key, 40))
-        for key in [*keys][:OTHER_CURVES]
-    )
-    notes = "".join(f"<li>{escape(note)}</li>" for note in [*job.notes, *unread])
+    keys: dict[str, None] = {}  # in the order of the records
+    for row in job.history.rows:
+        keys |= dict.fromkeys(row)
+    drawn = [key for key in keys if key not in ("step", "train_loss", "val_loss")]
+    others = ""
+    for key in drawn[:OTHER_CURVES]:
+        others += _curves(figures, {key: job.history.series(key)}, marks, cut(key, 40))
     sections = {
         "Result": _result(job),
         "Losses": losses and f"<p>{_legend([*curves])} Dotted: a restart.</p>{losses}",
-        "Learning rate, speed and metrics": others and f'<div class="plots">{others}</div>',
+        "Learning rate, speed and metrics": others and html_grid(others),
         "Ranks": _ranks(figures, ranks, marks),
         "Samples": _samples(ranks),
         "Attempts": _attempts(job),
         "Configuration": _configuration(job),
-        "Notes": notes and f"<ul>{notes}</ul>",
+        "Notes": html_list([*job.notes, *unread]),
     }
     faults = job.faults or 0
     total = duration(number(job.result.get("wall_seconds")))
@@ -99,24 +84,21 @@ def render_run(title: str, job: Job) -> str:
 
 
 def _result(job: Job) -> str:
-    rows = [
-        [cut(str(key)), fixed(value, ".6g")]
-        for key in job.result
-        if (value := number(job.result[key])) is not None
-    ]
+    rows = []
+    for key, found in job.result.items():
+        value = number(found)
+        if value is not None:
+            rows.append([cut(str(key)), fixed(value, ".6g")])
     return html_table(["what", "value"], rows) if rows else ""
 
 
 def _marks(job: Job) -> dict[str, Any]:
     """Return the layout of a dotted line at each restart."""
-    steps = [
-        step for record in job.history.attempts[1:] if (step := number(record["step"])) is not None
-    ]
+    found = [number(record["step"]) for record in job.history.attempts[1:]]
+    steps = [*dict.fromkeys(step for step in found if step is not None)]
     line = {"color": INCOMPLETE, "width": 1, "dash": "dot"}
     across = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": line}
-    return {
-        "shapes": [{**across, "x0": step, "x1": step} for step in [*dict.fromkeys(steps)][-MARKED:]]
-    }
+    return {"shapes": [{**across, "x0": step, "x1": step} for step in steps[-MARKED:]]}
 
 
 def _curves(
@@ -131,31 +113,32 @@ def _curves(
     values = list[float]()
     for (name, points), colour in zip(series.items(), RANK_COLOURS, strict=False):
         steps, drawn = thinned(points)
-        if steps:
-            hover = (
-                f"{name}, step %{{x}}: %{{y:.5g}}<extra></extra>"
-                if len(series) > 1
-                else "step %{x}: %{y:.5g}<extra></extra>"
-            )
-            mode = "lines" if len(steps) > 1 else "markers"
-            line = {"color": colour, "width": 1.8}
-            traces.append(
-                {"mode": mode, "x": steps, "y": drawn, "line": line, "hovertemplate": hover}
-            )
-            values += drawn
-    axis = loss_axis(values, "") if height > 260 else {}
-    # below a label of the other axis at its end
+        if not steps:
+            continue
+        named = f"{name}, " if len(series) > 1 else ""
+        trace = {
+            "mode": "lines" if len(steps) > 1 else "markers",
+            "x": steps,
+            "y": drawn,
+            "line": {"color": colour, "width": 1.8},
+            "hovertemplate": f"{named}step %{{x}}: %{{y:.5g}}<extra></extra>",
+        }
+        traces.append(trace)
+        values += drawn
+    # the ticks stand off, below a label of the other axis at its end
     xaxis = {"title": {"text": "step"}, "ticklabelstandoff": 8}
-    axes = {"xaxis": xaxis, "yaxis": axis, "title": {"text": escape(title, quote=False)}}
-    return draw(figures, traces, {**layout, **axes}, height)
+    yaxis = loss_axis(values, "") if height > 260 else {}
+    titled = {**layout, "xaxis": xaxis, "yaxis": yaxis}
+    titled["title"] = {"text": escape(title, quote=False)}
+    return draw(figures, traces, titled, height)
 
 
 def _legend(names: list[str]) -> str:
     """Name the colours of the curves."""
-    pairs = zip(names, RANK_COLOURS, strict=False)
-    return " ".join(
-        f'<span style="color:{colour}">&#9632;</span>&nbsp;{name}' for name, colour in pairs
-    )
+    entries = []
+    for name, colour in zip(names, RANK_COLOURS, strict=False):
+        entries.append(f'<span style="color:{colour}">&#9632;</span>&nbsp;{name}')
+    return " ".join(entries)
 
 
 def _read_ranks(directory: Path) -> tuple[dict[int, RankEvents], list[str]]:
@@ -178,19 +161,18 @@ def _ranks(
     tags = [tag for tag in TIMINGS if any(tag in events.scalars for events in ranks.values())]
     if not tags:
         return ""
-    drawn = {f"rank {rank}": events for rank, events in [*ranks.items()][:RANKS]}
+    drawn = {f"rank {rank}": ranks[rank] for rank in [*ranks][:RANKS]}
     plots = ""
     for tag in tags:
-        series = {
-            name: sorted(events.scalars.get(tag, {}).items()) for name, events in drawn.items()
-        }
+        series: dict[str, Points] = {}
+        for name, events in drawn.items():
+            series[name] = sorted(events.scalars.get(tag, {}).items())
         plots += _curves(figures, series, marks, TIMINGS[tag])
-    rows = [
-        [str(rank), *(_median(events.scalars.get(tag, {})) for tag in tags)]
-        for rank, events in ranks.items()
-    ]
+    rows = []
+    for rank, events in ranks.items():
+        rows.append([str(rank), *(_median(events.scalars.get(tag, {})) for tag in tags)])
     table = html_table(["rank", *(f"median of {TIMINGS[tag]}" for tag in tags)], rows)
-    return f'<p>{_legend([*drawn])}</p><div class="plots">{plots}</div>{table}'
+    return f"<p>{_legend([*drawn])}</p>{html_grid(plots)}{table}"
 
 
 def _median(points: dict[int, float]) -> str:
@@ -200,11 +182,9 @@ def _median(points: dict[int, float]) -> str:
 
 def _samples(ranks: dict[int, RankEvents]) -> str:
     """Show texts that the model has generated, evenly over the run, the last one among them."""
-    texts = {
-        step: text
-        for events in ranks.values()
-        for step, text in events.texts.get("sample", {}).items()
-    }
+    texts: dict[int, str] = {}
+    for events in ranks.values():
+        texts |= events.texts.get("sample", {})
     steps = sorted(texts, reverse=True)
     chosen = steps[:: len(steps) // SAMPLES + 1]
     blocks = []
@@ -219,15 +199,23 @@ def _attempts(job: Job) -> str:
     """List the starts, and what the log says of restarts, warnings and errors."""
     rows = []
     for index, record in enumerate(job.history.attempts, start=1):
-        values = [number(record.get(key)) for key in ("start", "step", "world_size")]
-        at, step, ranks = values
-        when = "-"
-        with contextlib.suppress(ValueError, OverflowError, OSError):  # no such date
-            when = time.strftime(WHEN, time.localtime(at)) if at is not None else "-"
-        rows.append([str(index), when, fixed(step, ".0f"), fixed(ranks, ".0f")])
+        step = number(record.get("step"))
+        ranks = number(record.get("world_size"))
+        rows.append([str(index), _when(record), fixed(step, ".0f"), fixed(ranks, ".0f")])
     lines = "\n".join(_log_events(job.directory / "main.rank0.log"))
     table = html_table(["attempt", "began", "after step", "ranks"], rows) if rows else ""
     return table + (f"<p>From the log:</p><pre>{escape(lines)}</pre>" if lines else "")
+
+
+def _when(start: dict[str, Any]) -> str:
+    """Format when an attempt began."""
+    at = number(start.get("start"))
+    if at is None:
+        return "-"
+    try:
+        return time.strftime(WHEN, time.localtime(at))
+    except (ValueError, OverflowError, OSError):  # no such date
+        return "-"
 
 
 def _log_events(path: Path) -> list[str]:

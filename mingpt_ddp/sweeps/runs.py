@@ -80,11 +80,11 @@ class Job:
     @cached_property
     def step(self) -> int | None:
         """The last recorded step."""
-        steps = [
-            number(self.result.get("step")),
-            *(float(row["step"]) for row in self.history.rows[-1:]),
-        ]
-        return max((int(step) for step in steps if step is not None), default=None)
+        steps = [int(row["step"]) for row in self.history.rows[-1:]]
+        of_result = number(self.result.get("step"))
+        if of_result is not None:
+            steps.append(int(of_result))
+        return max(steps, default=None)
 
     @cached_property
     def unit(self) -> str:
@@ -100,16 +100,12 @@ class Job:
     @property
     def metrics(self) -> dict[str, float]:
         """The task's metrics of the last evaluation besides the loss, by name."""
-        values = {
-            name[4:]: number(value)
-            for name, value in self.result.items()
-            if str(name).startswith("val_")
-        }
-        return {
-            plain_name: value
-            for plain_name, value in values.items()
-            if value is not None and plain_name != "loss"
-        }
+        found = {}
+        for key, content in self.result.items():
+            value = number(content)
+            if key.startswith("val_") and key != "val_loss" and value is not None:
+                found[key.removeprefix("val_")] = value
+        return found
 
     @property
     def faults(self) -> int | None:
@@ -153,8 +149,10 @@ def read_jobs(directories: list[Path]) -> list[Job]:
 
 
 def best_of(jobs: list[Job]) -> Job | None:
-    """Return the complete job with the lowest objective; `jobs` are sorted as `read_jobs` returns
-    them.
+    """Return the complete job with the lowest objective.
+
+    Args:
+        jobs: sorted as `read_jobs` returns them.
     """
     return jobs[0] if jobs[0].objective is not None else None
 
@@ -176,22 +174,22 @@ def varying(jobs: list[Job]) -> list[str]:
     for job in jobs:
         for key, value in job.config.items():
             group, _, name = key.partition(".")
-            preset = (
-                identity(job.config.get(f"{group}.name"))
-                if group in PRESETS and name != "name"
-                else None
-            )
+            preset = None
+            if group in PRESETS and name != "name":
+                preset = identity(job.config.get(f"{group}.name"))
             values.setdefault(key, {}).setdefault(preset, set()).add(identity(value))
-    return [
-        key
-        for key, found in values.items()
-        if key not in NO_PARAMETERS and max(map(len, found.values())) > 1
-    ]
+    keys = []
+    for key, by_preset in values.items():
+        is_varied = any(len(found) > 1 for found in by_preset.values())
+        if is_varied and key not in NO_PARAMETERS:
+            keys.append(key)
+    return keys
 
 
 def _find_runs(directory: Path) -> list[Path]:
-    """List the runs in a directory, one and two levels below; hidden and unreadable directories
-    have none.
+    """List the runs in a directory and one and two levels below.
+
+    Hidden and unreadable directories have none.
     """
     below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
     candidates = [directory, *sorted(directory / name for name in below)]
@@ -202,18 +200,19 @@ def _read(path: Path, name: str) -> Job:
     result = read_result(path)
     config = recorded_config(path) or {}
     history = MetricsHistory([], 0, 0, 0)
-    unread = [file for file, content in ((RESULT, result), ("config.yaml", config)) if not content]
-    notes = [f"{path / file} cannot be read" for file in unread if (path / file).exists()]
+    notes = []
+    for file, content in ((RESULT, result), ("config.yaml", config)):
+        if not content and (path / file).exists():
+            notes.append(f"{path / file} cannot be read")
     try:
         if (path / METRICS).exists():
             history = read_history(path / METRICS)
     except (DataError, OSError) as error:
         notes.append(str(error))
-    flat = {
-        f"{plain(group)}.{plain(key)}": plain(v)
-        for group, keys in config.items()
-        for key, v in keys.items()
-    }
+    flat = {}
+    for group, keys in config.items():
+        for key, value in keys.items():
+            flat[f"{plain(group)}.{plain(key)}"] = plain(value)
     return Job(name, path, _status(path, result), flat, result, history, notes)
 
 
@@ -234,15 +233,14 @@ def _status(path: Path, result: dict[str, Any]) -> str:
 
 
 def plain(value: Any) -> Value:
-    """Return scalars and lists of scalars unchanged, other lists and mappings as JSON, else the
-    type name.
+    """Return scalars and lists of scalars unchanged.
+
+    Other lists and mappings become JSON, everything else the name of its type.
     """
-    if (
-        isinstance(value, list)
-        and len(value) <= 100
-        and not any(isinstance(v, (list, dict)) for v in value)
-    ):
-        return [plain(v) for v in value]
+    if isinstance(value, list) and len(value) <= 100:
+        is_flat = not any(isinstance(item, (list, dict)) for item in value)
+        if is_flat:
+            return [plain(item) for item in value]
     if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(value, default=str)[:MAX_JSON_CHARS]
@@ -262,12 +260,11 @@ def identity(value: Value) -> Hashable:
 
 
 def command_line(job: Job) -> str:
-    """Return `python main.py key=value ...`, quoted for the shell and for Hydra; NO_COMMAND without
-    a run.name.
+    """Return `python main.py key=value ...`, quoted for the shell and for Hydra.
 
-    It composes to the configuration of the job's last start, run.name included: it continues the
-    job, or repeats it under another run.name. Without main.py in the current directory it is
-    `python -m mingpt_ddp ...`.
+    Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
+    start, run.name included: they continue the job, or repeat it under another run.name. Without
+    main.py in the current directory it is `python -m mingpt_ddp ...`.
     """
     # the overrides may have the sweep's run.name, which is another run
     if "run.name" not in job.config:
@@ -279,17 +276,15 @@ def command_line(job: Job) -> str:
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
     else:
         # Remove these presets, whose keys differ.
-        words = [
-            "~model",
-            "~optimizer",
-            *(f"++{key}={hydra_value(value)}" for key, value in job.config.items()),
-        ]
+        words = ["~model", "~optimizer"]
+        words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
     name = job.config["run.name"]
     named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
     # The overrides of a job have the sweep's run.name, those of local workers the user's and the
     # directory's.
     if isinstance(name, str) and ("/" in name or len(named) > 1):
-        words = [*(word for word in words if word not in named), f"run.name={hydra_value(name)}"]
+        words = [word for word in words if word not in named]
+        words.append(f"run.name={hydra_value(name)}")
     program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
     return shlex.join(["python", *program, *words])
 
@@ -305,7 +300,8 @@ def hydra_value(value: Value | dict[str, Any]) -> str:
         return f"[{','.join(map(hydra_value, value))}]"
     # Hydra takes no quoted keys
     if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
-        return f"{{{','.join(f'{key}:{hydra_value(each)}' for key, each in value.items())}}}"
+        pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
+        return f"{{{','.join(pairs)}}}"
     if not isinstance(value, str):
         return json.dumps(value)
     without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)

@@ -1,7 +1,7 @@
 """A search: a sweep whose values Optuna samples.
 
-A search resumes by sampling the same trials from the same seed: complete jobs return their recorded
-loss.
+A search resumes by sampling the same trials from the same seed; complete jobs return their
+recorded loss.
 """
 
 import contextlib
@@ -67,8 +67,9 @@ def start_search(config: DictConfig, env: DistEnv) -> None:
 
 
 def _backup(study: Path) -> None:
-    """Rename a study to FILE.before, together with the journal of an unfinished write; delete an
-    empty study.
+    """Rename a study and the journal of an unfinished write to FILE.before.
+
+    Delete a study that is empty.
     """
     try:
         study.parent.mkdir(parents=True, exist_ok=True)
@@ -91,11 +92,9 @@ def _is_empty(study: Path) -> bool:
     """Return whether the file is a study without trials."""
     import sqlite3
 
-    with (
-        contextlib.suppress(sqlite3.Error),
-        contextlib.closing(
-            sqlite3.connect(f"{study.absolute().as_uri()}?mode=ro", uri=True)
-        ) as database,
-    ):
-        return database.execute("SELECT count(*) FROM trials").fetchone() == (0,)
-    return False
+    url = f"{study.absolute().as_uri()}?mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(url, uri=True)) as database:
+            return bool(database.execute("SELECT count(*) FROM trials").fetchone() == (0,))
+    except sqlite3.Error:
+        return False

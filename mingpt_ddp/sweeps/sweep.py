@@ -12,21 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config, flatten
-from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
-from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.metrics.objective import (
     BITS_PER_BYTE,
@@ -40,11 +33,16 @@ from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_dir import run_directory, with_run_name
 from mingpt_ddp.sweeps import search
 from mingpt_ddp.sweeps.jobs import look_up
+from mingpt_ddp.sweeps.sweep_checks import (
+    check_hydra_keys,
+    check_jobs,
+    expand,
+    parse_overrides,
+)
 
 log = logging.getLogger(__name__)
 
 RunOnRankZero = Callable[[Callable[[], tuple[str, float | None]]], tuple[str, float | None]]
-MAX_CHECKED_VALUES = 32  # of a key, besides the first
 # Hydra creates the callback and calls jobs without arguments
 _current: ContextVar["Sweep"] = ContextVar("sweep")
 
@@ -73,9 +71,7 @@ class Sweep:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the current sweep; afterwards shut down Ray, whose processes would survive
-        os._exit.
-        """
+        """Make this the current sweep; then shut down Ray, whose processes survive os._exit."""
         token = _current.set(self)
         try:
             yield
@@ -86,25 +82,24 @@ class Sweep:
 
     @property
     def objective(self) -> Objective:
-        """What the jobs return: `_start` has decided it, in this process or in the one of an
-        external launcher.
+        """What the jobs return.
+
+        `_start` has decided it, in this process or in the one of an external launcher.
         """
         return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
 
     def start_job(
         self, config: Config, run_on_rank_zero: RunOnRankZero
     ) -> tuple[Config, float | None]:
-        """Return the configuration of a job with its own run.name, and its objective if it is
-        already complete.
+        """Return the configuration of a job with its run.name, and its objective if it is complete.
 
         Outside a sweep return the configuration unchanged.
         """
         if not hydra_utils.is_multirun():
             return config, None
         objective = self.objective
-        name, value = run_on_rank_zero(
-            lambda: look_up(config, hydra_utils.swept_overrides(), objective)
-        )
+        swept = hydra_utils.swept_overrides()
+        name, value = run_on_rank_zero(lambda: look_up(config, swept, objective))
         config = with_run_name(config, name)
         directory = run_directory(config)
         if value is not None:
@@ -119,8 +114,9 @@ class Sweep:
     def finish_job(
         self, directory: Path, value: float | None, signalled: bool, exit_code: int
     ) -> float:
-        """Record a complete job and return its objective; exit if it is incomplete, or if a signal
-        ends the sweep.
+        """Record a complete job and return its objective.
+
+        Exit if the job is incomplete, or if a signal ends the sweep.
 
         Args:
             value: the objective; None: the job is incomplete.
@@ -129,11 +125,8 @@ class Sweep:
         """
         if value is not None:
             self.done.append(directory)
-            if (
-                not signalled
-                or not self.launcher
-                or self.planned <= len(self.done) + len(self.failed)
-            ):
+            is_last = self.planned <= len(self.done) + len(self.failed)
+            if not signalled or not self.launcher or is_last:
                 return value
         if self.launcher:
             log.info(
@@ -170,26 +163,23 @@ class Sweep:
                 print(report(runs, self.directory / PAGE))
         except RunError as error:  # e.g. no job has written a result that this machine can read
             log.warning("%s", error)
+        failed = self.failed
+        if self.uses_external_launcher and failed:
+            exit_process(f"job error: {failed[0]}", FAILURE)
         if self.uses_external_launcher:
-            exit_process(
-                f"job error: {self.failed[0]}" if self.failed else None,
-                FAILURE if self.failed else 0,
-            )
-        count = len(self.done) + len(self.failed)
-        log.info(
-            "sweep: %d jobs, %d already complete, %d failed",
-            count,
-            self.n_done_before,
-            len(self.failed),
+            exit_process(None, 0)
+        count = len(self.done) + len(failed)
+        already = self.n_done_before
+        log.info("sweep: %d jobs, %d already complete, %d failed", count, already, len(failed))
+        if not failed:
+            return
+        which = "; ".join(failed)
+        summary = JobError(
+            f"{len(failed)} of {count} failed: {which}; rerun the same command to retry"
         )
-        if self.failed:
-            failed = "; ".join(self.failed)
-            summary = JobError(
-                f"{len(self.failed)} of {count} failed: {failed}; rerun the same command to retry"
-            )
-            if self.exit_code == FAILURE:
-                exit_process(str(summary), FAILURE)
-            ProcessExit().user_error(summary)
+        if self.exit_code == FAILURE:
+            exit_process(str(summary), FAILURE)
+        ProcessExit().user_error(summary)
 
 
 class Preflight(Callback):
@@ -197,13 +187,13 @@ class Preflight(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _exit_on_error():
-            _check_hydra_keys(config)
+            check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         # so that Hydra's shuffle() has the same order on every rank and at every start
         random.seed(0)
         with _exit_on_error():
-            _check_hydra_keys(config)
+            check_hydra_keys(config)
             _start(config, read_env(), Sweep.current())
 
 
@@ -213,10 +203,9 @@ def _exit_on_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        explained = (
-            error if isinstance(error, UserError) else ConfigError(hydra_utils.explain(error))
-        )
-        ProcessExit().user_error(explained)
+        if not isinstance(error, UserError):
+            error = ConfigError(hydra_utils.explain(error))
+        ProcessExit().user_error(error)
 
 
 def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
@@ -225,8 +214,8 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     Raises:
         UserError: the sweep cannot run.
     """
-    overrides = _parse_overrides(config)
-    jobs = _check_jobs(config.hydra, overrides, env)
+    overrides = parse_overrides(config)
+    jobs = check_jobs(config.hydra, overrides, env)
     first = jobs[0]
     if search.is_search(config):
         search.check_search(config)
@@ -240,7 +229,7 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     sweep.env = env
     sweep.launcher = str(config.hydra.launcher._target_)
     sweep.directory = Path(first.run.root, first.run.name or "")
-    grid = math.prod(len(_expand(override)) for override in overrides)
+    grid = math.prod(len(expand(override)) for override in overrides)
     sweep.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
     if first.run.name is not None:
         sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
@@ -248,122 +237,20 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)
     objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
     with read_write(config), open_dict(config):
+        for_jobs = config.hydra.overrides.hydra
         if objective is not LOSS:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-            config.hydra.overrides.hydra.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
-        constant = [
-            hydra_utils.key_of(str(o.input_line)) for o in overrides if not o.is_sweep_override()
-        ]
-        excluded = (
-            f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(repr, constant))}]"
-        )
-        config.hydra.overrides.hydra.append(excluded)
+            for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
+        for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
         config.hydra.sweep.dir = str(sweep.directory)
         if search.is_search(config):
             search.start_search(config, env)
 
 
-def _check_hydra_keys(config: DictConfig) -> None:
-    """Reject Hydra settings that would be ignored or that conflict with run.root and run.name."""
-    check(
-        not config.hydra.job.chdir,
-        "hydra.job.chdir=true would move the jobs away from run.root; leave it out",
-    )
-    check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
-    fixed = {
-        "run.dir": ".",
-        "sweep.dir": str(config.run.root),
-        "sweep.subdir": ".",
-        "output_subdir": None,
-    }
-    for key, only in fixed.items():
-        if (value := OmegaConf.select(config, f"hydra.{key}")) != only:
-            raise ConfigError(
-                f"hydra.{key}={value} has no effect here: run.root and run.name set the run "
-                "directory"
-            )
-    for key in ("max_batch_size", "n_trials", "n_jobs"):
-        value = OmegaConf.select(config, f"hydra.sweeper.{key}")
-        check(value is None or value >= 1, f"hydra.sweeper.{key}={value} must be at least 1")
-
-
-def _parse_overrides(config: DictConfig) -> list[Override]:
-    """Parse the overrides of the sweep, those of its preset first.
-
-    The last one of a key wins, as in Hydra.
-    """
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
-    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
-    overrides = list({o.get_key_element(): o for o in parser.parse_overrides(words)}.values())
-    # Optuna's plugin prefers a fixed value to an interval, regardless of order
-    if search.is_search(config):
-        with read_write(config), open_dict(config):
-            config.hydra.sweeper.params = {}
-            config.hydra.overrides.task = [override.input_line for override in overrides]
+def _constant(overrides: list[Override]) -> str:
+    """Return the keys that do not vary, as a list for Hydra."""
+    keys = []
     for override in overrides:
-        check(bool(_expand(override)), f"{override.input_line} has no values to sweep over")
-        if override.is_interval_sweep() and not search.is_search(config):
-            raise ConfigError(
-                f"{override.input_line} is for a search: add sweep=optuna_lr, or list values"
-            )
-    return overrides
-
-
-def _check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> list[Config]:
-    """Compose the first job, and each other value (of many the first ones and the last) with the
-    first of other keys.
-
-    Returns:
-        These configurations, that of the first job first.
-
-    Raises:
-        ConfigError: a job is invalid.
-    """
-    values = [_expand(override) for override in overrides]
-    first = [choices[0] for choices in values]
-    jobs = [first]
-    for i, (_, *others) in enumerate(values):
-        last = MAX_CHECKED_VALUES - 1
-        jobs += [
-            [*first[:i], other, *first[i + 1 :]] for other in others[:last] + others[last:][-1:]
-        ]
-    try:
-        configs = [
-            hydra_utils.to_config(compose(hydra.job.config_name, job), hydra, job) for job in jobs
-        ]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(hydra_utils.explain(error)) from error
-    for config in configs:
-        if config.ddp.nproc_per_node != "gpu":
-            check_machine(config)
-    if any(config.ddp.nproc_per_node for config in configs) and not (
-        env.is_standalone or env.has_local_rank
-    ):
-        raise ConfigError(
-            "ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ..."
-        )
-    if len({(config.run.root, config.run.name) for config in configs}) > 1:
-        raise ConfigError(
-            "run.root and run.name must be the same for all jobs of a sweep; they name its "
-            "directory"
-        )
-    return configs
-
-
-def _expand(override: Override) -> list[str]:
-    """Return one override per value of a sweep override.
-
-    For an interval both ends and a value between them.
-    """
-    if not override.is_sweep_override():
-        return [str(override.input_line)]
-    value = override.value()
-    key = override.get_key_element()
-    if isinstance(value, IntervalSweep):
-        start = value.start or 0
-        end = value.end or 0
-        inside = start + 0.618 * (end - start)  # rarely a whole number, like sampled values
-        is_whole = isinstance(start, int) and isinstance(end, int)
-        return [f"{key}={choice}" for choice in (start, int(inside) if is_whole else inside, end)]
-    return [f"{key}={choice}" for choice in override.sweep_string_iterator()]
+        if not override.is_sweep_override():
+            keys.append(repr(hydra_utils.key_of(str(override.input_line))))
+    return f"[{','.join(keys)}]"

@@ -1,6 +1,4 @@
-"""The report of a sweep or a run: a table for the terminal and a page for the browser, without
-torch.
-"""
+"""The report of a sweep or a run: a table for the terminal and a page; without torch."""
 
 import hashlib
 import os
@@ -18,29 +16,33 @@ MAX_NAME = 100  # characters of the names of several directories
 
 
 def page_path(directories: list[Path]) -> Path:
-    """Return the page of a directory, or of several: next to them, under their names, so that each
-    keeps its own.
+    """Return the path of the page of a directory, or of several.
 
-    It is in the lowest directory that holds them all; in the current one if that is not writable.
+    That of several has their names, so that the pages of others stay. It is in the lowest
+    directory that holds them all; in the current one if that is not writable.
     """
     if len(directories) == 1:
         return directories[0] / PAGE
     found = [os.path.realpath(directory) for directory in directories]
     above = os.path.commonpath(found)
-    names = "+".join(
-        os.path.relpath(path, above) if path != above else os.path.basename(path) for path in found
-    )
+    parts = []
+    for path in found:
+        parts.append(os.path.basename(path) if path == above else os.path.relpath(path, above))
+    names = "+".join(parts)
     readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", names)
     if len(readable) > MAX_NAME:
         digest = hashlib.sha256(os.fsencode(names)).hexdigest()[:8]
         readable = f"{readable[:MAX_NAME]}-{digest}"
-    parent = Path(os.path.relpath(above) if Path(above).is_relative_to(Path.cwd()) else above)
-    return (parent if os.access(parent, os.W_OK) else Path()) / f"report-{readable}.html"
+    parent = Path(above)
+    if parent.is_relative_to(Path.cwd()):
+        parent = Path(os.path.relpath(above))
+    if not os.access(parent, os.W_OK):
+        parent = Path()
+    return parent / f"report-{readable}.html"
 
 
 def report(directories: list[Path], page: Path) -> str:
-    """Return the table of the jobs in `directories`, and write the page: of the jobs, or of the run
-    that is named.
+    """Return the table of the jobs, and write their page, or the page of the one run.
 
     The table does not depend on the page: without plotly its last line says how to install it, and
     if the page cannot be written the table is printed before the error is raised.

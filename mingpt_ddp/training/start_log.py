@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from mingpt_ddp.config.components import OptimizerConfig
 from mingpt_ddp.config.config import LIMITS, Config
+from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history

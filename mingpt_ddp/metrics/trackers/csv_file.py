@@ -66,10 +66,8 @@ class CSVLogger:
     def _rebuild(self) -> None:
         rows = [*read_history(self._source).by_step().values()]
         self._columns = [*dict.fromkeys(key for row in rows for key in row)]
-        lines = [
-            self._line(dict(zip(self._columns, self._columns, strict=True))),
-            *map(self._line, rows),
-        ]
+        head = {column: column for column in self._columns}
+        lines = [self._line(row) for row in [head, *rows]]
         atomic_write(self._path, b"".join(lines) if rows else b"")
         self._last = rows[-1] if rows else {}
         self._offset = sum(map(len, lines[:-1]))

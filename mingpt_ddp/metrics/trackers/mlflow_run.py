@@ -11,9 +11,8 @@ from mingpt_ddp.metrics.trackers.outbox import Points
 from mingpt_ddp.storage.run_dir import run_name
 
 TAG = "mingpt_ddp.run_id"
-# per request, as the server allows
-MAX_METRICS = 1000
-MAX_PARAMS = 100
+MAX_METRICS = 1000  # per request, as the server allows
+MAX_PARAMS = 100  # likewise
 MAX_TEXT = 5000  # characters of a tag
 
 
@@ -44,51 +43,37 @@ class MLflowTracker:
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         found = self._client.search_runs([number], filter_string=f"tags.`{TAG}` = '{self._id}'")
-        run = (
-            found[0]
-            if found
-            else self._client.create_run(number, run_name=name, tags={TAG: self._id})
-        )
+        if found:
+            run = found[0]
+        else:
+            run = self._client.create_run(number, run_name=name, tags={TAG: self._id})
         self._run = run.info.run_id
         self._client.update_run(self._run, status="RUNNING")
-        params = {key: str(value)[:500] for key, value in flatten(self._config.to_dict()).items()}
-        new = [
-            self._entities.Param(key, value)
-            for key, value in params.items()
-            if key not in run.data.params
-        ]
+        new = []
+        for key, value in flatten(self._config.to_dict()).items():
+            if key not in run.data.params:
+                new.append(self._entities.Param(key, str(value)[:500]))
         for begin in range(0, len(new), MAX_PARAMS):
             self._client.log_batch(self._run, params=new[begin : begin + MAX_PARAMS])
         self._tags = run.data.tags
-        keys = run.data.metrics
-        self._sent = {
-            (key, point.step)
-            for key in keys
-            for point in self._client.get_metric_history(self._run, key)
-        }
+        self._sent = set()
+        for key in run.data.metrics:
+            for point in self._client.get_metric_history(self._run, key):
+                self._sent.add((key, point.step))
 
     def send(self, points: Points) -> None:
         now = int(1000 * time.time())
-        flat = [
-            (key, step, value)
-            for step, metrics in points
-            for key, value in metrics.items()
-            if key != "sample"
-        ]
-        new = [
-            self._entities.Metric(k, value, now, step)
-            for k, step, value in flat
-            if (k, step) not in self._sent
-        ]
+        new = []
+        for step, metrics in points:
+            for key, value in metrics.items():
+                if key != "sample" and (key, step) not in self._sent:
+                    new.append(self._entities.Metric(key, value, now, step))
         for begin in range(0, len(new), MAX_METRICS):
             self._client.log_batch(self._run, metrics=new[begin : begin + MAX_METRICS])
-        for tag, text in (
-            (f"sample.{step:08d}", metrics["sample"])
-            for step, metrics in points
-            if "sample" in metrics
-        ):
-            if tag not in self._tags:
-                self._client.set_tag(self._run, tag, text[:MAX_TEXT])
+        for step, metrics in points:
+            tag = f"sample.{step:08d}"
+            if "sample" in metrics and tag not in self._tags:
+                self._client.set_tag(self._run, tag, metrics["sample"][:MAX_TEXT])
 
     def finish(self, result: dict[str, Any]) -> None:
         for key, value in result.items():

@@ -1,5 +1,4 @@
-"""Send the points of a run to a tracker that cannot take points back: each point once, from a
-thread.
+"""Send the points of a run to a tracker that takes none back: each point once, from a thread.
 
 A step is sent once a snapshot of a later step is durable, so that no restart repeats it, or at the
 end of the run. What a killed attempt has logged is read from metrics.jsonl; which steps the run has
@@ -22,13 +21,12 @@ from mingpt_ddp.storage.storage import atomic_write
 
 log = logging.getLogger(__name__)
 
-# step, and numbers by tag, perhaps with a text as `sample`; by step
+# Sorted by step: a step with its numbers by tag, perhaps with a text as `sample`.
 Points = list[tuple[int, dict[str, Any]]]
 MAX_CACHED = 5_000  # steps; more are read from metrics.jsonl when they are due
 BATCH = 200  # steps per call
-# how long the end of a run waits for one call, on this machine or over a network
-LOCAL_S = 60.0
-REMOTE_S = 8.0
+LOCAL_S = 60.0  # how long the end of a run waits for one call on this machine
+REMOTE_S = 8.0  # or over a network
 
 
 class Tracker(Protocol):
@@ -133,17 +131,13 @@ class Outbox:
 
     def join(self) -> None:
         """Wait until all is sent, but not for a call that takes longer than it should."""
-        while (
-            self._covered == math.inf
-            and self._thread.is_alive()
-            and time.monotonic() < self._deadline
-        ):
+        if self._covered < math.inf:
+            return
+        while self._thread.is_alive() and time.monotonic() < self._deadline:
             self._thread.join(0.05)
-        if self._covered == math.inf and (self._thread.is_alive() or self._has_failed):
-            log.warning(
-                "%s lacks the last points; run the same command again to send them",
-                self._tracker.name,
-            )
+        if self._thread.is_alive() or self._has_failed:
+            message = "%s lacks the last points; run the same command again to send them"
+            log.warning(message, self._tracker.name)
 
     def close(self) -> None:
         """End the thread, after the call in progress."""
@@ -172,12 +166,8 @@ class Outbox:
                 self._sent = 1
                 self._only_in_file = max(self._only_in_file, covered)  # send it all again
                 if not self._has_failed:
-                    reason = redact(describe(error))
-                    log.warning(
-                        "cannot send to %s, training continues without it: %s",
-                        self._tracker.name,
-                        reason,
-                    )
+                    message = "cannot send to %s, training continues without it: %s"
+                    log.warning(message, self._tracker.name, redact(describe(error)))
                 self._has_failed = True
             self._tried = covered
 
@@ -208,7 +198,13 @@ class Outbox:
             for step in [step for step in self._cache if step < covered]:
                 records.setdefault(step, {}).update(self._cache.pop(step))
         texts = read_samples(self._history.parent)
-        due = sorted(step for step in {**records, **texts} if self._sent <= step < covered)
-        sample = {step: {"sample": texts[step]} if step in texts else {} for step in due}
-        points = [(step, to_metrics(records.get(step, {})) | sample[step]) for step in due]
-        return [(step, metrics) for step, metrics in points if metrics]
+        points: Points = []
+        for step in sorted({*records, *texts}):
+            if not self._sent <= step < covered:
+                continue
+            metrics: dict[str, Any] = dict(to_metrics(records.get(step, {})))
+            if step in texts:
+                metrics["sample"] = texts[step]
+            if metrics:
+                points.append((step, metrics))
+        return points

@@ -23,9 +23,9 @@ def check_installed(config: Config) -> None:
         ConfigError: names the tracker and the extra to install.
     """
     for name in TRACKERS:
-        is_installed = (
-            not getattr(config.tracker, name) or importlib.util.find_spec(name) is not None
-        )
+        if not getattr(config.tracker, name):
+            continue
+        is_installed = importlib.util.find_spec(name) is not None
         check(is_installed, f"tracker={name} is not installed; pip install 'mingpt_ddp[{name}]'")
 
 
@@ -33,12 +33,12 @@ def open_outboxes(
     config: Config, directory: Path, run_id: str, step: int, covered: int
 ) -> list[Outbox]:
     """Return an outbox per chosen tracker; arguments as of Outbox."""
-    chosen = [
-        cls(config, directory, run_id)
-        for name, cls in TRACKERS.items()
-        if getattr(config.tracker, name)
-    ]
-    return [Outbox(tracker, directory, run_id, step, covered) for tracker in chosen]
+    outboxes = []
+    for name, cls in TRACKERS.items():
+        if getattr(config.tracker, name):
+            tracker = cls(config, directory, run_id)
+            outboxes.append(Outbox(tracker, directory, run_id, step, covered))
+    return outboxes
 
 
 def send_rest(outboxes: list[Outbox], step: int, result: dict[str, Any]) -> None:

@@ -1,6 +1,4 @@
-"""Generated texts in `samples.jsonl`, from which a restart sends those that the last attempt did
-not.
-"""
+"""Generated texts in `samples.jsonl`; a restart sends those that were not sent."""
 
 import contextlib
 import json

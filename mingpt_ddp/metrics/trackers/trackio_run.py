@@ -31,9 +31,8 @@ class TrackioTracker:
     def connect(self) -> None:
         if self._server:  # trackio.init would take a server that is away for an empty one
             parts = urlsplit(self._server)
-            urllib.request.urlopen(
-                f"{parts.scheme}://{parts.netloc}{parts.path}", timeout=REMOTE_S
-            ).close()
+            url = f"{parts.scheme}://{parts.netloc}{parts.path}"
+            urllib.request.urlopen(url, timeout=REMOTE_S).close()
         project = self._config.tracker.project
         name = f"{run_name(self._config)}-{self._id}"
         config = flatten(self._config.to_dict())
@@ -50,16 +49,15 @@ class TrackioTracker:
 
     def send(self, points: Points) -> None:
         for step, metrics in points:
-            if step >= self._next:
-                texts = {
-                    tag: textwrap.indent(text, "    ")
-                    for tag, text in metrics.items()
-                    if type(text) is str
-                }
-                self._run.log(
-                    metrics | {tag: self._trackio.Markdown(texts[tag]) for tag in texts}, step=step
-                )
-                self._next = step + 1
+            if step < self._next:
+                continue
+            values = {}
+            for tag, value in metrics.items():
+                if type(value) is str:
+                    value = self._trackio.Markdown(textwrap.indent(value, "    "))
+                values[tag] = value
+            self._run.log(values, step=step)
+            self._next = step + 1
 
     def finish(self, result: dict[str, Any]) -> None:
         self._run.finish()

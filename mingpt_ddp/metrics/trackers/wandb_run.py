@@ -55,26 +55,23 @@ class WandbTracker:
             reinit="create_new",
             settings=self._wandb.Settings(**settings),
         )
-        for other in (
-            self._directory.glob(f"wandb/offline-run-*-{self._id}") if self._run.offline else ()
-        ):
-            if other != Path(self._run.dir).parent:
-                shutil.rmtree(other)
+        if self._run.offline:
+            for other in self._directory.glob(f"wandb/offline-run-*-{self._id}"):
+                if other != Path(self._run.dir).parent:
+                    shutil.rmtree(other)
         self._next = self._run.step
 
     def send(self, points: Points) -> None:
         for step, metrics in points:
-            if step >= self._next:
-                texts = {
-                    tag: f"<pre>{html.escape(text)}</pre>"
-                    for tag, text in metrics.items()
-                    if type(text) is str
-                }
-                self._run.log(
-                    {**metrics, **{tag: self._wandb.Html(text) for tag, text in texts.items()}},
-                    step=step,
-                )
-                self._next = step + 1
+            if step < self._next:
+                continue
+            values = {}
+            for tag, value in metrics.items():
+                if type(value) is str:
+                    value = self._wandb.Html(f"<pre>{html.escape(value)}</pre>")
+                values[tag] = value
+            self._run.log(values, step=step)
+            self._next = step + 1
 
     def finish(self, result: dict[str, Any]) -> None:
         self._run.summary.update(result)

@@ -9,7 +9,8 @@ import pytest
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.hints import other_names, suggest
 from mingpt_ddp.config.hydra_utils import check_words
-from mingpt_ddp.config.schema import GROUPS, TrainerConfig
+from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
 

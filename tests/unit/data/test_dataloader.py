@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.schema import TrainerConfig
+from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.data.dataloader import (
     BatchPlan,

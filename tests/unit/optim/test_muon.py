@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp.config.components import GPTConfig, ModernConfig, MuonConfig
+from mingpt_ddp.config.components import GPTConfig, ModernConfig
+from mingpt_ddp.config.optimizer_config import MuonConfig
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.modern import FusedLinear

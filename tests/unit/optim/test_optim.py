@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from mingpt_ddp.config.components import AdamWConfig, GPTConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.config.components import GPTConfig
+from mingpt_ddp.config.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor

@@ -23,7 +23,7 @@ from mingpt_ddp.cli import report_command as tool
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps.page import DRAWN, POINTS, _highest, _positions
+from mingpt_ddp.sweeps.plots import DRAWN, POINTS, _highest, _positions
 from mingpt_ddp.sweeps.runs import (
     NO_COMMAND,
     best_of,

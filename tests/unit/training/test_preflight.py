@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config import registry
-from mingpt_ddp.config.components import AdamWConfig, ModelConfig
+from mingpt_ddp.config.components import ModelConfig
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.optimizer_config import AdamWConfig
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv

@@ -1,0 +1,137 @@
+"""The checks of a sweep before its first job: Hydra's settings, the overrides, the values."""
+
+from collections.abc import Iterator
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.machine import check_machine
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.sweeps import search
+
+MAX_CHECKED_VALUES = 32  # of a key, besides the last
+
+
+def check_hydra_keys(config: DictConfig) -> None:
+    """Reject Hydra settings that would be ignored or that conflict with run.root and run.name."""
+    check(
+        not config.hydra.job.chdir,
+        "hydra.job.chdir=true would move the jobs away from run.root; leave it out",
+    )
+    check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
+    fixed = {
+        "run.dir": ".",
+        "sweep.dir": str(config.run.root),
+        "sweep.subdir": ".",
+        "output_subdir": None,
+    }
+    for key, only in fixed.items():
+        value = OmegaConf.select(config, f"hydra.{key}")
+        check(
+            value == only,
+            f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory",
+        )
+    for key in ("max_batch_size", "n_trials", "n_jobs"):
+        value = OmegaConf.select(config, f"hydra.sweeper.{key}")
+        check(value is None or value >= 1, f"hydra.sweeper.{key}={value} must be at least 1")
+
+
+def parse_overrides(config: DictConfig) -> list[Override]:
+    """Parse the overrides of the sweep, those of its preset first.
+
+    The last one of a key wins, as in Hydra.
+    """
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    by_key = {override.get_key_element(): override for override in parser.parse_overrides(words)}
+    overrides = list(by_key.values())
+    # Optuna's plugin prefers a fixed value to an interval, regardless of order
+    if search.is_search(config):
+        with read_write(config), open_dict(config):
+            config.hydra.sweeper.params = {}
+            config.hydra.overrides.task = [override.input_line for override in overrides]
+    for override in overrides:
+        check(bool(expand(override)), f"{override.input_line} has no values to sweep over")
+        if override.is_interval_sweep() and not search.is_search(config):
+            raise ConfigError(
+                f"{override.input_line} is for a search: add sweep=optuna_lr, or list values"
+            )
+    return overrides
+
+
+def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> list[Config]:
+    """Compose and check the first job, and each other value with the first one of other keys.
+
+    Of many values the first ones and the last.
+
+    Returns:
+        These configurations, that of the first job first.
+
+    Raises:
+        ConfigError: a job is invalid.
+    """
+    configs = []
+    try:
+        for job in _checked_jobs([expand(override) for override in overrides]):
+            composed = compose(hydra.job.config_name, job)
+            configs.append(hydra_utils.to_config(composed, hydra, job))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(hydra_utils.explain(error)) from error
+    for config in configs:
+        if config.ddp.nproc_per_node != "gpu":
+            check_machine(config)
+    starts_workers = any(config.ddp.nproc_per_node for config in configs)
+    check(
+        not starts_workers or env.is_standalone or env.has_local_rank,
+        "ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...",
+    )
+    check(
+        len({(config.run.root, config.run.name) for config in configs}) == 1,
+        "run.root and run.name must be the same for all jobs of a sweep; they name its directory",
+    )
+    return configs
+
+
+def _checked_jobs(values: list[list[str]]) -> Iterator[list[str]]:
+    """Yield the overrides of the jobs to check.
+
+    Args:
+        values: the overrides of each key, one per value.
+    """
+    first = [choices[0] for choices in values]
+    yield first
+    for i, choices in enumerate(values):
+        others = choices[1:MAX_CHECKED_VALUES]
+        if len(choices) > MAX_CHECKED_VALUES:
+            others.append(choices[-1])
+        for other in others:
+            yield [*first[:i], other, *first[i + 1 :]]
+
+
+def expand(override: Override) -> list[str]:
+    """Return one override per value of a sweep override.
+
+    For an interval both ends and a value between them.
+    """
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    value = override.value()
+    key = override.get_key_element()
+    if isinstance(value, IntervalSweep):
+        start = value.start or 0
+        end = value.end or 0
+        inside = start + 0.618 * (end - start)  # rarely a whole number, like sampled values
+        if isinstance(start, int) and isinstance(end, int):
+            inside = int(inside)
+        return [f"{key}={choice}" for choice in (start, inside, end)]
+    return [f"{key}={choice}" for choice in override.sweep_string_iterator()]
