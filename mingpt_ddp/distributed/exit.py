@@ -24,7 +24,8 @@ from mingpt_ddp.errors import (
 )
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.process_group import Failure, ProcessGroup
+    from mingpt_ddp.distributed.failures import Failure
+    from mingpt_ddp.distributed.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ class ProcessExit:
     def user_error(self, error: UserError) -> NoReturn:
         """Log the error once per agent, even if every rank has it, and exit."""
         if self.group is not None:
-            self.group.report_failure(str(error), type(error).__name__)
+            self.group.failures.report(str(error), type(error).__name__)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
@@ -178,7 +179,7 @@ class ProcessExit:
         )
         if not lost_peer:
             if self.group is not None:
-                self.group.report_failure(summary)
+                self.group.failures.report(summary)
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             with contextlib.suppress(Exception):  # the error file for torchrun's summary
@@ -215,10 +216,12 @@ class ProcessExit:
         """Return whether every rank has this error, so that all can start the next job of a
         sweep.
         """
-        return self.is_symmetric or (
-            self.group is not None and self.group.have_all_failed(str(error))
-        )
+        if self.is_symmetric:
+            return True
+        return self.group is not None and self.group.failures.have_all_failed(str(error))
 
     def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
         """Return the failure that another rank has reported, or reports within `wait_s` seconds."""
-        return self.group.reported_failure(wait_s) if self.group is not None else None
+        if self.group is None:
+            return None
+        return self.group.failures.first(wait_s)
