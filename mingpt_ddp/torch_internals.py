@@ -31,8 +31,7 @@ def cpu_is_fast_at_bf16() -> bool:
 
 
 def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
-    """Apply a tensor method such as `mul_` to a list of tensors in few kernels, by
-    torch._foreach_mul_.
+    """Apply a method such as `mul_` to a list of tensors in few kernels: torch._foreach_mul_.
 
     Args:
         arguments: of the method; a list or tuple holds one per tensor.
@@ -42,13 +41,11 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
     fused = getattr(torch, f"_foreach_{operation}", None)
     if fused is not None:
         return fused(tensors, *arguments, **options)
-    rows = [
-        [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
-        for i in range(len(tensors))
-    ]
-    return tuple(
-        getattr(t, operation)(*row, **options) for t, row in zip(tensors, rows, strict=True)
-    )
+    results = []
+    for i, tensor in enumerate(tensors):
+        own = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
+        results.append(getattr(tensor, operation)(*own, **options))
+    return tuple(results)
 
 
 def leave_overflow_to_scaler(optimizer: torch.optim.Optimizer) -> None:
@@ -74,8 +71,7 @@ def has_hooks(module: nn.Module) -> bool:
 def pack_linear(
     weight: Tensor, bias: Tensor | None, dtype: torch.dtype, batch: int
 ) -> Callable[[Tensor], Tensor]:
-    """Return a linear layer whose weight is packed for its kernel, as Inductor packs frozen
-    weights.
+    """Return a linear layer with its weight packed for its kernel, as Inductor packs frozen ones.
 
     Args:
         weight: (outputs, inputs).
@@ -111,7 +107,8 @@ def can_pack(dtype: torch.dtype) -> bool:
     try:
         if dtype == torch.float16 and torch.backends.quantized.engine not in ("x86", "fbgemm"):
             return False  # other engines pack in another format
-        return pack_linear(weight, None, dtype, 1)(weight).tolist() == [[2.0, 2.0], [2.0, 2.0]]
+        linear = pack_linear(weight, None, dtype, 1)
+        return linear(weight).tolist() == [[2.0, 2.0], [2.0, 2.0]]
     except (AttributeError, RuntimeError):
         return False
 
@@ -162,8 +159,7 @@ def clone_store(store: S) -> S:
 
 @contextlib.contextmanager
 def without_profiler_marks() -> Iterator[None]:
-    """Drop the lines `USDT:...` that Kineto writes to standard error when a profile begins and
-    ends.
+    """Drop the lines `USDT:...` that Kineto writes to standard error around a profile.
 
     KINETO_LOG_LEVEL cannot do that: these lines have a higher level than errors. So file descriptor
     2 is a file in memory within this context, and all other lines are written when it ends.
@@ -214,17 +210,16 @@ def dump_gpu_memory(path: str) -> bool:
 
 
 def cut_graph_at_buckets(wrapped: DistributedDataParallel, wanted: bool) -> None:
-    """Let the compiler split the graph at DDP's buckets, so that communication overlaps with the
-    backward pass.
+    """Let the compiler split the graph at DDP's buckets.
 
-    It cannot if the first bucket is larger than the others. Fallback: the compiler's default.
+    So communication overlaps with the backward pass. It cannot if the first bucket is larger than
+    the others. Fallback: the compiler's default.
     """
     from torch._dynamo import config
 
     if hasattr(config, "optimize_ddp"):
-        config.optimize_ddp = (
-            wanted and getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET) >= FIRST_BUCKET
-        )
+        bucket = getattr(wrapped, "bucket_bytes_cap", FIRST_BUCKET)
+        config.optimize_ddp = wanted and bucket >= FIRST_BUCKET
 
 
 def compile_deterministically(wanted: bool) -> None:

@@ -1,6 +1,4 @@
-"""Ranks: environment, process group, gradient averaging, watchdog, launcher, signals, exit
-codes.
-"""
+"""Ranks: environment, process group, strategies, watchdog, launcher, signals, exit codes."""
 
 from mingpt_ddp.distributed.env import read_env
 

@@ -25,9 +25,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def rounded(size: int, ranks: int) -> int:
-    """Return a size in bytes rounded down to whole elements per rank, of which there is at least
-    one.
-    """
+    """Return a size in bytes rounded down to whole elements per rank, but at least one."""
     row = ranks * torch.float32.itemsize
     return max(1, size // row) * row
 
@@ -43,14 +41,16 @@ class Message:
         self.rank = rank
         self.ranks = ranks
         n = rounded(size, ranks) // ranks // torch.float32.itemsize
-        self.positions = (torch.arange(ranks * n, device=device) % PERIOD).float().view(ranks, n)
+        positions = torch.arange(ranks * n, device=device) % PERIOD
+        self.positions = positions.float().view(ranks, n)
         self.input = self.positions + rank
         self.output = torch.empty_like(self.input)
         self.total = ranks * self.positions + ranks * (ranks - 1) / 2  # the sum of all inputs
 
     def rows(self, row: int) -> Tensor:
         """Return this row of the inputs of all ranks, (ranks, n)."""
-        return self.positions[row] + torch.arange(self.ranks, device=self.positions.device)[:, None]
+        ranks = torch.arange(self.ranks, device=self.positions.device)
+        return self.positions[row] + ranks[:, None]
 
     def at_root(self, rows: Any) -> Any:
         """Return the rows on the root, and none of them on other ranks."""
@@ -59,13 +59,11 @@ class Message:
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective: what it does to the output, which starts as a copy of the input, and what is
-    expected there.
-    """
+    """A collective: what it does to a message, and what is expected of it."""
 
-    call: Callable[[Message], object]
+    call: Callable[[Message], object]  # the output starts as a copy of the input
     expected: Callable[[Message], Tensor]  # the first elements of the output
-    # bus bandwidth over algorithm bandwidth, in units of (ranks - 1) / ranks; 0: they are equal
+    # Bus bandwidth over algorithm bandwidth, in units of (ranks - 1) / ranks; 0: they are equal.
     shares: int = 0
 
     def factor(self, ranks: int) -> float:
@@ -73,7 +71,9 @@ class Operation:
 
         Source: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
         """
-        return self.shares * (ranks - 1) / ranks if self.shares else 1.0
+        if self.shares == 0:
+            return 1.0
+        return self.shares * (ranks - 1) / ranks
 
 
 OPERATIONS = {
@@ -113,11 +113,10 @@ class Measurement:
 
     operation: str
     bytes: int  # of the whole message, as nccl-tests counts it; 0 for the barrier
-    # the median over repetitions, on the slowest rank; None: the backend lacks the operation
+    # The median over repetitions, on the slowest rank; None: the backend lacks the operation.
     latency_s: float | None
     algbw: float  # bytes / latency_s, in bytes per second
-    # what the busiest link carries, comparable to the speed of the hardware, in bytes per second
-    busbw: float
+    busbw: float  # bytes per second of the busiest link, comparable to the speed of the hardware
     fault: str | None  # the first wrong value
 
 
@@ -133,6 +132,7 @@ def measure(
     expected = operation.expected(message).flatten()
     result = message.output.view(-1)[: len(expected)]
     bytes_sent = message.input.nbytes if size else 0
+    is_unsafe = name in ("send_recv", "ring") and group.transport == "gloo"
     fault = _check_barrier(group) if name == "barrier" else None
     times = []
     for _ in range(1 + repetitions):  # the first one opens connections
@@ -141,33 +141,27 @@ def measure(
         group.barrier()
         start = time.perf_counter()
         try:
-            if (
-                group.transport == "gloo"
-                and device.type == "cuda"
-                and name in ("send_recv", "ring")
-            ):
+            if is_unsafe and device.type == "cuda":
                 raise RuntimeError("gloo does not support sending tensors of a GPU, and crashes")
             operation.call(message)
         except RuntimeError as error:
-            # torch has no class of its own for this error; every rank has it
-            if "support" not in str(error):
+            if "support" not in str(error):  # torch has no class of its own for this error
                 raise
-            return Measurement(name, bytes_sent, None, 0.0, 0.0, None)
+            return Measurement(name, bytes_sent, None, 0.0, 0.0, None)  # on every rank
         _wait(device)
         times.append(time.perf_counter() - start)
-        # the other ranks go on: do not leave the loop
         if fault is None and not torch.equal(result, expected):
             at = int((result != expected).nonzero()[0])
             fault = f"position {at} is {float(result[at]):g} and not {float(expected[at]):g}"
-    latency = max(group.all_gather(statistics.median(times[1:])))
-    faults = [
-        f"rank {rank}: {other}" for rank, other in enumerate(group.all_gather(fault)) if other
-    ]
-    first = f"{name} of {bytes_sent} bytes is wrong on {faults[0]}" if faults else None
-    algbw = bytes_sent / latency
-    return Measurement(
-        name, bytes_sent, latency, algbw, algbw * operation.factor(group.world_size), first
-    )
+            # The other ranks go on: do not leave the loop.
+    latency_s = max(group.all_gather(statistics.median(times[1:])))
+    first_fault = None
+    for rank, of_rank in enumerate(group.all_gather(fault)):
+        if of_rank and first_fault is None:
+            first_fault = f"{name} of {bytes_sent} bytes is wrong on rank {rank}: {of_rank}"
+    algbw = bytes_sent / latency_s
+    busbw = algbw * operation.factor(group.world_size)
+    return Measurement(name, bytes_sent, latency_s, algbw, busbw, first_fault)
 
 
 def _wait(device: torch.device) -> None:
@@ -182,8 +176,6 @@ def _check_barrier(group: ProcessGroup) -> str | None:
     group.store.add("arrived", 1)
     dist.barrier()
     arrived = group.store.add("arrived", 0)
-    return (
-        None
-        if arrived == group.world_size
-        else f"it ended after {arrived} of {group.world_size} ranks arrived"
-    )
+    if arrived == group.world_size:
+        return None
+    return f"it ended after {arrived} of {group.world_size} ranks arrived"

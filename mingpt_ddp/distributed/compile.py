@@ -39,28 +39,29 @@ def should_compile(config: Config, device: torch.device) -> bool:
         if wanted not in ("auto", False):
             raise ConfigError(
                 f"trainer.compile={str(wanted).lower()} does not work with "
-                f"ddp.strategy={config.ddp.strategy}; set it "
-                "to false, or use ddp.strategy=zero1"
+                f"ddp.strategy={config.ddp.strategy}; set it to false, or use ddp.strategy=zero1"
             )
         return False
-    for key, count in (
-        ("model.devices", config.model.devices),
-        ("ddp.tensor_parallel", config.ddp.tensor_parallel),
-    ):
-        if count > 1:
-            if wanted in (True, "cuda_graphs"):
-                raise ConfigError(
-                    f"trainer.compile={str(wanted).lower()} needs {key}=1; set one of them"
-                )
-            return False
+    splits = {
+        "model.devices": config.model.devices,
+        "ddp.tensor_parallel": config.ddp.tensor_parallel,
+    }
+    for key, count in splits.items():
+        if count == 1:
+            continue
+        if wanted in (True, "cuda_graphs"):
+            raise ConfigError(
+                f"trainer.compile={str(wanted).lower()} needs {key}=1; set one of them"
+            )
+        return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
         is_own = is_user_defined("model", config.model.architecture)
         return device.type == "cuda" and not is_own and missing is None
     if missing is not None:
         raise ConfigError(
-            f"trainer.compile={str(wanted).lower()} needs {missing} on this machine; set it "
-            "to false"
+            f"trainer.compile={str(wanted).lower()} needs {missing} on this machine; "
+            "set it to false"
         )
     if wanted == "cuda_graphs" and device.type != "cuda":
         raise ConfigError("trainer.compile=cuda_graphs needs a GPU; set it to auto")
@@ -111,6 +112,5 @@ def report_compile_errors(config: Config) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"trainer.compile={str(config.trainer.compile).lower()}: torch cannot compile "
-            "the model "
-            f"{config.model.architecture}; set it to false ({reason})"
+            f"the model {config.model.architecture}; set it to false ({reason})"
         ) from error

@@ -17,9 +17,8 @@ from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device
 
-# of <malloc.h>
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
+M_TRIM_THRESHOLD = -1  # of <malloc.h>
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
 MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
 TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 
@@ -27,8 +26,7 @@ TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 def first_device_of_rank(
     trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1
 ) -> torch.device:
-    """Return the first device of this rank, after checking that this machine can run the
-    configuration.
+    """Return the first device of this rank; check that this machine can run the configuration.
 
     Args:
         per_rank: devices of each rank.
@@ -56,20 +54,20 @@ def first_device_of_rank(
         )
     # A scheduler may expose to each process its own GPUs; the workers of one parent have the same
     # CUDA_VISIBLE_DEVICES.
-    index = env.local_rank * per_rank if gpus > per_rank or has_parent_launcher() else 0
-    if index + per_rank > gpus and ddp.backend != "gloo":  # gloo's ranks may share a GPU
-        if per_rank > 1:
-            raise ConfigError(
-                f"local rank {env.local_rank} needs GPUs {index} to {index + per_rank - 1}, "
-                f"this machine has {gpus}; "
-                f"start {gpus // per_rank} ranks, lower model.devices, or use the CPU"
-            )
+    sees_those_of_others = gpus > per_rank or has_parent_launcher()
+    index = env.local_rank * per_rank if sees_those_of_others else 0
+    if index + per_rank <= gpus or ddp.backend == "gloo":  # gloo's ranks may share a GPU
+        return torch.device("cuda", index % gpus)
+    if per_rank > 1:
         raise ConfigError(
-            f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, "
-            "use the CPU, or let ranks "
-            "share GPUs with ddp.backend=gloo"
+            f"local rank {env.local_rank} needs GPUs {index} to {index + per_rank - 1}, "
+            f"this machine has {gpus}; "
+            f"start {gpus // per_rank} ranks, lower model.devices, or use the CPU"
         )
-    return torch.device("cuda", index % gpus)
+    raise ConfigError(
+        f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, "
+        "use the CPU, or let ranks share GPUs with ddp.backend=gloo"
+    )
 
 
 def devices_of_rank(first: torch.device, count: int) -> list[torch.device]:
@@ -99,7 +97,7 @@ def refuse_shared_gpus(gpus: list[str], per_rank: int = 1) -> None:
 
 def set_up_device(device: torch.device, deterministic: bool) -> None:
     """Make the device current in this process, with deterministic kernels if requested."""
-    # the setter takes a second to import modules
+    # Set only what differs: the setter takes a second to import modules.
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
         # Filling uninitialized memory takes a kernel per tensor and changes no result.
@@ -125,7 +123,8 @@ def keep_freed_memory(mmap_threshold: int = MMAP_THRESHOLD) -> None:
         mmap_threshold: bytes of the smallest block that is returned at once.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+    is_set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
+    if mallopt is not None and not is_set_by_user:
         mallopt(M_MMAP_THRESHOLD, mmap_threshold)
         mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
 
@@ -134,13 +133,15 @@ def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    name = platform.machine()
+    return f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _cpu_name() -> str:
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(
-            (line.partition(": ")[2] for line in lines if line.startswith("model name")), name
-        )
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(": ")[2]
+    return platform.machine()
 
 
 def total_memory(devices: list[torch.device]) -> int:
@@ -151,9 +152,7 @@ def total_memory(devices: list[torch.device]) -> int:
 
 
 def peak_memory(devices: list[torch.device]) -> int:
-    """Return the peak in bytes: of the GPU with most allocations, or of the resident memory of a
-    CPU process.
-    """
+    """Return the peak in bytes: of the fullest GPU, or of the resident memory on a CPU."""
     if devices[0].type == "cuda":
         return max(map(torch.cuda.max_memory_allocated, devices))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -17,9 +17,7 @@ PERIOD_S = 0.25  # between two drawings
 
 
 def can_draw(env: DistEnv) -> bool:
-    """Return whether this is rank zero on a terminal that is wide enough and can move its
-    cursor.
-    """
+    """Return whether this is rank zero on a wide terminal that can move its cursor."""
     if not env.is_rank_zero or sys.stderr is None or not sys.stderr.isatty():
         return False
     if os.environ.get("CI") or os.environ.get("TERM", "dumb") in ("", "dumb", "unknown"):
@@ -43,13 +41,14 @@ class Display:
 
         self._drawn_at = 0.0
         self._console = ConsoleWithCursor(file=stream)
-        options = {
-            "auto_refresh": False,
-            "transient": True,
-            "redirect_stdout": False,
-            "redirect_stderr": False,
-        }
-        self._live = Live(console=self._console, get_renderable=draw, **options)  # type: ignore[arg-type]
+        self._live = Live(
+            console=self._console,
+            get_renderable=draw,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._live.start()
 
     def refresh(self) -> None:

@@ -29,8 +29,7 @@ class DistEnv:
     has_agent: bool = False  # the parent hosts the store and restarts this process when it dies
     master_address: tuple[str, int] = ("", 0)  # host and port of the job's key-value store
     is_standalone: bool = True  # RANK and WORLD_SIZE are not set
-    # LOCAL_RANK is set: the launcher starts one process per local rank
-    has_local_rank: bool = False
+    has_local_rank: bool = False  # LOCAL_RANK is set: one process per local rank
 
     @property
     def is_rank_zero(self) -> bool:
@@ -42,8 +41,7 @@ class DistEnv:
 
 
 def read_env(per_pod: int = 1) -> DistEnv:
-    """Read RANK etc., as torchrun or the user's launcher sets them, or the variables of a Kubeflow
-    pod.
+    """Read RANK etc., as torchrun or the user's launcher sets them, or a Kubeflow pod's variables.
 
     Args:
         per_pod: the workers of a pod, whose variables count the pods.
@@ -89,12 +87,12 @@ def _read_mpi_env() -> DistEnv | None:
     if _read_int("OMPI_COMM_WORLD_SIZE", "1") == 1:
         return None
     world_size = _read_int("OMPI_COMM_WORLD_SIZE")
-    local_size = _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "0")
-    host = os.environ.get("MASTER_ADDR", "localhost" if local_size == world_size else "")
+    is_one_machine = _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "0") == world_size
+    host = os.environ.get("MASTER_ADDR", "localhost" if is_one_machine else "")
     if not host:
         raise ConfigError(
-            "mpirun starts ranks on several machines; pass -x MASTER_ADDR=HOST, the machine "
-            "of rank 0"
+            "mpirun starts ranks on several machines; "
+            "pass -x MASTER_ADDR=HOST, the machine of rank 0"
         )
     env = DistEnv(
         rank=_read_int("OMPI_COMM_WORLD_RANK"),
@@ -162,8 +160,9 @@ def process_start_time() -> float:
         return float(os.environ[STARTED_AT])
     try:
         with open("/proc/self/stat") as stat:
-            ticks = int(stat.read().rpartition(")")[2].split()[19])  # since boot
-        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            fields = stat.read().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError, AttributeError):
         age_s = 0.0
     return time.monotonic() - max(0.0, age_s)

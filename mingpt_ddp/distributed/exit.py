@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
@@ -24,7 +24,8 @@ from mingpt_ddp.errors import (
 )
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.process_group import Failure, ProcessGroup
+    from mingpt_ddp.distributed.failures import Failure
+    from mingpt_ddp.distributed.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -33,16 +34,16 @@ log = logging.getLogger(__name__)
 # other code.
 FAILURE = 1  # a crash: a restart may succeed
 USER_ERROR = 2  # the last line says what to fix: a restart would fail too
-# of <sysexits.h>: a worker's storage is unavailable; a SLURM job asks to be requeued
-EX_TEMPFAIL = 75
+EX_TEMPFAIL = 75  # of <sysexits.h>: storage is unavailable; a SLURM job asks to be requeued
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
 AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
 def exit_process(message: str | None, code: int) -> NoReturn:
-    """Log `message` and call os._exit, so that Hydra starts no other job and no destructor waits
-    for other ranks.
+    """Log `message` and call os._exit.
+
+    So Hydra starts no other job, and no destructor waits for other ranks.
     """
     try:
         if message is not None:
@@ -51,9 +52,10 @@ def exit_process(message: str | None, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
-        directory = vars(multiprocessing.current_process())["_config"].get("tempdir")
-        # os._exit skips multiprocessing's own cleanup
+        current: Any = multiprocessing.current_process()
+        directory = current._config.get("tempdir")
         if directory and multiprocessing.parent_process() is None:
+            # os._exit skips multiprocessing's own cleanup.
             shutil.rmtree(directory, ignore_errors=True)
     finally:  # in a signal handler any of these may raise
         os._exit(code)
@@ -61,8 +63,9 @@ def exit_process(message: str | None, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """Report errors of a command-line tool as one line and an exit code; once if torchrun started
-    several ranks.
+    """Report errors of a command-line tool as one line and an exit code.
+
+    If torchrun started several ranks, one of them does.
     """
     try:
         yield
@@ -71,9 +74,9 @@ def cli_errors() -> Iterator[None]:
     except (UserError, OSError) as error:
         if isinstance(error, UserError) and has_parent_launcher():
             ProcessExit().user_error(error)
-        text = (
-            str(error) if isinstance(error, UserError) else f"error: {' '.join(str(error).split())}"
-        )
+        text = str(error)
+        if not isinstance(error, UserError):
+            text = f"error: {' '.join(text.split())}"
         print(printable(text)[:LONGEST_LINE], file=sys.stderr)
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
@@ -81,8 +84,9 @@ def cli_errors() -> Iterator[None]:
 
 
 def die_with_parent(expected: str | None = None) -> None:
-    """Exit when the parent process dies: an orphaned worker must not train concurrently with its
-    successor.
+    """Exit when the parent process dies.
+
+    An orphaned worker must not train concurrently with its successor.
 
     Args:
         expected: the parent's process id; None: whichever it is now.
@@ -90,11 +94,12 @@ def die_with_parent(expected: str | None = None) -> None:
     parent = int(expected or os.getppid())
 
     def wait_for_parent() -> None:
-        # of a forked worker, whose parent is the fork server
-        if launcher := multiprocessing.parent_process():
-            launcher.join()
-        while launcher is None and os.getppid() == parent:
-            time.sleep(0.2)
+        launcher = multiprocessing.parent_process()
+        if launcher is not None:
+            launcher.join()  # of a forked worker, whose parent is the fork server
+        else:
+            while os.getppid() == parent:
+                time.sleep(0.2)
         exit_process(None, FAILURE)
 
     if sys.platform == "linux":
@@ -111,8 +116,11 @@ def signal_exit_code(env: DistEnv, code: int) -> int:
     A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), except
     if it reached its time limit before training began: the next attempt would get no further.
     """
-    submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
-    return EX_TEMPFAIL if submitted and code != 128 + signal.SIGUSR1 else code
+    is_submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
+    reached_time_limit = code == 128 + signal.SIGUSR1
+    if is_submitted and not reached_time_limit:
+        return EX_TEMPFAIL
+    return code
 
 
 class ProcessExit:
@@ -133,21 +141,23 @@ class ProcessExit:
     def user_error(self, error: UserError) -> NoReturn:
         """Log the error once per agent, even if every rank has it, and exit."""
         if self.group is not None:
-            self.group.report_failure(str(error), type(error).__name__)
+            self.group.failures.report(str(error), type(error).__name__)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
         if self.env.has_agent and not self.env.is_rank_zero:
             time.sleep(AGENT_POLL_S)  # rank zero reports first
-        # the same on every rank, but a restart may succeed
+        message = str(error)
         if isinstance(error, StorageUnavailableError):
+            # The same on every rank, but a restart may succeed.
             code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
-            exit_process(self.env.call_on_rank_zero(lambda: str(error)), code)
-        exit_process(str(error) if self._claim_report(str(error)) else None, USER_ERROR)
+            exit_process(self.env.call_on_rank_zero(lambda: message), code)
+        exit_process(message if self._claim_report(message) else None, USER_ERROR)
 
     def _claim_report(self, message: str) -> bool:
-        """Return whether this rank prints a user error: the first of its agent does, or all if the
-        store is lost.
+        """Return whether this rank prints a user error.
+
+        The first of its agent does, or all if the store is lost.
         """
         if not self.env.has_agent:
             return True
@@ -171,54 +181,57 @@ class ProcessExit:
         """
         import torch.distributed as dist
 
-        rank = self.env.rank
+        is_gloo_error = isinstance(error, RuntimeError) and "gloo" in str(error)
         summary = " ".join(f"{type(error).__name__}: {error}".split())
-        lost_peer = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error)
-        )
-        if not lost_peer:
-            if self.group is not None:
-                self.group.report_failure(summary)
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+        if isinstance(error, dist.DistError) or is_gloo_error:
+            self._lost_peer(error, summary)
+        if self.group is not None:
+            self.group.failures.report(summary)
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-            with contextlib.suppress(Exception):  # the error file for torchrun's summary
-                get_error_handler().record_exception(error)
-            # was killed: torch says so from wherever the rank happens to be
-            is_known = "DataLoader worker" in summary
-            log.error("rank %d failed", rank, exc_info=error, extra={"file_only": is_known})
-            exit_process(f"error: rank {rank}: {summary}", FAILURE)
+        with contextlib.suppress(Exception):  # the error file for torchrun's summary
+            get_error_handler().record_exception(error)
+        rank = self.env.rank
+        # torch reports a killed process of the loader from wherever the rank happens to be.
+        is_known = "DataLoader worker" in summary
+        log.error("rank %d failed", rank, exc_info=error, extra={"file_only": is_known})
+        exit_process(f"error: rank {rank}: {summary}", FAILURE)
+
+    def _lost_peer(self, error: Exception, summary: str) -> NoReturn:
+        """Log the root cause, which another rank may report, and exit."""
+        rank = self.env.rank
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
-        if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
+        cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S)
+        if cause is not None:
             self._log_peer_failure(cause)
         else:
             log.error("error: rank %d lost another rank: %s", rank, summary[:200])
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
-            # torchrun blames the first worker that exits: let it be the failed one
-            time.sleep(AGENT_POLL_S)
+            time.sleep(AGENT_POLL_S)  # torchrun blames the first exit: let it be the failed rank
         exit_process(None, FAILURE)
 
     def on_signal(self, number: int) -> NoReturn:
         """Exit. If the signal comes from an agent after another rank failed, log the root cause."""
         try:
-            if cause := self.peer_failure(ROOT_CAUSE_TIMEOUT_S):
+            cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S)
+            if cause is not None:
                 self._log_peer_failure(cause)
             elif self.env.is_rank_zero:
-                log.error(
-                    "ended by %s; rerun the same command to resume", signal.Signals(number).name
-                )
+                name = signal.Signals(number).name
+                log.error("ended by %s; rerun the same command to resume", name)
         finally:
             exit_process(None, signal_exit_code(self.env, 128 + number))
 
     def failed_on_all_ranks(self, error: UserError) -> bool:
-        """Return whether every rank has this error, so that all can start the next job of a
-        sweep.
-        """
-        return self.is_symmetric or (
-            self.group is not None and self.group.have_all_failed(str(error))
-        )
+        """Return whether every rank has this error: then all can start a sweep's next job."""
+        if self.is_symmetric:
+            return True
+        return self.group is not None and self.group.failures.have_all_failed(str(error))
 
     def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
         """Return the failure that another rank has reported, or reports within `wait_s` seconds."""
-        return self.group.reported_failure(wait_s) if self.group is not None else None
+        if self.group is None:
+            return None
+        return self.group.failures.first(wait_s)

@@ -14,8 +14,7 @@ from typing import Any
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 DESCRIPTORS = "/proc/self/fd/"
-# bytes: the server's socket is 38 longer, and a socket's address has at most 103
-LONGEST_TMPDIR = 65
+LONGEST_TMPDIR = 65  # bytes: the server's socket is 38 longer, an address has at most 103
 PRELOADED = [
     "mingpt_ddp.distributed.preload",
     "mingpt_ddp.cli.train_command",
@@ -47,14 +46,15 @@ def start_server() -> None:
 
 
 def _ensure_running() -> None:
-    """Start the server unless it is running, and delete its socket: a killed process would leave it
-    in TMPDIR.
+    """Start the server unless it is running, and delete its socket.
 
-    From then on, this process connects to the socket by a descriptor. Where that does not work,
-    multiprocessing makes the directory, and `exit_process` deletes it.
+    A killed process would leave the socket in TMPDIR. From then on, this process connects to it by
+    a descriptor. Where that does not work, multiprocessing makes the directory, and `exit_process`
+    deletes it.
     """
     server: Any = forkserver._forkserver
-    config: dict[str, Any] = vars(process.current_process())["_config"]
+    current: Any = process.current_process()
+    config: dict[str, Any] = current._config
     before = config.get("tempdir")
     address = server._forkserver_address
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-", ignore_cleanup_errors=True) as directory:
@@ -64,18 +64,15 @@ def _ensure_running() -> None:
         try:
             server.ensure_running()
             if by_descriptor and server._forkserver_address != address:
-                server._forkserver_address = (
-                    f"{DESCRIPTORS}{os.open(server._forkserver_address, os.O_PATH)}"
-                )
+                descriptor = os.open(server._forkserver_address, os.O_PATH)
+                server._forkserver_address = f"{DESCRIPTORS}{descriptor}"
         finally:
             if by_descriptor:
                 config["tempdir"] = before
 
 
 def _connects_by_descriptor(directory: str) -> bool:
-    """Return whether a socket in this directory can be connected to after its deletion: on Linux,
-    with /proc.
-    """
+    """Return whether a socket can be connected to after its deletion: on Linux, with /proc."""
     path = f"{directory}/test"
     with (
         contextlib.suppress(OSError, AttributeError),  # no O_PATH
@@ -95,25 +92,20 @@ def _connects_by_descriptor(directory: str) -> bool:
 
 
 def import_path() -> str:
-    """Return PYTHONPATH for a new interpreter that imports this package, which may be in a
-    checkout.
-    """
+    """Return PYTHONPATH for an interpreter that imports this package, also from a checkout."""
     checkout = str(Path(__file__).resolve().parents[2])
     path = os.environ.get("PYTHONPATH", "")
-    # it would hide the standard library
     if Path(checkout).name in ("site-packages", "dist-packages"):
-        return path
+        return path  # an installed package needs no entry, which would hide the standard library
     return os.pathsep.join(filter(None, [checkout, path]))
 
 
 def stop_server() -> None:
-    """Kill the server and wait until it has ended: one that is still dying would be asked to
-    fork.
-    """
+    """Kill the server and wait until it has ended: a dying one would still be asked to fork."""
     server: Any = forkserver._forkserver
-    # a child that nobody has waited for: its id is not reused
-    os.kill(server._forkserver_pid, signal.SIGKILL)
-    if server._forkserver_address.startswith(DESCRIPTORS):
-        os.close(int(server._forkserver_address.removeprefix(DESCRIPTORS)))
+    os.kill(server._forkserver_pid, signal.SIGKILL)  # not waited for: its id is not reused
+    address = server._forkserver_address
+    if address.startswith(DESCRIPTORS):
+        os.close(int(address.removeprefix(DESCRIPTORS)))
         server._forkserver_address = "\0"  # there is no file for `_stop` to delete
     server._stop()

@@ -32,8 +32,7 @@ from mingpt_ddp.storage.run_dir import RunStatus, read_result
 log = logging.getLogger(__name__)
 
 STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
-# exit code of a worker whose fork server has died, in multiprocessing.popen_forkserver
-SERVER_DIED = 255
+SERVER_DIED = 255  # exit code of a worker whose fork server has died (popen_forkserver)
 EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
 
 
@@ -49,9 +48,9 @@ def train_on_workers(
         started_at: time.monotonic() when this run began.
 
     Returns:
-        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one, 128 +
-        n if signal n ended it otherwise; and whether this process received a signal, possibly too
-        late for the run.
+        The exit code: 0 after a complete run, ddp.preempted_exit_code after a preempted one,
+        128 + n if signal n ended it otherwise. And whether this process received a signal,
+        possibly too late for the run.
 
     Raises:
         ConfigError: WORLD_SIZE is too small for the workers.
@@ -68,7 +67,7 @@ def train_on_workers(
         )
     if config.ddp.launcher == "forkserver":
         start_server()
-    # imports torch, like the server meanwhile
+    # This imports torch, as the server does meanwhile.
     from mingpt_ddp.distributed.rendezvous import connect, loopback_store
 
     first = replace(env, world_size=world_size, has_agent=True)
@@ -86,18 +85,10 @@ def train_on_workers(
 
 def run_under_torchrun(module: str, workers: int, arguments: list[str]) -> NoReturn:
     """Replace this process by torchrun, which runs the module in local workers."""
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc_per_node={workers}",
-    ]
-    os.execve(
-        sys.executable,
-        [*torchrun, "-m", module, *arguments],
-        _shared_environ(workers, is_local=True),
-    )
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--standalone", f"--nproc_per_node={workers}"]
+    command += ["-m", module, *arguments]
+    os.execve(sys.executable, command, _shared_environ(workers, is_local=True))
 
 
 def _run_with_restarts(
@@ -124,7 +115,8 @@ def _run_with_restarts(
             result = read_result(directory)
             if result.get("status") == RunStatus.PREEMPTED:
                 return config.preempted_exit_code, True
-            return 0 if result and result != before else 128 + received, True
+            is_complete = result and result != before
+            return 0 if is_complete else 128 + received, True
         if code in (0, USER_ERROR, config.preempted_exit_code):
             return code, False
     return USER_ERROR if code == EX_TEMPFAIL else FAILURE, False
@@ -133,8 +125,7 @@ def _run_with_restarts(
 def _run_attempt(
     config: Config, first: DistEnv, overrides: list[str], started_at: float
 ) -> tuple[int, int]:
-    """Start the workers once and wait for all of them; launchers on other nodes may start further
-    ranks.
+    """Start the workers once and wait for all; launchers on other nodes may start further ranks.
 
     Args:
         first: the ranks of the first worker.
@@ -145,30 +136,29 @@ def _run_attempt(
         ddp.preempted_exit_code; and the signal that this process received, or 0.
     """
     n = config.ddp.local_workers
-    shared = _shared_environ(n, first.is_standalone)
-    environs = [
-        {**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)}
-        for index in range(n)
-    ]
+    preempted_code = config.ddp.preempted_exit_code
     if config.ddp.launcher == "forkserver":
         start_server()  # again, if it has died
     context: Any = multiprocessing.get_context(config.ddp.launcher)
-    workers = [context.Process(target=_worker, args=(environ, overrides)) for environ in environs]
+    shared = _shared_environ(n, first.is_standalone)
+    workers = []
+    for index in range(n):
+        environ = {**shared, **worker_environ(first, index, n), STARTED_AT: str(started_at)}
+        workers.append(context.Process(target=_worker, args=(environ, overrides)))
     received: list[int] = []
     try:
         with _started(workers, received):
-            code, index = _join(
-                workers,
-                config.snapshot.grace_seconds + EXIT_MARGIN_S,
-                config.ddp.preempted_exit_code,
-            )
+            timeout_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
+            code, failed = _join(workers, timeout_s, preempted_code)
     except (EOFError, ConnectionError):  # the fork server died before it had forked all
         code = SERVER_DIED
-        index = 0
-    ended = code not in (0, config.ddp.preempted_exit_code) or first.is_standalone
-    number = received[-1] if received and ended else 0  # other nodes may not see result.json
+        failed = 0
+    # The result of a run tells whether a signal ended it, but other nodes may not see result.json.
+    can_tell = code not in (0, preempted_code) or first.is_standalone
+    number = received[-1] if received and can_tell else 0
     if code < 0 and not number:  # it could not log this itself
-        log.error("error: rank %d was killed by %s", first.rank + index, signal.Signals(-code).name)
+        killer = signal.Signals(-code).name
+        log.error("error: rank %d was killed by %s", first.rank + failed, killer)
     if code == SERVER_DIED and config.ddp.launcher == "forkserver":
         stop_server()
         if not number:
@@ -183,19 +173,21 @@ def _shared_environ(workers: int, is_local: bool) -> dict[str, str]:
         is_local: all ranks are on this machine.
     """
     shared = dict(os.environ)
-    # by default gloo and NCCL listen on the address of the host name, which other machines can
-    # reach
     if is_local:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            shared.setdefault(name, "lo0" if sys.platform == "darwin" else "lo")
+        # By default gloo and NCCL listen on an address that other machines can reach.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        shared.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        shared.setdefault("NCCL_SOCKET_IFNAME", loopback)
     shared.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
     return shared
 
 
 @contextlib.contextmanager
 def _started(workers: list[BaseProcess], received: list[int]) -> Iterator[None]:
-    """Start the workers; forward the signals that this process receives, and append them to
-    `received`.
+    """Start the workers; forward the signals that this process receives.
+
+    Args:
+        received: the signals are appended to it.
     """
     unsent: deque[int] = deque()  # a handler may interrupt itself
 
@@ -213,14 +205,13 @@ def _started(workers: list[BaseProcess], received: list[int]) -> Iterator[None]:
         unsent.append(number)
         send()
 
-    # nohup
-    forwarded = [
-        number for number in BLOCKED_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    # unblocks signals: not below, where a worker would inherit that
+    # It unblocks signals: not below, where a worker would inherit that.
     resource_tracker.ensure_running()
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
-    handlers = {number: signal.signal(number, forward) for number in forwarded}
+    handlers = {}  # those before
+    for number in BLOCKED_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+            handlers[number] = signal.signal(number, forward)
     try:
         try:
             for worker in workers:
@@ -248,23 +239,29 @@ def _join(workers: list[BaseProcess], timeout_s: float, preempted_code: int) -> 
         The exit code and the index of the worker that failed; else 0 or `preempted_code`, and 0.
     """
     while True:
-        # read once: a worker may exit at any moment
-        codes = [worker.exitcode for worker in workers]
-        failed = {
-            code: index for index, code in enumerate(codes) if code not in (None, 0, preempted_code)
-        }
-        if failed or None not in codes:
+        codes = []
+        failed = {}  # worker by exit code
+        running = []
+        for index, worker in enumerate(workers):
+            code = worker.exitcode  # read once: a worker may exit at any moment
+            codes.append(code)
+            if code is None:
+                running.append(worker.sentinel)
+            elif code not in (0, preempted_code):
+                failed[code] = index
+        if failed or not running:
             break
-        connection.wait(
-            [worker.sentinel for worker, code in zip(workers, codes, strict=True) if code is None]
-        )
+        connection.wait(running)
     if not failed:
         return max(code or 0 for code in codes), 0
-    # a signal causes others' errors, 2 and 75 others' 1
+    # The root cause: a signal causes others' errors, and 2 and 75 cause others' 1.
     code = min(failed, key=lambda code: (code > 0, -code))
     deadline = time.monotonic() + timeout_s
     for worker in workers:
-        worker.kill() if code < 0 else worker.terminate()
+        if code < 0:
+            worker.kill()
+        else:
+            worker.terminate()
     for worker in workers:
         worker.join(max(0, deadline - time.monotonic()))
         worker.kill()
@@ -279,12 +276,12 @@ def _worker(environ: dict[str, str], overrides: list[str]) -> None:
     os.environ.update(environ)
     import torch
 
-    # a list, one number per nesting level; or not positive
+    # torch read the variable when the server imported it. It may be a list, one number per nesting
+    # level, or not positive.
     with contextlib.suppress(ValueError, RuntimeError):
-        # torch read it when the server imported it
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     if sys.platform == "linux":
-        # PR_SET_NAME of <sys/prctl.h>, for ps and top
-        ctypes.CDLL(None).prctl(15, f"rank {environ['RANK']}".encode())
+        PR_SET_NAME = 15  # of <sys/prctl.h>, for ps and top
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {environ['RANK']}".encode())
     sys.argv[1:] = overrides
     runpy.run_module("mingpt_ddp", run_name="__main__")

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -19,9 +18,7 @@ tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which 
 
 
 class Console(logging.Handler):
-    """Writes to standard error, above the display: everything on rank zero, errors on other
-    ranks.
-    """
+    """Write to standard error: everything on rank zero, errors on other ranks."""
 
     def __init__(self, env: DistEnv) -> None:
         super().__init__(logging.INFO if env.is_rank_zero else logging.ERROR)
@@ -34,10 +31,12 @@ class Console(logging.Handler):
             return
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe exited: continue
             text = self.format(record)
+            if self.display is not None or sys.stderr.isatty():
+                text = printable(text)
             if self.display is not None:
-                self.display.write(printable(text))
+                self.display.write(text)
                 return
-            tqdm.write(printable(text) if sys.stderr.isatty() else text, file=sys.stderr)
+            tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
 
     def show(self, display: Display | None) -> None:
@@ -97,22 +96,23 @@ def show(display: Display | None) -> None:
 
 
 def progress_bar(env: DistEnv, total: int, name: str, unit: str) -> tqdm:
-    """Return a progress bar, disabled below a display, on other ranks and if stderr is not a
-    terminal.
-    """
-    shown = (
-        all(console.display is None for console in _consoles())
-        and env.is_rank_zero
-        and sys.stderr is not None
-        and sys.stderr.isatty()
+    """Return a progress bar; it is disabled below a display, off rank zero and off a terminal."""
+    has_display = any(console.display is not None for console in _consoles())
+    return tqdm(
+        total=total,
+        desc=name,
+        unit=unit,
+        delay=1,
+        unit_scale=total > 10**6,
+        dynamic_ncols=True,
+        file=sys.stderr,
+        disable=has_display or not env.is_rank_zero or not _is_wide_terminal(),
+        leave=False,
     )
-    # tqdm would draw nothing
-    shown = shown and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    own: dict[str, Any] = {
-        "unit_scale": total > 10**6,
-        "dynamic_ncols": True,
-        "file": sys.stderr,
-        "disable": not shown,
-        "leave": False,
-    }
-    return tqdm(total=total, desc=name, unit=unit, delay=1, **own)
+
+
+def _is_wide_terminal() -> bool:
+    """Return whether standard error is a terminal; one without columns would draw nothing."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return False
+    return os.get_terminal_size(sys.stderr.fileno()).columns > 0

@@ -16,7 +16,9 @@ MIN_RANK_BYTES = 1 << 27  # of a rank's own memory
 
 def count_cores() -> int:
     """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def threads_per_worker(workers: int) -> int:
@@ -33,11 +35,11 @@ def machine_memory() -> int:
 
 
 def installed_memory() -> int:
-    """Return the bytes that this process may use: the smallest of `machine_memory` and `ulimit
-    -v`.
-    """
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return machine_memory() if limit == resource.RLIM_INFINITY else min(limit, machine_memory())
+    """Return the bytes that this process may use: `machine_memory`, or `ulimit -v` if less."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return machine_memory()
+    return min(limit, machine_memory())
 
 
 def check_machine(config: Config) -> None:
@@ -64,7 +66,9 @@ def check_processes(key: str, number: int, per: int = 1, min_bytes: int = 0) -> 
     """
     most = max(1, MAX_PROCESSES_PER_CORE * count_cores() // per)
     reason = f"{MAX_PROCESSES_PER_CORE} for each of the {count_cores()} cores of this machine"
-    if min_bytes and (fits := max(1, machine_memory() // min_bytes)) < most:
-        most = fits
-        reason = f"for its {machine_memory() / 2**30:.1f} GiB of memory"
+    if min_bytes:
+        fit_in_memory = max(1, machine_memory() // min_bytes)
+        if fit_in_memory < most:
+            most = fit_in_memory
+            reason = f"for its {machine_memory() / 2**30:.1f} GiB of memory"
     check(number <= most, f"{key}={number} must be at most {most} here, {reason}")

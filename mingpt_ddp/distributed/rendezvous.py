@@ -57,8 +57,9 @@ def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
     """Wait until the store listens; torch's own client would log warnings while waiting."""
     deadline = time.monotonic() + timeout_s
     while True:
+        remaining_s = max(POLL_S, deadline - time.monotonic())
         try:
-            socket.create_connection((host, port), max(POLL_S, deadline - time.monotonic())).close()
+            socket.create_connection((host, port), remaining_s).close()
             return
         except OSError:
             if time.monotonic() > deadline:
@@ -76,7 +77,7 @@ def loopback_store() -> TCPStore:
 
     By default a TCPStore listens on all interfaces.
     """
-    # as a client resolves it
+    # The address that a client resolves.
     family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((str(address[0]), 0), family=family)
     port = listener.getsockname()[1]
@@ -85,10 +86,10 @@ def loopback_store() -> TCPStore:
 
 
 def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
-    """Return what `work` returns; `otherwise` if it raises, or takes longer than STORE_TIMEOUT_S +
-    `wait_s` seconds.
+    """Return what `work` returns; `otherwise` if it raises or takes too long.
 
-    On a broken network a store call never returns; if the host died, it raises.
+    That is STORE_TIMEOUT_S + `wait_s` seconds. On a broken network a store call never returns; if
+    the host died, it raises.
     """
     answers: list[T] = []
 
@@ -144,7 +145,7 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
                 return PrefixStore(f"attempt/{ids[0]}", store)
         raise_if_fatal(store)
         if time.monotonic() > deadline:
-            # only now: it may be the successor of this process
+            # Asked only now: before, it may be the successor of this process.
             if get_now(store, f"hello/{env.rank}") != own_id:
                 raise RunError(
                     f"another process also has RANK={env.rank}; give every process its own rank"
@@ -154,10 +155,10 @@ def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
 
 
 def _propose(store: Store, own_id: str, world_size: int) -> str:
-    """On rank 0, propose the current ids; start the attempt if all other ranks have confirmed them.
+    """On rank 0, propose the current ids; start the attempt once all other ranks confirm them.
 
     Returns:
-        The ranks that have not.
+        The ranks that have not, as text.
     """
     others = range(1, world_size)
     ids = [get_now(store, f"hello/{rank}") for rank in others]
@@ -173,4 +174,6 @@ def _propose(store: Store, own_id: str, world_size: int) -> str:
 
 def get_now(store: Store, key: str) -> str:
     """Return the value of a key, or an empty string if it has none yet."""
-    return store.get(key).decode() if store.check([key]) else ""
+    if not store.check([key]):
+        return ""
+    return store.get(key).decode()

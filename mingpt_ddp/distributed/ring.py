@@ -1,6 +1,4 @@
-"""An all-reduce written by hand from sends and receives, to read and to train with:
-ddp.comm_hook=ring.
-"""
+"""An all-reduce written by hand from sends and receives: ddp.comm_hook=ring."""
 
 import torch
 import torch.distributed as dist
@@ -10,14 +8,15 @@ from torch.futures import Future
 
 
 def exchange(outgoing: Tensor, incoming: Tensor) -> None:
-    """Send a tensor to the next rank while receiving one from the previous rank; rank 0 follows the
-    last rank.
+    """Send a tensor to the next rank while receiving one from the previous rank.
+
+    Rank 0 follows the last rank.
     """
     rank = dist.get_rank()
     ranks = dist.get_world_size()
     send = dist.P2POp(dist.isend, outgoing, (rank + 1) % ranks)
     receive = dist.P2POp(dist.irecv, incoming, (rank - 1) % ranks)
-    # together: two blocking sends would wait for each other
+    # Both at once: two blocking sends would wait for each other.
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
 
@@ -57,8 +56,8 @@ def ring_hook(state: None, bucket: GradBucket) -> Future[Tensor]:
     It blocks the backward pass. DDP calls it in one thread and in the same order of buckets on
     every rank.
     """
-    # before the sum, which may overflow in 16 bits
-    average = bucket.buffer().div_(dist.get_world_size())
+    average = bucket.buffer()
+    average.div_(dist.get_world_size())  # before the sum, which may overflow in 16 bits
     ring_all_reduce(average)
     future: Future[Tensor] = Future(devices=[average.device] if average.is_cuda else None)
     future.set_result(average)

@@ -37,9 +37,9 @@ class Runtime:
         """
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
-        # of the batch
-        self.device = first_device_of_rank(config.trainer, config.ddp, env, config.model.devices)
-        self.devices = devices_of_rank(self.device, config.model.devices)  # of the model
+        n = config.model.devices
+        self.device = first_device_of_rank(config.trainer, config.ddp, env, n)  # of the batch
+        self.devices = devices_of_rank(self.device, n)  # of the model
         self.precision = resolve_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = self._new_scaler()
@@ -69,9 +69,7 @@ class Runtime:
         return alone
 
     def close(self) -> None:
-        """Destroy the process group on all ranks together; free all state before the next job of
-        this process.
-        """
+        """Destroy the process group on all ranks together; free all state for the next job."""
         self.group.close()
         gc.collect()
         if self.compiles:
@@ -82,9 +80,7 @@ class Runtime:
                 torch.cuda.reset_peak_memory_stats(device)
 
     def environment(self) -> dict[str, str | int]:
-        """Return everything besides model and batch settings that affects the last bits of a
-        step.
-        """
+        """Return what affects the last bits of a step, besides model and batch settings."""
         return {
             "torch": torch.__version__,
             "device": device_name(self.device),
@@ -100,24 +96,22 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which matrix products are computed in `dtype`."""
-        return (
-            nullcontext()
-            if self.precision == "fp32"
-            else torch.autocast(self.device.type, dtype=self.dtype)
-        )
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def to_device(self, batch: Any) -> Any:
-        """Copy the CPU tensors of a batch (in tuples, lists and dicts) to the device, without
-        waiting for a GPU.
+        """Copy the CPU tensors of a batch to the device, without waiting for a GPU.
+
+        Args:
+            batch: tensors in tuples, lists and dicts.
         """
         if isinstance(batch, Tensor):
-            return (
-                batch
-                if batch.device == self.device
-                else batch.pin_memory().to(self.device, non_blocking=True)
-            )
+            if batch.device == self.device:
+                return batch
+            return batch.pin_memory().to(self.device, non_blocking=True)
         if isinstance(batch, Mapping):
             return {key: self.to_device(value) for key, value in batch.items()}
-        return (
-            type(batch)(map(self.to_device, batch)) if isinstance(batch, (tuple, list)) else batch
-        )
+        if isinstance(batch, (tuple, list)):
+            return type(batch)(map(self.to_device, batch))
+        return batch

@@ -7,12 +7,14 @@ The kernel closes a dead rank's sockets, which the others notice immediately.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import socket
 import struct
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,8 @@ class SharedMemoryGroup:
         for rank, connection in self._sockets.items():
             with self._name_peer(rank):
                 connection.sendall(message)
-        self._skip_bytes += len(message) if skip else 0
+        if skip:
+            self._skip_bytes += len(message)
 
     def recv_all(self, size: int) -> dict[int, bytes]:
         """Wait for a message of `size` bytes from every other rank.
@@ -65,12 +68,16 @@ class SharedMemoryGroup:
         """
         skip = self._skip_bytes
         self._skip_bytes = 0
-        return {rank: self._recv(rank, skip + size)[0][skip:] for rank in self._sockets}
+        messages = {}
+        for rank in self._sockets:
+            content, _ = self._recv(rank, skip + size)
+            messages[rank] = content[skip:]
+        return messages
 
     def _recv(self, rank: int, size: int) -> tuple[bytes, list[int]]:
         """Return a message of `size` bytes and the file descriptors sent with it."""
         content = b""
-        files = list[int]()
+        files: list[int] = []
         while len(content) < size:
             with self._name_peer(rank):
                 part, received, _, _ = socket.recv_fds(self._sockets[rank], size - len(content), 1)
@@ -117,11 +124,13 @@ class SharedMemoryGroup:
         os.posix_fallocate(own, 0, size)  # insufficient memory raises now, not SIGBUS later
         for connection in self._sockets.values():
             socket.send_fds(connection, [b"m"], [own])
-        files = {self.rank: own, **{rank: self._recv(rank, 1)[1][0] for rank in self._sockets}}
-        tensors = [
-            torch.frombuffer(mmap.mmap(files[r], size), dtype=torch.uint8)
-            for r in range(self.world_size)
-        ]
+        files = {self.rank: own}
+        for rank in self._sockets:
+            _, [files[rank]] = self._recv(rank, 1)
+        tensors = []
+        for rank in range(self.world_size):
+            memory = mmap.mmap(files[rank], size)
+            tensors.append(torch.frombuffer(memory, dtype=torch.uint8))
         for file in files.values():
             os.close(file)
         return tensors
@@ -147,29 +156,31 @@ def connect_local_ranks(
         if machine is None or any(other != machine for other, _ in ranks):
             return None
         listener.settimeout(timeout_s)
-        sockets: dict[int, socket.socket] = {}
+        sockets: dict[int, socket.socket] = {}  # by the rank at the other end
         for other, (_, name) in enumerate(ranks[:rank]):
-            sockets[other] = socket.socket(socket.AF_UNIX)
-            sockets[other].connect(name)
-            sockets[other].settimeout(timeout_s)
-            sockets[other].sendall(rank.to_bytes(4, "little"))
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(name)
+            connection.settimeout(timeout_s)
+            connection.sendall(rank.to_bytes(4, "little"))
+            sockets[other] = connection
         while len(sockets) < len(ranks) - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout_s)
-            _, user, _ = struct.unpack(
-                "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
-            if user == os.getuid():  # /proc/net/unix shows the names to all users
-                sockets[int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")] = (
-                    connection
-                )
+            if _is_own_user(connection):
+                other = int.from_bytes(connection.recv(4, socket.MSG_WAITALL), "little")
+                sockets[other] = connection
         return SharedMemoryGroup(rank, dict(sorted(sockets.items())), timeout_s)
 
 
+def _is_own_user(connection: socket.socket) -> bool:
+    """Return whether this user's process connected: /proc/net/unix shows all users the names."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("3i", credentials)
+    return bool(user == os.getuid())
+
+
 def _machine() -> list[str] | None:
-    """Return an id of this machine and network namespace; None if the OS lacks abstract socket
-    names.
-    """
+    """Return an id of this machine and network namespace; None without abstract socket names."""
     try:
         return [
             socket.gethostname(),
@@ -178,6 +189,15 @@ def _machine() -> list[str] | None:
         ]
     except OSError:
         return None
+
+
+@dataclass
+class Bucket:
+    """A bucket of gradients on its way."""
+
+    gradients: Tensor  # of this rank, then the average
+    shares: list[Tensor]  # of each rank, in shared memory
+    future: Future[Tensor]
 
 
 class SharedMemoryAllReduce:
@@ -194,10 +214,9 @@ class SharedMemoryAllReduce:
             parameters: those with gradients.
         """
         self.shared_memory = shared_memory
-        self._memory = shared_memory.allocate(
-            sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters)
-        )
-        self._buckets: list[tuple[Tensor, list[Tensor], Future[Tensor]]] = []
+        size = sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters)
+        self._memory = shared_memory.allocate(size)
+        self._buckets: list[Bucket] = []
         self._end = 0  # bytes of the buckets so far
 
     def all_reduce(self, bucket: GradBucket) -> Future[Tensor]:
@@ -205,25 +224,29 @@ class SharedMemoryAllReduce:
         if not self._buckets:
             self.shared_memory.recv_all(0)  # every rank has read the previous step's gradients
             self._end = 0
-        buffer = bucket.buffer()
+        gradients = bucket.buffer()
         begin = self._end
-        self._end += -(-buffer.nbytes // ALIGNMENT) * ALIGNMENT
-        parts = [
-            memory[begin : begin + buffer.nbytes].view(buffer.dtype) for memory in self._memory
-        ]
-        torch.mul(buffer, 1 / self.shared_memory.world_size, out=parts[self.shared_memory.rank])
+        end = begin + gradients.nbytes
+        self._end = math.ceil(end / ALIGNMENT) * ALIGNMENT
+        shares = [memory[begin:end].view(gradients.dtype) for memory in self._memory]
+        own = shares[self.shared_memory.rank]
+        torch.mul(gradients, 1 / self.shared_memory.world_size, out=own)
         future: Future[Tensor] = Future()
-        self._buckets.append((buffer, parts, future))
-        if not bucket.is_last():
-            return future
+        self._buckets.append(Bucket(gradients, shares, future))
+        if bucket.is_last():
+            self._complete()
+        return future
+
+    def _complete(self) -> None:
+        """Add the shares of all ranks, and complete the futures."""
         self.shared_memory.send_all(b"w")  # written
         self.shared_memory.recv_all(1)
-        for own, shares, _ in self._buckets:
-            torch.add(shares[0], shares[1], out=own)
-            for share in shares[2:]:
-                own += share
+        for bucket in self._buckets:
+            first, second, *others = bucket.shares
+            torch.add(first, second, out=bucket.gradients)
+            for share in others:
+                bucket.gradients += share
         self.shared_memory.send_all(b"r", skip=True)  # read
-        for own, _, waiting in self._buckets:
-            waiting.set_result(own)
+        for bucket in self._buckets:
+            bucket.future.set_result(bucket.gradients)
         self._buckets.clear()
-        return future

@@ -40,4 +40,6 @@ class SignalHandler:
 
     def elapsed(self) -> float:
         """Return the seconds since the first signal; 0 if there was none."""
-        return time.monotonic() - self.received_at if self.signal_name is not None else 0.0
+        if self.signal_name is None:
+            return 0.0
+        return time.monotonic() - self.received_at

@@ -1,6 +1,4 @@
-"""Batch normalization whose statistics span all ranks: torch's on a GPU, and on a CPU, which
-torch's refuses.
-"""
+"""Batch normalization over all ranks: torch's on a GPU, our own on a CPU, which torch's refuses."""
 
 from functools import partial
 from typing import Any
@@ -14,9 +12,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Let the batch normalizations of a model compute their statistics over all ranks.
-
-    Return the model.
+    """Let batch normalizations compute their statistics over all ranks; return the model.
 
     Parameters, buffers and their names stay.
     """
@@ -30,10 +26,12 @@ def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _sum_over_ranks(values: Tensor) -> Tensor:
-    # a single rank computes alike, so that the numbers do not depend on how many there are
-    if dist.is_initialized():
-        dist.all_reduce(values := values.clone())
-    return values
+    """Return the sum; a single rank's own values, so that world sizes compute alike."""
+    if not dist.is_initialized():
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
 
 
 class _AllReduceSum(torch.autograd.Function):
@@ -49,8 +47,7 @@ class _AllReduceSum(torch.autograd.Function):
 
 
 def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
-    """Normalize each of C channels by the mean and the variance of the batches of all ranks, in
-    fp32.
+    """Normalize each of C channels by mean and variance over all ranks, in fp32.
 
     Args:
         x: (B, C, ...)
@@ -65,16 +62,18 @@ def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
         return F.batch_norm(
             x, norm.running_mean, norm.running_var, norm.weight, norm.bias, by_batch, eps=norm.eps
         )
-    dims = [0, *range(2, x.dim())]
-    shape = [1, -1, *[1] * (x.dim() - 2)]
+    dims = [0, *range(2, x.dim())]  # all but the channels
+    shape = [1, -1, *[1] * (x.dim() - 2)]  # of a value per channel, to broadcast
     values = x.float()
+
     count = values.new_full((1,), values.numel() / values.shape[1])
-    total, n = _AllReduceSum.apply(torch.cat([values.sum(dims), count])).split(
-        [norm.num_features, 1]
-    )
-    mean = total / n
+    sums_and_count = torch.cat([values.sum(dims), count])  # (C + 1)
+    total, n = _AllReduceSum.apply(sums_and_count).split([norm.num_features, 1])
+    mean = total / n  # (C)
     centered = values - mean.view(shape)
-    variance = _AllReduceSum.apply((centered * centered).sum(dims)) / n
+    squares = (centered * centered).sum(dims)
+    variance = _AllReduceSum.apply(squares) / n  # (C)
+
     y = centered * torch.rsqrt(variance + norm.eps).view(shape)
     if norm.weight is not None:
         y = torch.addcmul(norm.bias.view(shape), y, norm.weight.view(shape))
@@ -85,7 +84,9 @@ def _forward(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
     ):
         with torch.no_grad():
             norm.num_batches_tracked += 1
-            weight = 1 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            weight = norm.momentum
+            if weight is None:  # the mean of all batches
+                weight = 1 / float(norm.num_batches_tracked)
             norm.running_mean.lerp_(mean, weight)
             norm.running_var.lerp_(variance * n / (n - 1).clamp_min(1), weight)
     return y.to(x.dtype)

@@ -1,5 +1,4 @@
-"""Tensor parallelism: the heads and the MLP's hidden features of a GPT are split over the ranks of
-a tensor group.
+"""Tensor parallelism: split the heads and the MLP's hidden features of a GPT over ranks.
 
 Consecutive ranks form a tensor group: they hold one copy of the model together and get the same
 micro-batches. The first layer of a pair (qkv, up) is split by its outputs, the second (proj, down)
@@ -22,13 +21,14 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models.gpt import Block
 from mingpt_ddp.torch_internals import for_each
 
 if TYPE_CHECKING:
     # half a second, which other runs need not wait for
     from torch.distributed.tensor import DTensor
 
-# matrices that the weight of a layer of this name concatenates; each of them is split
+# How many matrices the weight of a layer of this name concatenates; each of them is split.
 FUSED_PARTS = {"qkv": 3}
 
 
@@ -42,28 +42,33 @@ def check_tensor_parallel(config: Config) -> None:
     model = config.model
     if size == 1:
         return
-    reasons = {
-        "ddp.strategy=auto": config.ddp.strategy == "auto",
-        "model.devices=1": model.devices == 1,
-        "model.architecture=gpt": model.architecture == "gpt",
-        "model.dropout=0, because split and whole activations need different masks": not getattr(
-            model, "dropout", 0
-        ),
-        "built-in optimizers, tasks and datasets": not uses_user_code(config),
-        "optimizer=adamw or sgd, because Muon needs whole matrices": config.optimizer.name
-        != "muon",
-        (
-            "trainer.precision=fp32 or bf16, because each rank would scale its loss"
-        ): config.trainer.precision != "fp16",
-    }
-    for needed, is_met in reasons.items():
+
+    def need(is_met: bool, what: str) -> None:
         if not is_met:
-            raise ConfigError(f"ddp.tensor_parallel={size} needs {needed}; or set it to 1")
+            raise ConfigError(f"ddp.tensor_parallel={size} needs {what}; or set it to 1")
+
+    has_dropout = bool(getattr(model, "dropout", 0))
+    need(config.ddp.strategy == "auto", "ddp.strategy=auto")
+    need(model.devices == 1, "model.devices=1")
+    need(model.architecture == "gpt", "model.architecture=gpt")
+    need(
+        not has_dropout,
+        "model.dropout=0, because split and whole activations need different masks",
+    )
+    need(not uses_user_code(config), "built-in optimizers, tasks and datasets")
+    need(
+        config.optimizer.name != "muon",
+        "optimizer=adamw or sgd, because Muon needs whole matrices",
+    )
+    need(
+        config.trainer.precision != "fp16",
+        "trainer.precision=fp32 or bf16, because each rank would scale its loss",
+    )
     assert isinstance(model, GPTConfig)
     if model.n_head % size:
         raise ConfigError(
-            f"ddp.tensor_parallel={size} must divide model.n_head={model.n_head}; change one "
-            "of them"
+            f"ddp.tensor_parallel={size} must divide model.n_head={model.n_head}; "
+            "change one of them"
         )
 
 
@@ -79,15 +84,17 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     )
 
     styles = {
-        **{"attention.qkv": ColwiseParallel(), "attention.proj": RowwiseParallel()},
-        **{"up": ColwiseParallel(), "down": RowwiseParallel()},
+        "attention.qkv": ColwiseParallel(),
+        "attention.proj": RowwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(_by_rank(name, parameter, mesh.size()))
     for block in model.get_submodule("blocks").children():
-        attention = vars(block.get_submodule("attention"))
-        attention["n_head"] //= mesh.size()  # those of this rank
+        assert isinstance(block, Block)
+        block.attention.n_head //= mesh.size()  # those of this rank
         parallelize_module(block, mesh, styles)
     return model
 
@@ -99,14 +106,16 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 def _parts(name: str) -> int:
     """Return how many matrices the parameter of this name concatenates."""
-    return next((parts for layer, parts in FUSED_PARTS.items() if f".{layer}." in name), 1)
+    for layer, parts in FUSED_PARTS.items():
+        if f".{layer}." in name:
+            return parts
+    return 1
 
 
 def _by_rank(name: str, whole: Tensor, ranks: int) -> Tensor:
-    """Reorder the rows of a fused weight from (part, rank, head) to (rank, part, head), which a
-    rank's shard needs.
-    """
-    if (parts := _parts(name)) == 1:
+    """Reorder the rows of a fused weight for shards: (part, rank, head) to (rank, part, head)."""
+    parts = _parts(name)
+    if parts == 1:
         return whole
     return whole.unflatten(0, (parts, ranks, -1)).transpose(0, 1).flatten(0, 2)
 
@@ -119,9 +128,11 @@ def gather(name: str, tensor: Tensor) -> Tensor:
     if not is_dtensor(tensor):
         return tensor
     whole: Tensor = tensor.full_tensor()
-    if (parts := _parts(name)) == 1:
+    parts = _parts(name)
+    if parts == 1:
         return whole
-    return whole.unflatten(0, (tensor.device_mesh.size(), parts, -1)).transpose(0, 1).flatten(0, 2)
+    ranks = tensor.device_mesh.size()
+    return whole.unflatten(0, (ranks, parts, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
@@ -134,27 +145,27 @@ def scatter(name: str, whole: Tensor, like: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = like.device_mesh
-    placements = like.placements
-    (split,) = placements
+    [placement] = like.placements
     local = _by_rank(name, whole, mesh.size())
-    if isinstance(split, Shard):
-        local = local.chunk(mesh.size(), dim=split.dim)[mesh.get_local_rank()]
-    return DTensor.from_local(local.contiguous().to(like.device), mesh, placements, run_check=False)
+    if isinstance(placement, Shard):
+        local = local.chunk(mesh.size(), dim=placement.dim)[mesh.get_local_rank()]
+    local = local.contiguous().to(like.device)
+    return DTensor.from_local(local, mesh, [placement], run_check=False)
 
 
 def separate_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Let each parameter group hold either split parameters or whole ones: a fused kernel takes no
-    mixture.
-    """
+    """Separate split parameters from whole ones: a fused kernel takes no group of both."""
     groups = []
     for group in optimizer.param_groups:
         for is_split in (False, True):
             members = [p for p in group["params"] if is_dtensor(p) == is_split]
-            groups.append({**group, "params": members})
-            # whose fused kernel takes no DTensor
+            if not members:
+                continue
+            separate = {**group, "params": members}
             if is_split and isinstance(optimizer, torch.optim.SGD):
-                groups[-1]["fused"] = None
-    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+                separate["fused"] = None  # its fused kernel takes no DTensor
+            groups.append(separate)
+    optimizer.param_groups[:] = groups
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -165,34 +176,34 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def average_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
     """Average the gradients over the ranks that hold the same part of the model."""
     assert group.mesh is not None
+    if group.data_size == 1:
+        return
+    copies = group.mesh.get_group("data")
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    if group.data_size > 1:
-        pending = [
-            dist.all_reduce(g, group=group.mesh.get_group("data"), async_op=True) for g in gradients
-        ]
-        for each in pending:
-            each.wait()
-        for_each("div_", gradients, group.data_size)
+    pending = [dist.all_reduce(g, group=copies, async_op=True) for g in gradients]
+    for each in pending:
+        each.wait()
+    for_each("div_", gradients, group.data_size)
 
 
 def clip_gradients(
     parameters: Sequence[nn.Parameter], limit: float | None, group: ProcessGroup
 ) -> Tensor:
-    """Clip the gradients of a split model.
-
-    Return their norm before clipping, that of the whole model.
-    """
+    """Clip the gradients of a split model; return the whole model's norm before clipping."""
     assert group.mesh is not None
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    is_split = [is_dtensor(g) and g.placements[0].is_shard() for g in gradients]
-    own = [local_tensor(g) for g, split in zip(gradients, is_split, strict=True) if split]
-    everywhere = [
-        local_tensor(g) for g, split in zip(gradients, is_split, strict=True) if not split
-    ]
+    own: list[Tensor] = []  # this rank's parts of what is split
+    everywhere: list[Tensor] = []  # the same on all ranks
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        is_split = is_dtensor(gradient) and gradient.placements[0].is_shard()
+        members = own if is_split else everywhere
+        members.append(local_tensor(gradient))
     square = nn.utils.get_total_norm(own).square()
     dist.all_reduce(square, group=group.mesh.get_group("tensor"))
     norm = (square + nn.utils.get_total_norm(everywhere).square()).sqrt()
     if limit is not None:
-        # as torch's clip_grad_norm_
-        for_each("mul_", [*own, *everywhere], (limit / (norm + 1e-6)).clamp(max=1.0))
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for_each("mul_", [*own, *everywhere], scale)
     return norm

@@ -1,6 +1,4 @@
-"""The watchdog: every rank writes its heartbeat to the store and reads those of all ranks to find
-one that hangs.
-"""
+"""The watchdog: ranks write heartbeats to the store and read those of all, to find a hang."""
 
 import contextlib
 import json
@@ -13,7 +11,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, exit_process
 from mingpt_ddp.distributed.process_group import ProcessGroup
@@ -21,7 +19,7 @@ from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
-# of ddp.timeout_s: earlier than collectives, whose timeout would blame the waiting ranks
+# Of ddp.timeout_s: earlier than that of collectives, which would blame the waiting ranks.
 TIMEOUT_FRACTION = 0.8
 HANG = "hang"  # key in the store: which rank hangs
 UNRESPONSIVE = "; its process does not respond"
@@ -29,9 +27,7 @@ PERIOD_S = 0.25  # between two heartbeats
 
 
 class Watchdog:
-    """A thread that ends the process when a rank hangs, after all ranks have agreed on which
-    one.
-    """
+    """A thread that ends the process when a rank hangs; all ranks agree on which one."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -52,27 +48,33 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
-            # the store died with its host; collectives report that
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of a lost store; collectives report that
                 self._send_heartbeat()
                 self._check()
 
     def _send_heartbeat(self) -> None:
-        process = {"host": socket.gethostname(), "pid": os.getpid(), "beat": time.monotonic()}
-        self._store.set(
-            f"heartbeat/{self.group.rank}", json.dumps({**self.group.heartbeat, **process})
-        )
+        heartbeat = {
+            **self.group.heartbeat,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "beat": time.monotonic(),
+        }
+        self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
 
     def _check(self) -> None:
         keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
         if not self._store.check(keys):
             return
         heartbeats = [json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)]
-        if (found := self._find_hang(heartbeats)) is not None:
+        found = self._find_hang(heartbeats)
+        if found is not None:
             self._store.compare_set(HANG, "", found)
         if self._stopped.is_set() or not self._store.check([HANG]):
             return
-        reason = self._store.get(HANG).decode()
+        self._exit_for(self._store.get(HANG).decode(), heartbeats)
+
+    def _exit_for(self, reason: str, heartbeats: list[dict[str, Any]]) -> NoReturn:
+        """Log why, kill a stopped process of this machine, and exit."""
         if reason.startswith(f"rank {self.group.rank} "):
             frame = sys._current_frames().get(self._training_thread)
             stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
@@ -85,30 +87,30 @@ class Watchdog:
         exit_process(None, FAILURE)
 
     def _find_hang(self, heartbeats: list[dict[str, Any]]) -> str | None:
-        """Return a message that names the rank that hangs, if any; `heartbeats` are in rank
-        order.
+        """Return a message that names the rank that hangs, if any.
+
+        Args:
+            heartbeats: in rank order.
         """
-        idle_s = [
-            self._unchanged_s(rank, heartbeat, "count") for rank, heartbeat in enumerate(heartbeats)
-        ]
-        silent_s = [
-            self._unchanged_s(rank, heartbeat, "beat") for rank, heartbeat in enumerate(heartbeats)
-        ]
-        ranks = range(len(heartbeats))
-        # stopped, or its node is down
-        unresponsive = [rank for rank in ranks if silent_s[rank] > self.limit_s]
-        stragglers = [
-            rank
-            for rank in ranks
-            if idle_s[rank] > self.limit_s and not heartbeats[rank]["waiting"]
-        ]
-        for rank in unresponsive or stragglers:
-            reason = (
-                f"rank {rank} has stalled for {idle_s[rank]:.0f} s while "
-                f"{heartbeats[rank]['activity']}"
-            )
+        idle_s = []  # since the training thread of each rank did something
+        silent_s = []  # since the watchdog of each rank wrote a heartbeat
+        unresponsive = []  # stopped, or the node is down
+        stragglers = []
+        for rank, heartbeat in enumerate(heartbeats):
+            idle_s.append(self._unchanged_s(rank, heartbeat, "count"))
+            silent_s.append(self._unchanged_s(rank, heartbeat, "beat"))
+            if silent_s[rank] > self.limit_s:
+                unresponsive.append(rank)
+            if idle_s[rank] > self.limit_s and not heartbeat["waiting"]:
+                stragglers.append(rank)
+
+        if unresponsive or stragglers:
+            rank = (unresponsive or stragglers)[0]
+            activity = heartbeats[rank]["activity"]
+            reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {activity}"
             # The training thread's last change may precede the watchdog's by some heartbeats.
-            return f"{reason}{UNRESPONSIVE}" if silent_s[rank] > self.limit_s / 2 else reason
+            is_silent = silent_s[rank] > self.limit_s / 2
+            return f"{reason}{UNRESPONSIVE}" if is_silent else reason
         if min(idle_s) > self.limit_s:
             activity = heartbeats[0]["activity"]
             return (
@@ -121,19 +123,22 @@ class Watchdog:
         """Return the seconds since a counter of a rank changed, by the clock of this rank."""
         value = heartbeat[counter]
         now = time.monotonic()
-        if self._latest.get((rank, counter), (None, 0.0))[0] != value:
+        latest_value, changed_at = self._latest.get((rank, counter), (None, now))
+        if value != latest_value:
+            changed_at = now
             self._latest[rank, counter] = (value, now)
-        return now - self._latest[rank, counter][1]
+        return now - changed_at
 
     def _kill_if_local(self, heartbeat: dict[str, Any]) -> None:
-        """SIGKILL a stopped process of the same agent: it ignores SIGTERM, and the agent would wait
-        for it.
+        """SIGKILL a stopped process of the same agent: it ignores SIGTERM.
 
-        The store is not authenticated: it may name any process.
+        The agent would wait for it. The store is not authenticated: it may name any process.
         """
-        if heartbeat["host"] == socket.gethostname():
-            with contextlib.suppress(OSError, ValueError):
-                pid = int(heartbeat["pid"])
-                parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
-                if int(parent) == os.getppid():
-                    os.kill(pid, signal.SIGKILL)
+        if heartbeat["host"] != socket.gethostname():
+            return
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(heartbeat["pid"])
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            parent = int(fields[1])
+            if parent == os.getppid():
+                os.kill(pid, signal.SIGKILL)

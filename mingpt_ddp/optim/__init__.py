@@ -1,6 +1,4 @@
-"""Optimizers, selected by `optimizer.name`, and their parameter groups; lr_schedule.py has the
-learning rate.
-"""
+"""Optimizers, selected by `optimizer.name`; lr_schedule.py has the learning rate."""
 
 from typing import Any
 
@@ -16,9 +14,11 @@ from mingpt_ddp.optim.muon import Muon
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return parameter groups: weight decay for matrices, none for vectors (biases, norms)."""
     parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in parameters if p.dim() >= 2]
+    vectors = [p for p in parameters if p.dim() < 2]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -31,7 +31,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Raises:
         CodeError: the user's builder returned something other than a torch.optim.Optimizer.
     """
-    optimizer = BUILDERS["optimizer"][config.name](model, config)
+    build = BUILDERS["optimizer"][config.name]
+    optimizer = build(model, config)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise CodeError(
             f"{config.name} must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
@@ -46,10 +47,13 @@ def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
 
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
-    # torch's kernel takes no sharded tensors
-    fused = not any(hasattr(p, "device_mesh") for p in model.parameters())
+    is_sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
     return torch.optim.SGD(
-        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
+        groups,
+        lr=config.lr,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        fused=not is_sharded,  # the fused kernel takes no sharded tensors
     )
 
 

@@ -18,8 +18,11 @@ def scale_lr(config: T, batch_size: int) -> T:
     the square root for Adam, Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
     Gradient Algorithms" (arXiv:2205.10287).
     """
-    ratio = batch_size / (config.reference_batch_size or batch_size)
-    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[config.lr_scaling]
+    if config.lr_scaling == "none" or config.reference_batch_size is None:
+        return config
+    factor = batch_size / config.reference_batch_size
+    if config.lr_scaling == "sqrt":
+        factor = math.sqrt(factor)
     return replace(config, lr=config.lr * factor)
 
 
@@ -30,33 +33,33 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     constant after that. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395)
     with a linear decay.
     """
-    total = config.schedule_steps or run_steps
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
+    total = config.schedule_steps or run_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     if config.schedule == "cosine":
         coeff = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.schedule == "linear":
         coeff = 1 - progress
-    else:
-        coeff = min(1.0, (1 - min(1.0, step / total)) / config.decay_ratio)
+    else:  # wsd
+        remaining = 1 - min(1.0, step / total)
+        coeff = min(1.0, remaining / config.decay_ratio)
+    # coeff goes from 1 to 0
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
 
 
 def weight_decay_factor(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """Return the weight decay of a step over `weight_decay`; steps count from 1.
 
-    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule, and stay
-    there.
+    linear and cosine reach `final_weight_decay_ratio` at the last step of the schedule, and stay.
     """
     if config.weight_decay_schedule == "lr":
         return get_lr(step, config, run_steps) / config.lr
+    if config.weight_decay_schedule == "constant":
+        return 1.0
     progress = min(1.0, step / (config.schedule_steps or run_steps))
-    shapes = {
-        "constant": 0.0,
-        "linear": progress,
-        "cosine": 0.5 * (1 - math.cos(math.pi * progress)),
-    }
-    return 1 + (config.final_weight_decay_ratio - 1) * shapes[config.weight_decay_schedule]
+    if config.weight_decay_schedule == "cosine":
+        progress = 0.5 * (1 - math.cos(math.pi * progress))
+    return 1 + (config.final_weight_decay_ratio - 1) * progress

@@ -9,6 +9,7 @@ Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural net
 Regularization" (arXiv:1711.05101).
 """
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -30,7 +31,7 @@ POLYNOMIALS = (
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
-# elements of all matrices; below that, the all_gather takes as long as the work
+# Elements of all matrices. Below that, the all_gather takes as long as the work that it saves.
 MIN_NUMEL_TO_SHARD = 1 << 17
 
 
@@ -45,41 +46,58 @@ def polar_express(matrices: Tensor) -> Tensor:
     """
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    # singular values of at most 1
-    x = x / (torch.linalg.matrix_norm(x, keepdim=True) * 1.02).clamp_min(1e-30)
+    norm = torch.linalg.matrix_norm(x, keepdim=True) * 1.02
+    x = x / norm.clamp_min(1e-30)  # singular values of at most 1
     for a, b, c in POLYNOMIALS:
         gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
+        x = torch.baddbmm(x, polynomial, x, beta=a)  # a X + (b G + c G^2) X
     return x.mT if is_tall else x
 
 
 def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
-    """Group parameters by algorithm and learning rate; `lr_ratio` is the group's rate over that of
-    the run.
-    """
-    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    head = set(getattr(model, "head", nn.Module()).parameters()) - embeddings
-    decays = {
-        "embedding_lr": 0.0,
-        "head_lr": config.weight_decay,
-        "vector_lr": 0.0,
-        "lr": config.weight_decay,
+    """Group parameters by algorithm and learning rate."""
+    of_embeddings: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            of_embeddings.update(module.parameters())
+    of_head = set(getattr(model, "head", nn.Module()).parameters())
+
+    embeddings = []
+    head = []
+    vectors = []
+    matrices = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad or parameter.numel() == 0:
+            continue
+        if parameter.dim() < 2:
+            vectors.append(parameter)
+        elif parameter in of_embeddings:
+            embeddings.append(parameter)
+        elif parameter in of_head:
+            head.append(parameter)
+        else:
+            matrices.append(parameter)
+
+    groups = [
+        _group(embeddings, config.embedding_lr / config.lr, weight_decay=0.0),
+        _group(head, config.head_lr / config.lr, config.weight_decay),
+        _group(vectors, config.vector_lr / config.lr, weight_decay=0.0),
+        _group(matrices, 1.0, config.weight_decay, muon=True),
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _group(
+    parameters: list[nn.Parameter], lr_ratio: float, weight_decay: float, muon: bool = False
+) -> dict[str, Any]:
+    """Return a parameter group whose learning rate is `lr_ratio` times that of the run."""
+    return {
+        "params": parameters,
+        "muon": muon,
+        "lr_ratio": lr_ratio,
+        "weight_decay": weight_decay,
     }
-    groups: dict[str, dict[str, Any]] = {
-        key: {
-            "params": [],
-            "muon": key == "lr",
-            "lr_ratio": getattr(config, key) / config.lr,
-            "weight_decay": decay,
-        }
-        for key, decay in decays.items()
-    }
-    for parameter in (p for p in model.parameters() if p.requires_grad and p.numel()):
-        key = (
-            "embedding_lr" if parameter in embeddings else "head_lr" if parameter in head else "lr"
-        )
-        groups["vector_lr" if parameter.dim() < 2 else key]["params"].append(parameter)
-    return [group for group in groups.values() if group["params"]]
 
 
 class Muon(torch.optim.AdamW):
@@ -103,79 +121,94 @@ class Muon(torch.optim.AdamW):
         # Set to shard each step over ranks; all must call `step` together, with the same gradients.
         self.rank = 0
         self.world_size = 1
-        self.parts = {
-            p: getattr(m, "parts", 1) for m in model.modules() for p in m.parameters(recurse=False)
-        }
+        self.parts: dict[nn.Parameter, int] = {}
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                self.parts[parameter] = getattr(module, "parts", 1)
         leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step, Muon's would not
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the parameters that have gradients; free the gradients of those that Muon
-        updates.
-        """
+        """Update the parameters that have gradients; Muon frees the gradients of its own."""
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None and group["muon"]]
+            if not group["muon"]:
+                continue
+            parameters = [p for p in group["params"] if p.grad is not None]
             for device in dict.fromkeys(p.device for p in parameters):  # of one model
                 members = [p for p in parameters if p.device == device]
                 self._muon_step(members, group["lr"], group["weight_decay"])
         return super().step(closure)
 
     def _muon_step(self, parameters: list[nn.Parameter], lr: float, weight_decay: float) -> None:
-        """Apply orthogonalized Nesterov momentum, scaled up for tall matrices to change all outputs
-        alike.
+        """Apply orthogonalized Nesterov momentum.
+
+        It is scaled up for tall matrices, to change all outputs alike.
         """
         directions = self._nesterov_momentum(parameters)
         for_each("mul_", parameters, 1 - lr * weight_decay)
+
+        # All matrices of a shape are orthogonalized in one batch.
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
         for i, parameter in enumerate(parameters):
-            by_shape[parameter.shape[-2] // self.parts[parameter], parameter.shape[-1]].append(i)
+            rows = parameter.shape[-2] // self.parts[parameter]
+            columns = parameter.shape[-1]
+            by_shape[rows, columns].append(i)
+
         dtype = DTYPES[resolve_precision("auto", parameters[0].device)]
-        stacks = [
-            torch.cat([directions[i].view(-1, rows, columns).to(dtype) for i in members])
-            for (rows, columns), members in by_shape.items()
-        ]
-        for ((rows, columns), members), stack in zip(
-            by_shape.items(), self._polar_express(stacks), strict=True
-        ):
-            matrices = [parameters[i].view(-1, rows, columns) for i in members]
-            updates = stack.to(matrices[0].dtype).split([len(m) for m in matrices])
-            for_each("add_", matrices, updates, alpha=-lr * max(1.0, rows / columns) ** 0.5)
+        stacks = []
+        for (rows, columns), members in by_shape.items():
+            matrices = [directions[i].view(-1, rows, columns).to(dtype) for i in members]
+            stacks.append(torch.cat(matrices))  # (N, rows, columns)
+        stacks = self._polar_express(stacks)
+
+        for ((rows, columns), members), stack in zip(by_shape.items(), stacks, strict=True):
+            weights = [parameters[i].view(-1, rows, columns) for i in members]
+            updates = stack.to(weights[0].dtype).split([len(weight) for weight in weights])
+            scale = max(1.0, rows / columns) ** 0.5
+            for_each("add_", weights, updates, alpha=-lr * scale)
 
     def _polar_express(self, stacks: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize all stacks.
+        """Orthogonalize all stacks (N, rows, columns); with enough elements, share the work.
 
-        With enough elements, each rank computes a shard of every stack.
+        Then each rank computes a shard of every stack, and one all_gather completes them.
         """
         if self.world_size == 1 or sum(stack.numel() for stack in stacks) < MIN_NUMEL_TO_SHARD:
             return [polar_express(stack) for stack in stacks]
+
         own = []
         for stack in stacks:
-            share = -(-len(stack) // self.world_size)
-            part = stack[self.rank * share : (self.rank + 1) * share]
-            # equal sizes for all_gather
-            padding = stack.new_zeros(share - len(part), *stack.shape[1:])
-            own.append(torch.cat([polar_express(part), padding]).flatten())
+            count = math.ceil(len(stack) / self.world_size)
+            shard = stack[self.rank * count : (self.rank + 1) * count]
+            missing = count - len(shard)  # all_gather needs equal sizes
+            padding = stack.new_zeros(missing, *stack.shape[1:])
+            own.append(torch.cat([polar_express(shard), padding]).flatten())
+
         sent = torch.cat(own)
         received = sent.new_empty(self.world_size, len(sent))
         # as bytes: gloo lacks bf16
         dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
-        pieces = received.split([len(piece) for piece in own], dim=1)
-        return [
-            piece.reshape(-1, *stack.shape[1:])[: len(stack)]
-            for piece, stack in zip(pieces, stacks, strict=True)
-        ]
+
+        whole = []
+        by_stack = received.split([len(shard) for shard in own], dim=1)  # each (world_size, ...)
+        for stack, shards in zip(stacks, by_stack, strict=True):
+            matrices = shards.reshape(-1, *stack.shape[1:])
+            whole.append(matrices[: len(stack)])  # without the padding
+        return whole
 
     def _nesterov_momentum(self, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
-        """Update the momentum with the gradients, free these, and return the momentum one gradient
-        ahead.
+        """Update the momentum with the gradients; return the momentum one gradient ahead.
+
+        The gradients are freed.
         """
-        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        gradients: list[Any] = []
+        momenta = []
         for parameter in parameters:
+            gradients.append(parameter.grad)
             parameter.grad = None
-            if not self.state[parameter]:  # AdamW's load_state_dict expects a step in every state
-                self.state[parameter].update(
-                    momentum=torch.zeros_like(parameter), step=torch.zeros(())
-                )
-        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+                state["step"] = torch.zeros(())  # AdamW's load_state_dict expects it
+            momenta.append(state["momentum"])
         for_each("lerp_", momenta, gradients, 1 - self.momentum)
         return for_each("lerp", gradients, momenta, self.momentum)

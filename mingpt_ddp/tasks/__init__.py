@@ -33,8 +33,8 @@ def build_task(
 
     Args:
         state: of a snapshot whose weights the model will get; see `Task.extend`.
-        kept: of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained or
-            given is kept.
+        kept: state of the snapshot to resume or evaluate, untrusted; a tokenizer that was trained
+            or given is kept.
 
     Raises:
         CodeError: the user has registered something other than a Task.

@@ -6,9 +6,9 @@ Shapes: B sequences, T tokens, V = vocab_size.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,9 +31,8 @@ from mingpt_ddp.tasks.task import Mean, Task
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
 SAMPLE_CHARACTERS = 400
-# sequences, and tokens of each
-TRIAL_ROWS = 2
-TRIAL_LENGTH = 64
+TRIAL_ROWS = 2  # sequences of a trial batch
+TRIAL_LENGTH = 64  # tokens of each
 
 
 class LanguageModel(Task):
@@ -60,8 +59,8 @@ class LanguageModel(Task):
         if not isinstance(config.data, DataConfig):
             raise ConfigError(
                 f"task.name={config.task.name} needs a text; for "
-                f"data.dataset={config.data.dataset} add a task and a "
-                "model, as in task=classification model=convnet"
+                f"data.dataset={config.data.dataset} add a task and a model, "
+                "as in task=classification model=convnet"
             )
         self.config = config
         self.group = group
@@ -73,27 +72,25 @@ class LanguageModel(Task):
         self._cache = TextCache(config.data)
 
         def encode() -> dict[str, Any]:
-            return {
-                name: asdict(text)
-                for name, text in prepare_all(config.data, tokenizer, self._cache).items()
-            }
+            texts = prepare_all(config.data, tokenizer, self._cache)
+            return {name: asdict(text) for name, text in texts.items()}
 
-        texts = {
-            name: EncodedText(**text)
-            for name, text in group.run_on_rank_zero(encode, per_node=True).items()
-        }
+        described = group.run_on_rank_zero(encode, per_node=True)
+        texts = {name: EncodedText(**text) for name, text in described.items()}
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)
         self.sha256 = self.text.sha256
-        self.val_texts = {
-            f"val_{name}": TextDataset(text, config.data).whole for name, text in texts.items()
-        }
+        self.val_texts: dict[str, Any] = {}  # further texts to evaluate, tokens by split name
+        for name, text in texts.items():
+            self.val_texts[f"val_{name}"] = TextDataset(text, config.data).whole
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
         """Keep a tokenizer that was trained or given: the source may be gone."""
-        return cls(config, group, kept) if "tokenizer" in kept else cls(config, group)
+        if "tokenizer" in kept:
+            return cls(config, group, kept)
+        return cls(config, group)
 
     def discard(self) -> None:
         self._cache.discard()
@@ -101,36 +98,34 @@ class LanguageModel(Task):
     def train_loader(self, device: torch.device) -> TokenLoader:
         data = self.config.data
         batch_size = self.config.trainer.batch_size
-        self.dataset.check_lengths(data.block_size)
         seed = self.config.run.seed
+        self.dataset.check_lengths(data.block_size)
+        tokens = self.dataset.train
         if data.sources:
-            return WeightedLoader(
-                self.dataset.train, self.dataset.train_sizes, data, batch_size, seed, device
-            )
-        return TokenLoader(
-            self.dataset.train, data.block_size, data.stride, batch_size, seed, device
-        )
+            sizes = self.dataset.train_sizes
+            return WeightedLoader(tokens, sizes, data, batch_size, seed, device)
+        return TokenLoader(tokens, data.block_size, data.stride, batch_size, seed, device)
 
     def split_names(self) -> list[str]:
         return [*super().split_names(), *self.val_texts]
 
     def split(self, name: str, device: torch.device) -> TokenSplit | None:
-        tokens = {"val": self.dataset.val, "test": self.dataset.test, **self.val_texts}[name]
+        splits = {"val": self.dataset.val, "test": self.dataset.test, **self.val_texts}
+        tokens = splits[name]
+        if len(tokens) < 2:
+            return None
         steps = None if name == "test" else self.config.trainer.eval_steps
         windows = steps and steps * self.config.trainer.batch_size
-        return (
-            TokenSplit(tokens, self.config.data.block_size, device, windows)
-            if len(tokens) > 1
-            else None
-        )
+        return TokenSplit(tokens, self.config.data.block_size, device, windows)
 
     def describe_data(self) -> str:
-        parts = {
+        splits = {
             "training": self.dataset.train,
             "validation": self.dataset.val,
             "test": self.dataset.test,
         }
-        *first, last = [f"{len(tokens):,} {name}" for name, tokens in parts.items() if len(tokens)]
+        counts = [f"{len(tokens):,} {name}" for name, tokens in splits.items() if len(tokens)]
+        *first, last = counts
         tokenizer = self.dataset.tokenizer
         unit = UNITS[tokenizer.name]
         sizes = f"{', '.join(first)} and {last} {unit}s"
@@ -149,11 +144,11 @@ class LanguageModel(Task):
         known = tokenizer_from_state(state)
         own = self.dataset.tokenizer
         if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
-            known = CharTokenizer(
-                known.vocabulary + "".join(c for c in own.vocabulary if c not in known.index)
-            )
+            new = "".join(c for c in own.vocabulary if c not in known.index)
+            known = CharTokenizer(known.vocabulary + new)
             ids = known.encode(own.vocabulary)
-            self._ids = None if ids == [*range(len(ids))] else torch.tensor(ids)
+            is_same = ids == list(range(len(ids)))
+            self._ids = None if is_same else torch.tensor(ids)
         elif known.state() != own.state():
             raise ConfigError(
                 f"the weights have a {known.name} tokenizer, the text a {own.name} tokenizer"
@@ -163,7 +158,9 @@ class LanguageModel(Task):
 
     def files(self) -> dict[str, str]:
         tokenizer = self.dataset.tokenizer
-        return {"tokenizer.json": tokenizer.json} if isinstance(tokenizer, BPETokenizer) else {}
+        if isinstance(tokenizer, BPETokenizer):
+            return {"tokenizer.json": tokenizer.json}
+        return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
         """Evaluate other data as a whole.
@@ -178,49 +175,55 @@ class LanguageModel(Task):
             known.encode(own.vocabulary)
         self.extend(state)
         if is_other_data:
-            self.dataset.val = self.dataset.test = self.dataset.whole
+            self.dataset.val = self.dataset.whole
+            self.dataset.test = self.dataset.whole
 
     def _in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Replace the text's ids in tokens and targets (B, T) by the model's, where they differ."""
         if self._ids is None:
             return batch
-        self._ids = self._ids.to(batch[0].device)
-        return self._ids[batch[0]], self._ids[batch[1]]
+        tokens, targets = batch
+        self._ids = self._ids.to(tokens.device)
+        return self._ids[tokens], self._ids[targets]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        batch = self._in_ids_of_model(batch)
-        if smoothing := getattr(self.config.task, "label_smoothing", 0.0):
-            return cross_entropy(model(batch[0]), batch[1], smoothing)
-        loss: Tensor = model(*batch)
+        tokens, targets = self._in_ids_of_model(batch)  # each (B, T)
+        smoothing = getattr(self.config.task, "label_smoothing", 0.0)
+        if smoothing:
+            logits = model(tokens)  # (B, T, V)
+            return cross_entropy(logits, targets, smoothing)
+        loss: Tensor = model(tokens, targets)
         return loss
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
-        tokens, targets = self._in_ids_of_model(batch)
-        logits = model(tokens)
-        correct = (logits.argmax(dim=-1) == targets).sum()
+        tokens, targets = self._in_ids_of_model(batch)  # each (B, T)
+        logits = model(tokens)  # (B, T, V)
         n = targets.numel()
-        tokenizer = self.dataset.tokenizer
+        correct = (logits.argmax(dim=-1) == targets).sum()
         nats = cross_entropy(logits, targets).double() * n
-        tables = {
-            "bits_per_byte": tokenizer.token_sizes,
-            "bits_per_char": tokenizer.token_characters,
+        bits = nats / NATS_PER_BIT
+
+        tokenizer = self.dataset.tokenizer
+        n_bytes = _sum_of_entries(tokenizer.token_sizes, targets)
+        n_characters = _sum_of_entries(tokenizer.token_characters, targets)
+        return {
+            "loss": (nats, n),
+            "accuracy": (correct, n),
+            "bits_per_byte": (bits, n_bytes),
+            "bits_per_char": (bits, n_characters),
         }
-        sizes = {
-            name: torch.from_numpy(table).to(targets.device)[targets].sum()
-            for name, table in tables.items()
-        }
-        bits = {name: (nats / NATS_PER_BIT, size) for name, size in sizes.items()}
-        return {"loss": (nats, n), "accuracy": (correct, n), **bits}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         unit = UNITS[self.dataset.tokenizer.name]
         nats = metrics["loss"]
-        loss = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
-        loss += (
-            [f"{metrics['bits_per_byte']:.4f} bits per byte"] if "bits_per_byte" in metrics else []
-        )
-        loss += [f"accuracy {metrics['accuracy']:.4f}"]
-        others = [f"{name} {metrics[name]:.4f}" for name in metrics if name.endswith("_loss")]
-        return ", ".join([*loss, *others])
+        texts = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
+        if "bits_per_byte" in metrics:
+            texts.append(f"{metrics['bits_per_byte']:.4f} bits per byte")
+        texts.append(f"accuracy {metrics['accuracy']:.4f}")
+        for name, value in metrics.items():
+            if name.endswith("_loss"):
+                texts.append(f"{name} {value:.4f}")
+        return ", ".join(texts)
 
     def sample(self, model: nn.Module, step: int) -> str | None:
         """Generate a text on rank zero, keyed by the seed and the step.
@@ -229,15 +232,31 @@ class LanguageModel(Task):
         """
         seed = derive_seed("sample", self.config.run.seed, step)
         sampling = SamplingParams(temperature=0.8, top_k=40)
-        generate = partial(
-            generate_text, model, self.dataset.tokenizer, "", SAMPLE_CHARACTERS, sampling, seed
-        )
-        return self.group.env.call_on_rank_zero(lambda: generate()[0])
+
+        def generate() -> str:
+            tokenizer = self.dataset.tokenizer
+            [text] = generate_text(model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
+            return text
+
+        return self.group.env.call_on_rank_zero(generate)
 
     def trial_batch(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, y = (part[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous() for part in batch)
-        return x, y
+        tokens, targets = batch
+        tokens = tokens[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous()
+        targets = targets[:TRIAL_ROWS, :TRIAL_LENGTH].contiguous()
+        return tokens, targets
 
     def check_model(self, model: nn.Module, batch: tuple[Tensor, Tensor], trained: bool) -> None:
-        check = check_is_causal_lm if trained else check_shapes
-        check(model, self.config.model.architecture, self.shape[0], *batch)
+        tokens, targets = batch
+        name = self.config.model.architecture
+        vocab_size, _ = self.shape
+        if trained:
+            check_is_causal_lm(model, name, vocab_size, tokens, targets)
+        else:
+            check_shapes(model, name, vocab_size, tokens, targets)
+
+
+def _sum_of_entries(table: np.ndarray, tokens: Tensor) -> Tensor:
+    """Return the sum of a table's entries, one per id, over all tokens."""
+    entries = torch.from_numpy(table).to(tokens.device)
+    return entries[tokens].sum()

@@ -20,13 +20,18 @@ def _check_target(task: Task, fits: Callable[[Tensor], bool], needed: str) -> No
         found = torch.as_tensor(y)
     except (TypeError, ValueError, RuntimeError):
         found = torch.empty(0)
-    if not fits(found):
-        config = task.config
-        raise ConfigError(
-            f"task={config.task.name} needs samples (x, y) with {needed} as y, but "
-            f"{config.data.label} has others; "
-            "choose another task, or register one of your own"
-        )
+    if fits(found):
+        return
+    name = task.config.task.name
+    label = task.config.data.label
+    raise ConfigError(
+        f"task={name} needs samples (x, y) with {needed} as y, but {label} has others; "
+        "choose another task, or register one of your own"
+    )
+
+
+def _is_whole_number(y: Tensor) -> bool:
+    return y.dim() == 0 and not y.is_floating_point()
 
 
 class Classification(Task):
@@ -34,21 +39,21 @@ class Classification(Task):
 
     def __init__(self, config: Config, group: ProcessGroup) -> None:
         super().__init__(config, group)
-        _check_target(self, lambda y: y.dim() == 0 and not y.is_floating_point(), "a whole number")
+        _check_target(self, _is_whole_number, "a whole number")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
+        logits = model(x).float()  # (B, classes)
         smoothing = getattr(self.config.task, "label_smoothing", 0.0)
-        return F.cross_entropy(model(x).float(), y, label_smoothing=smoothing)
+        return F.cross_entropy(logits, y, label_smoothing=smoothing)
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
         x, y = batch
-        logits = model(x).float()
+        n = len(y)
+        logits = model(x).float()  # (B, classes)
+        total_loss = F.cross_entropy(logits, y, reduction="sum")
         correct = (logits.argmax(dim=-1) == y).sum()
-        return {
-            "loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)),
-            "accuracy": (correct, len(y)),
-        }
+        return {"loss": (total_loss, n), "accuracy": (correct, n)}
 
 
 class Regression(Task):
@@ -60,4 +65,5 @@ class Regression(Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return F.mse_loss(model(x).float(), y)
+        prediction = model(x).float()
+        return F.mse_loss(prediction, y)

@@ -43,10 +43,9 @@ class Task:
         """
         self.config = config
         if not isinstance(config.data, DatasetConfig):
-            label = config.data.label
             raise ConfigError(
-                f"task.name={config.task.name} needs a dataset, as in data=digits; {label} "
-                "is a text"
+                f"task.name={config.task.name} needs a dataset, as in data=digits; "
+                f"{config.data.label} is a text"
             )
         built: list[Datasets] = []
 
@@ -57,8 +56,9 @@ class Task:
         self.sha256 = group.run_on_rank_zero(build, per_node=True)
         self.datasets = built[0] if built else build_datasets(config.data)
         sample = self.datasets.val[0]  # without augmentation
-        first = sample[0] if isinstance(sample, (tuple, list)) else sample
-        self.shape: tuple[int, Any] = self.datasets.outputs, tuple(getattr(first, "shape", ()))
+        x = sample[0] if isinstance(sample, (tuple, list)) else sample
+        input_shape = tuple(getattr(x, "shape", ()))
+        self.shape: tuple[int, Any] = (self.datasets.outputs, input_shape)
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> "Task":
@@ -85,14 +85,15 @@ class Task:
 
     def train_loader(self, device: torch.device) -> Loader:
         """Return the loader of the training split."""
-        config = self.config
-        batch_size = config.trainer.batch_size
+        batch_size = self.config.trainer.batch_size
+        seed = self.config.run.seed
         on_gpu = device.type == "cuda"
-        return SampleLoader(self.datasets.train, config.data, batch_size, config.run.seed, on_gpu)
+        return SampleLoader(self.datasets.train, self.config.data, batch_size, seed, on_gpu)
 
     def split_names(self) -> list[str]:
-        """Return the splits to evaluate: `val`, `test`, and further ones as `val_<name>`, measured
-        with `val`.
+        """Return the splits to evaluate: `val`, `test`, and further ones as `val_<name>`.
+
+        Those are measured with `val`.
         """
         return ["val", "test"]
 
@@ -102,26 +103,23 @@ class Task:
         `test` is always whole.
         """
         dataset = getattr(self.datasets, name)
-        limit = self.config.trainer.eval_steps if name == "val" else None
         if dataset is None:
             return None
+        steps = self.config.trainer.eval_steps if name == "val" else None
+        samples = steps and steps * self.config.trainer.batch_size
         on_gpu = device.type == "cuda"
-        return SampleSplit(
-            dataset, self.config.data, on_gpu, limit and limit * self.config.trainer.batch_size
-        )
+        return SampleSplit(dataset, self.config.data, on_gpu, samples)
 
     def describe_data(self) -> str:
         """Return a line about the data for the log."""
-        sizes = [
-            f"{len(getattr(self.datasets, name) or ()):,} {name}"
-            for name in ("train", "val", "test")
-        ]
+        sizes = []
+        for name in ("train", "val", "test"):
+            dataset = getattr(self.datasets, name) or ()
+            sizes.append(f"{len(dataset):,} {name}")
         return f"{self.config.data.label}: {', '.join(sizes)} samples"
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values that a snapshot keeps: what identifies the data, and what sampling
-        needs.
-        """
+        """Return JSON values for a snapshot: what identifies the data, and what sampling needs."""
         return {"data": {"sha256": self.sha256}}
 
     def extend(self, state: dict[str, Any]) -> None:
@@ -134,9 +132,7 @@ class Task:
         """
 
     def files(self) -> dict[str, str]:
-        """Return further files of the run directory by name: what a reader of the snapshots may
-        need.
-        """
+        """Return further files of the run directory by name, for a reader of the snapshots."""
         return {}
 
     def adopt(self, state: dict[str, Any], is_other_data: bool) -> None:
@@ -155,9 +151,7 @@ class Task:
     # The model.
 
     def build_model(self) -> nn.Module:
-        """Build the model that `config.model` describes; torch's global generator draws its
-        weights.
-        """
+        """Build the model of `config.model`; torch's global generator draws its weights."""
         return build_model(self.config.model, *self.shape)
 
     # What it learns.
@@ -172,18 +166,18 @@ class Task:
         raise NotImplementedError
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Mean]:
-        """Return what evaluation measures, by name: sums over the batch and the number of items in
-        them.
+        """Return what evaluation measures: sums over the batch, each with its number of items.
 
         `loss` is required: snapshots and sweeps compare it. The sums of all ranks are added.
         """
-        losses = self.loss(model, batch)
+        losses = named_losses(self.loss(model, batch))
         n = batch_length(batch)
-        return {name: (loss.detach() * n, n) for name, loss in named_losses(losses).items()}
+        return {name: (loss.detach() * n, n) for name, loss in losses.items()}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """Return metrics as text for the log."""
-        return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
+        texts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()]
+        return ", ".join(texts)
 
     # Optional.
 
@@ -207,7 +201,8 @@ class Task:
             CodeError: another type or shape than the task needs.
         """
         name = self.config.task.name
-        for key, loss in named_losses(self.loss(model, batch)).items():
+        losses = named_losses(self.loss(model, batch))
+        for key, loss in losses.items():
             found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             if found != ():
                 raise CodeError(
@@ -243,4 +238,6 @@ def batch_length(batch: Any) -> int:
     """Return the number of samples in a collated batch."""
     if isinstance(batch, Mapping):
         return batch_length(next(iter(batch.values())))
-    return len(batch) if isinstance(batch, Tensor) else batch_length(batch[0])
+    if isinstance(batch, Tensor):
+        return len(batch)
+    return batch_length(batch[0])

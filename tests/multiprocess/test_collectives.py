@@ -148,10 +148,10 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         resumed.read()["train/loss"],
     ]
     if rank == 1:
-        runtime.group.report_failure("out of memory")
-    observed["failure"] = vars(runtime.group.reported_failure(wait_s=10))
-    runtime.group.report_failure("lost another rank")
-    observed["failure later"] = vars(runtime.group.reported_failure(wait_s=10))
+        runtime.group.failures.report("out of memory")
+    observed["failure"] = vars(runtime.group.failures.first(wait_s=10))
+    runtime.group.failures.report("lost another rank")
+    observed["failure later"] = vars(runtime.group.failures.first(wait_s=10))
     runtime.close()
     return observed
 
@@ -291,7 +291,7 @@ def failing_jobs(config: dict[str, Any], messages: list[str]) -> list[bool]:
     alike = []
     for job, message in enumerate(messages):
         runtime = Runtime(from_mapping(config), read_env(), job)
-        alike.append(runtime.group.have_all_failed(message.format(runtime.group.rank)))
+        alike.append(runtime.group.failures.have_all_failed(message.format(runtime.group.rank)))
         if not alike[-1]:
             runtime.close()
         del runtime
@@ -309,7 +309,7 @@ def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
 
 def one_rank_fails(config: dict[str, Any]) -> bool:
     runtime = Runtime(from_mapping(config), read_env())
-    alike = runtime.group.rank == 1 and runtime.group.have_all_failed("no text")
+    alike = runtime.group.rank == 1 and runtime.group.failures.have_all_failed("no text")
     runtime.close()
     return alike
 
@@ -333,10 +333,10 @@ def one_process(config: dict[str, Any]) -> dict[str, Any]:
         "in copy": [runtime.group.any_in_copy(flag) for flag in (True, False)],
         "get_or_set": runtime.group.get_or_set("name", lambda: "made"),
         "failure": [
-            runtime.group.report_failure("no text"),
-            runtime.group.reported_failure(wait_s=0),
+            runtime.group.failures.report("no text"),
+            runtime.group.failures.first(wait_s=0),
         ],
-        "all failed": runtime.group.have_all_failed("no text"),
+        "all failed": runtime.group.failures.have_all_failed("no text"),
         "group": torch.distributed.is_initialized(),
     }
     runtime.close()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed import process_group
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.process_group import Failure, ProcessGroup, check_ranks, name_backends
+from mingpt_ddp.distributed.process_group import ProcessGroup, check_ranks, name_backends
 from mingpt_ddp.errors import ConfigError
 
 
@@ -84,16 +84,3 @@ def test_a_copy_of_the_model_has_as_many_ranks_as_asked():
     check_ranks(DDPConfig(tensor_parallel=2), 4)
     with pytest.raises(ConfigError, match="tensor_parallel=2 must divide the number of ranks, 3"):
         check_ranks(DDPConfig(tensor_parallel=2), 3)
-
-
-def test_a_lost_store_reports_no_failure():
-    """Rank 0 hosts the store, and may exit first."""
-    group = ProcessGroup(DistEnv(), [torch.device("cpu")], DDPConfig(), job=0)
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group.store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    group.report_failure("no text", "DataError")
-    assert group.reported_failure(wait_s=5) == Failure(0, "DataError", "no text")
-    del server
-    assert group.reported_failure(wait_s=5) is None
-    group.report_failure("a later error")
-    assert not group.have_all_failed("no text")

@@ -1,0 +1,111 @@
+"""Failures of ranks: errors as JSON values, and the store in which peers find the root cause."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mingpt_ddp import errors
+from mingpt_ddp.distributed.rendezvous import ask_store, get_now
+from mingpt_ddp.errors import UserError
+
+FAILURE = "failure"  # key in the store: the error of the first rank that failed
+ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of the first rank that failed."""
+
+    rank: int
+    kind: str  # the class of a UserError; "" for any other error
+    message: str  # one line
+
+
+class FailureReports:
+    """The error of the first rank that failed, in the store of the attempt."""
+
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
+        """
+        Args:
+            store: None: there is no other rank.
+        """
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+
+    def report(self, message: str, kind: str = "") -> None:
+        """Write the error of this rank to the store, unless another rank failed before.
+
+        Args:
+            kind: the class of a UserError; "" for any other error.
+        """
+        store = self.store
+        if store is None:
+            return
+        failure = json.dumps(asdict(Failure(self.rank, kind, message)))
+        ask_store(lambda: store.compare_set(FAILURE, "", failure), otherwise=b"")
+
+    def first(self, wait_s: float) -> Failure | None:
+        """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
+        store = self.store
+        if store is None:
+            return None
+        deadline = time.monotonic() + wait_s
+
+        def poll() -> Failure | None:
+            while not store.check([FAILURE]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            report = get_now(store, FAILURE)
+            return Failure(**json.loads(report)) if report else None
+
+        return ask_store(poll, otherwise=None, wait_s=wait_s)
+
+    def have_all_failed(self, message: str) -> bool:
+        """Return whether every rank failed with the same error.
+
+        If so, destroy the process group for the next job.
+        """
+        store = self.store
+        if store is None:
+            return True
+        keys = [f"failed/{rank}" for rank in range(self.world_size)]
+
+        def compare() -> bool:
+            store.set(keys[self.rank], message)
+            store.wait(keys, timedelta(seconds=ALL_FAILED_TIMEOUT_S))
+            return all(other.decode() == message for other in store.multi_get(keys))
+
+        are_alike = ask_store(compare, otherwise=False, wait_s=ALL_FAILED_TIMEOUT_S)
+        if are_alike:
+            dist.destroy_process_group()
+        return are_alike
+
+
+def pack_error(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON values; all but UserErrors become OSErrors."""
+    if isinstance(error, UserError):
+        return {"kind": type(error).__name__, "message": str(error.args[0]), "errno": None}
+    message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror
+    one_line = " ".join(message.split())
+    return {"kind": "OSError", "message": one_line, "errno": getattr(error, "errno", None)}
+
+
+def unpack_error(packed: dict[str, Any], rank: int | None) -> Exception:
+    """Return the error that `pack_error` packed.
+
+    Args:
+        rank: the rank that raised it, for the message of an OSError; None: there is one rank.
+    """
+    message = packed["message"]
+    if packed["kind"] != "OSError":
+        user_error: Exception = getattr(errors, packed["kind"])(message)
+        return user_error
+    error = OSError(message if rank is None else f"rank {rank}: {message}")
+    error.errno = packed["errno"]
+    return error
