@@ -1,9 +1,8 @@
-"""Measure what introductions to distributed training say about it: true, false, or not measurable
-on this machine.
+"""Measure whether what introductions to distributed training say about it is true.
 
-Speeds are the median tokens/s of a run's log, of runs that alternate: A, B, A, B ... A claim about
-speed is true if the median ratio exceeds 1 by more than TOLERANCE. Every rank has one CPU thread,
-so the machine needs two cores.
+A claim is true, false, or not measurable on this machine. Speeds are the median tokens/s of a run's
+log, of runs that alternate: A, B, A, B ... A claim about speed is true if the median ratio exceeds
+1 by more than TOLERANCE. Every rank has one CPU thread, so the machine needs two cores.
 
     python benchmarks/claims.py
 """

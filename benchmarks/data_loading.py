@@ -1,5 +1,4 @@
-"""Batches/s of this project's loader against a minGPT-style dataset, in one process without
-workers.
+"""Batches/s of this project's loader against a minGPT-style dataset, in one process.
 
 The baseline is the usual character dataset: a text as a Python string, a dictionary from characters
 to integers, one item per window as two tensors, and torch's DataLoader with a RandomSampler. Both

@@ -1,6 +1,4 @@
-"""A roofline for a step of `gpt` with AdamW in fp32: the least work it needs, and the peak rates of
-this machine.
-"""
+"""A roofline for a step of `gpt` with AdamW in fp32: its least work, this machine's peak rates."""
 
 from __future__ import annotations
 

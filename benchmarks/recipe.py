@@ -34,7 +34,7 @@ LIMITS = {  # nats per character
     "shakespeare_char_cpu_long": 1.50,
     "shakespeare_bpe_cpu": 1.50,
 }
-# of the mean of all probabilities
+# Of the loss of the seeds' mean probabilities.
 ENSEMBLE_LIMITS = {"shakespeare_char_cpu_long": 1.47, "shakespeare_bpe_cpu": 1.47}
 FIRST_SEED = 101
 HEADER = [

@@ -1,12 +1,12 @@
-"""Every `ddp.strategy`: final loss, time of a step against ddp, and a rank's peak memory in
-training, saving, resuming.
+"""Final loss, time of a step and peak memory of every `ddp.strategy`.
 
-One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with
-ddp (on one rank: with `single`), one process group each; a ratio compares neighbours. `small` has
-0.8M parameters and 60 steps; `large` has 19M and few tokens, on two ranks, so that its memory is
-that of the state; it alone is resumed. Memory is VmHWM of the rank with most. For saving and
-resuming it is what is added to the memory before; the bytes of the optimizer's state that a rank
-holds are there for comparison.
+The time is against ddp, the memory that of a rank in training, saving and resuming. One thread per
+rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one
+rank: with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M
+parameters and 60 steps; `large` has 19M and few tokens, on two ranks, so that its memory is that of
+the state; it alone is resumed. Memory is VmHWM of the rank with most. For saving and resuming it is
+what is added to the memory before; the bytes of the optimizer's state that a rank holds are there
+for comparison.
 
     python benchmarks/strategies.py
     python benchmarks/strategies.py --settings large --repetitions 1
@@ -272,9 +272,7 @@ def main() -> None:
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row per setting, precision and number of ranks: loss, time and memory of each
-    strategy.
-    """
+    """Return a row per setting, precision and number of ranks, with each strategy's figures."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         ranks = f"{result['ranks']} rank{'s' if result['ranks'] > 1 else ''}"
