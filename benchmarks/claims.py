@@ -27,17 +27,13 @@ TRAINING = [
     "trainer.max_epochs=null",
     "trainer.eval_every=null",
     "snapshot.every_steps=null",
-]
-TRAINING += [
     "data.truncate=0.2",
     "trainer.log_every=5",
     "trainer.eval_steps=1",
     "trainer.max_steps=60",
 ]
-SMALL, LARGE = (
-    ["model=gpt_nano", "trainer.max_steps=300"],
-    ["model=gpt_mini", "trainer.batch_size=16"],
-)
+SMALL = ["model=gpt_nano", "trainer.max_steps=300"]
+LARGE = ["model=gpt_mini", "trainer.batch_size=16"]
 GLOO = ["ddp.backend=gloo"]
 MESSAGE, PIECES = 1 << 20, 256  # bytes of all pieces together
 

@@ -32,8 +32,6 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "curve",
     "font.family": "sans-serif",
     "font.size": 11,
-}
-STYLE |= {
     "text.color": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,

@@ -71,10 +71,8 @@ def needed(point: Point) -> Needed:
         activation="gelu",
     )
     model = GPT(config, CHARACTERS, point.context)
-    weights, characters = (
-        count_parameters(model),
-        math.ceil(point.batch / point.ranks) * point.context,
-    )
+    weights = count_parameters(model)
+    characters = math.ceil(point.batch / point.ranks) * point.context
     activations = 4 * 10 * characters * point.layers * point.width
     flops = float(model.flops_per_token() * characters)
     return Needed(flops, 11 * 4 * weights + 2 * activations, 4 * 4 * weights + activations)
@@ -95,11 +93,8 @@ def memory_rate(device: torch.device) -> float:
     """Return the bytes per second of a copy, reads and writes counted."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * BLOCK
-        / fastest("target.copy_(source)", {"source": source, "target": target, "torch": torch})
-    )
+    names = {"source": source, "target": target, "torch": torch}
+    return 2 * BLOCK / fastest("target.copy_(source)", names)
 
 
 def measured_rates() -> tuple[float, float]:

@@ -189,8 +189,7 @@ def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             f"`experiment={name}`, {found['runs'][0]['step']:,} steps on {RANKS} ranks: "
-            "validation loss "
-            f"over the whole split, mean of {len(found['runs'])} seeds",
+            f"validation loss over the whole split, mean of {len(found['runs'])} seeds",
             f"{found['mean']:.3f} ({found['low']:.3f} .. {found['high']:.3f}) nats per character"
             + (f"; their ensemble {found['ensemble']:.3f}" if "ensemble" in found else ""),
         )

@@ -29,17 +29,17 @@ from typing import Any
 from common import ROOT, alternate, cell, compare, environment, log, parser, report, spread
 
 HEADER = [
-    *(
-        "setting",
-        "precision",
-        "ranks",
-        "strategy",
-        "validation loss",
-        "step, ms",
-        "against ddp",
-        "training, MiB",
-    ),
-    *("state, MiB", "saving, + MiB", "resuming, + MiB"),
+    "setting",
+    "precision",
+    "ranks",
+    "strategy",
+    "validation loss",
+    "step, ms",
+    "against ddp",
+    "training, MiB",
+    "state, MiB",
+    "saving, + MiB",
+    "resuming, + MiB",
 ]
 PLAN = "MINGPT_STRATEGIES"  # environment variable with a worker's settings
 STRATEGIES = {1: ["single", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"]}
@@ -50,8 +50,6 @@ COMMON = [
     "data.truncate=0.1",
     "trainer.device=cpu",
     "trainer.max_epochs=null",
-]
-COMMON += [
     "trainer.eval_every=null",
     "trainer.eval_steps=20",
     "snapshot.every_steps=null",
