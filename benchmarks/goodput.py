@@ -199,12 +199,11 @@ def draw(out: Path, machines: list[int], curves: dict[str, list[float]], caption
 
 def caption(costs: Costs, origin: str, mtbf_days: float) -> str:
     return (
-        f"Simulated. A machine fails once in {mtbf_days:,.0f} days. For each snapshot "
-        "training waits "
-        f"{costs.sync_save_s:.3g} s; with writing in the background\n{costs.stall_s:.3g} s, "
-        "and it is durable after "
-        f"{costs.durable_s:.3g} s. A restart takes {costs.restart_s:.3g} s. These four times "
-        f"are {origin}."
+        f"Simulated. A machine fails once in {mtbf_days:,.0f} days. "
+        f"For each snapshot training waits {costs.sync_save_s:.3g} s; "
+        f"with writing in the background\n{costs.stall_s:.3g} s, "
+        f"and it is durable after {costs.durable_s:.3g} s. "
+        f"A restart takes {costs.restart_s:.3g} s. These four times are {origin}."
     )
 
 

@@ -102,12 +102,8 @@ def worker_main(out: Path) -> None:
 
     found: dict[str, Any] = {"steps": [], "saving": 0, "resuming": 0}
     forward_backward, optimizer_step = TrainStep.forward_backward, TrainStep.optimizer_step
-    load_latest, restore, save, wait = (
-        SnapshotManager.load_latest,
-        composition.restore,
-        SnapshotManager.save,
-        SnapshotManager.wait,
-    )
+    load_latest, restore = SnapshotManager.load_latest, composition.restore
+    save, wait = SnapshotManager.save, SnapshotManager.wait
     began, before = 0.0, 0
 
     def timed_forward(self: Any, step: int) -> Any:
@@ -280,25 +276,15 @@ def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
     found = []
     for name, (base, *others) in rows.items():
         losses = [loss for result in (base, *others) for loss in result["losses"]]
-        parts = [
-            (
-                f"{base['strategy']} {base['step_ms']['median']:.0f} ms, "
-                f"{base['state']['median']:.1f} MiB"
-            )
-        ]
+        step_ms = base["step_ms"]["median"]
+        parts = [f"{base['strategy']} {step_ms:.0f} ms, {base['state']['median']:.1f} MiB"]
         for other in others:
-            times, state = (
-                other["ratio"]["median"],
-                other["state"]["median"] / base["state"]["median"],
-            )
+            times = other["ratio"]["median"]
+            state = other["state"]["median"] / base["state"]["median"]
             parts.append(f"{other['strategy']} {times:.2f} times, {state:.2f} times")
         loss = f"loss {median(losses):.6f}, {max(losses) - min(losses):.0e} apart"
-        found.append(
-            (
-                f"strategies, {name}: validation loss; time of a step; optimizer state per rank",
-                f"{loss}; {'; '.join(parts)}",
-            )
-        )
+        what = f"strategies, {name}: validation loss; time of a step; optimizer state per rank"
+        found.append((what, f"{loss}; {'; '.join(parts)}"))
     return found
 
 
