@@ -36,7 +36,7 @@ from mingpt_ddp.metrics.jsonl import MetricsHistory, read_history
 TEXT = ["data.truncate=0.1", "data.block_size=32", "trainer.batch_size=12"]
 GPT = [*TEXT, "model=gpt_nano", "model.dropout=0.1"]
 MUON = [*TEXT, "model=modern_nano", "optimizer=muon"]
-# On two ranks the second has one micro-batch less, and a sharded strategy pads.
+# Three micro-batches: on two ranks the second has one less, and a sharded strategy pads.
 ODD = ["trainer.micro_batch_size=4"]
 # The rate is too low to learn: the loss stays about its average, and some batches are above it.
 SPIKES = ["trainer.spike_factor=1.0005", "optimizer.lr=1e-5", "optimizer.warmup_steps=0"]
@@ -70,7 +70,7 @@ class Outcome:
 
 
 CASES = {
-    "gpt": Case(GPT),
+    "gpt": Case([*GPT, "trainer.eval_every=7", "trainer.sample_every=11"]),
     "muon": Case(MUON),
     "muon-ranks": Case([*MUON, *ODD], ranks=2),
     "accumulation": Case([*GPT, "trainer.micro_batch_size=2"], ranks=2),
@@ -79,6 +79,7 @@ CASES = {
     "manual": Case([*GPT, *ODD, "ddp.strategy=manual"], ranks=2),
     "zero1": Case([*GPT, *ODD, "ddp.strategy=zero1"], ranks=2),
     "fsdp": Case([*GPT, *ODD, "ddp.strategy=fsdp"], ranks=2),
+    "hsdp": Case([*GPT, "trainer.micro_batch_size=2", "ddp.strategy=hsdp"], ranks=4),
     "fsdp-fp16-ema": Case(
         [*GPT, *ODD, *OVERFLOWS, "ddp.strategy=fsdp", "trainer.ema=0.9"],
         ranks=2,
