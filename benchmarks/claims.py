@@ -1,9 +1,8 @@
-"""Measure what introductions to distributed training say about it: true, false, or not measurable
-on this machine.
+"""Measure whether what introductions to distributed training say about it is true.
 
-Speeds are the median tokens/s of a run's log, of runs that alternate: A, B, A, B ... A claim about
-speed is true if the median ratio exceeds 1 by more than TOLERANCE. Every rank has one CPU thread,
-so the machine needs two cores.
+A claim is true, false, or not measurable on this machine. Speeds are the median tokens/s of a run's
+log, of runs that alternate: A, B, A, B ... A claim about speed is true if the median ratio exceeds
+1 by more than TOLERANCE. Every rank has one CPU thread, so the machine needs two cores.
 
     python benchmarks/claims.py
 """
@@ -28,17 +27,13 @@ TRAINING = [
     "trainer.max_epochs=null",
     "trainer.eval_every=null",
     "snapshot.every_steps=null",
-]
-TRAINING += [
     "data.truncate=0.2",
     "trainer.log_every=5",
     "trainer.eval_steps=1",
     "trainer.max_steps=60",
 ]
-SMALL, LARGE = (
-    ["model=gpt_nano", "trainer.max_steps=300"],
-    ["model=gpt_mini", "trainer.batch_size=16"],
-)
+SMALL = ["model=gpt_nano", "trainer.max_steps=300"]
+LARGE = ["model=gpt_mini", "trainer.batch_size=16"]
 GLOO = ["ddp.backend=gloo"]
 MESSAGE, PIECES = 1 << 20, 256  # bytes of all pieces together
 
@@ -125,9 +120,8 @@ def few_large_messages(repetitions: int) -> tuple[bool, dict[str, Any], str]:
 
 
 def overlap(repetitions: int) -> tuple[bool, dict[str, Any], str]:
-    ddp, manual = (
-        partial(speed, *LARGE, *GLOO, f"ddp.strategy={name}", ranks=2) for name in ("ddp", "manual")
-    )
+    ddp = partial(speed, *LARGE, *GLOO, "ddp.strategy=ddp", ranks=2)
+    manual = partial(speed, *LARGE, *GLOO, "ddp.strategy=manual", ranks=2)
     ratio = faster("overlap", ddp, manual, repetitions)
     return (
         is_faster(ratio),

@@ -1,5 +1,4 @@
-"""Shared by the benchmarks: machine description, alternating runs, medians, JSON and Markdown
-output.
+"""Shared by the benchmarks: the machine, alternating runs, medians, JSON and Markdown output.
 
 torch is not imported here, so that child processes do not inherit its peak memory.
 """
@@ -68,9 +67,7 @@ def corpus_path() -> Path:
 
 
 def environment(threads: int = 1) -> dict[str, str]:
-    """Return an environment for child processes: the thread count, without variables of a
-    launcher.
-    """
+    """Return an environment for child processes: with a thread count, without a launcher's."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -81,9 +78,7 @@ def environment(threads: int = 1) -> dict[str, str]:
 
 
 def children_cpu_seconds() -> float:
-    """Return user and system time of all child processes that have been waited for, with their
-    descendants'.
-    """
+    """Return user and system time of all children that have been waited for, and of theirs."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -115,8 +110,10 @@ def timed(command: Sequence[str], cwd: Path, threads: int = 1) -> tuple[float, f
 
 
 def nats_per_character(result: Mapping[str, Any]) -> float:
-    """Return the validation loss of result.json, or of `python -m mingpt_ddp.evaluate`, whatever
-    the tokenizer.
+    """Return the validation loss of a result, whatever the tokenizer.
+
+    Args:
+        result: of result.json, or of `python -m mingpt_ddp.evaluate`.
     """
     return math.log(2) * float(result["bits_per_char"])
 

@@ -1,5 +1,4 @@
-"""The cost of communication: training speed of 2 ranks relative to the same ranks without
-synchronisation.
+"""Training speed of 2 ranks relative to the same ranks without synchronisation.
 
 The run is the user command, `torchrun --nproc_per_node=2 main.py` on the CPU with one thread per
 rank. In training, blocks of steps alternate in the same processes: with all communication of a
@@ -43,8 +42,9 @@ STEPS = {"small": 40, "mid": 3}  # of a block
 
 
 def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]]]:
-    """Return wall, CPU and exposed communication seconds per step of this rank, for alternating
-    blocks.
+    """Measure alternating blocks of steps on this rank.
+
+    Return wall, CPU and exposed communication seconds per step of each block.
     """
     import torch
 

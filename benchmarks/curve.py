@@ -1,8 +1,8 @@
-"""Draw the training curve of a run: training loss as a thin line, validation losses as points with
-their values.
+"""Draw the training curve of a run.
 
-Reads the TensorBoard events of rank 0 and the configuration from a run directory, and writes a
-small SVG with selectable text. Needs matplotlib (`pip install -e .[dev]`).
+The training loss is a thin line, validation losses are points with their values. Reads the
+TensorBoard events of rank 0 and the configuration from a run directory, and writes a small SVG with
+selectable text. Needs matplotlib (`pip install -e .[dev]`).
 
     python benchmarks/curve.py outputs/RUN
 """
@@ -32,8 +32,6 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "curve",
     "font.family": "sans-serif",
     "font.size": 11,
-}
-STYLE |= {
     "text.color": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,

@@ -1,5 +1,4 @@
-"""Batches/s of this project's loader against a minGPT-style dataset, in one process without
-workers.
+"""Batches/s of this project's loader against a minGPT-style dataset, in one process.
 
 The baseline is the usual character dataset: a text as a Python string, a dictionary from characters
 to integers, one item per window as two tensors, and torch's DataLoader with a RandomSampler. Both
@@ -38,8 +37,8 @@ HEADER = [
     "TokenLoader batches/s",
     "Dataset + DataLoader batches/s",
     "ratio, pair by pair",
+    "share of a training step",
 ]
-HEADER += ["share of a training step"]
 WARM_UP = 5  # batches
 BETWEEN = 32  # batches between clock readings, which take a tenth of the time of a batch
 
@@ -67,10 +66,8 @@ def from_windows(windows: Windows, batch: int) -> Iterator[tuple[Tensor, Tensor]
 
 
 def from_loader(corpus: TextDataset, context: int, batch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    loader, plan = (
-        TokenLoader(corpus.train, context, None, batch, seed=1),
-        BatchPlan(batch, batch, world_size=1),
-    )
+    loader = TokenLoader(corpus.train, context, None, batch, seed=1)
+    plan = BatchPlan(batch, batch, world_size=1)
     step = 0
     while True:
         step += 1

@@ -185,8 +185,8 @@ def measure(server: int, bucket: str, saves: int, seed: int) -> dict[str, Any]:
         "lost",
         "silently damaged",
         "saves that met a fault",
+        "requests sent again",
     )
-    keys += ("requests sent again",)
     return {
         "saves": saves,
         "seed": seed,
@@ -262,12 +262,10 @@ def contents_of(store: SnapshotStore, step: int) -> dict[str, bytes] | None:
 
 def judge(store: SnapshotStore, step: int, contents: dict[str, bytes], committed: bool) -> str:
     found = contents_of(store, step)
-    if committed:
-        return (
-            "lost" if found is None else ("committed" if found == contents else "silently damaged")
-        )
     if found is None:
-        return "refused"
+        return "lost" if committed else "refused"
+    if committed:
+        return "committed" if found == contents else "silently damaged"
     # The response to the last request was lost: the outcome is unknowable, but the snapshot is
     # intact.
     return "refused, but whole" if found == contents else "silently damaged"

@@ -44,9 +44,7 @@ def fit(xs: Sequence[float], ys: Sequence[float], exponent: float | None = None)
 
 
 def _with_exponent(x: np.ndarray, y: np.ndarray, p: float) -> Law:
-    """Return the best least-squares fit with both terms or one of them, without negative
-    coefficients.
-    """
+    """Return the best least-squares fit of both terms or one, with coefficients of at least 0."""
     terms = np.stack([1 / y, x**p / y], axis=1)  # terms @ (constant, factor) should be 1
     both = np.linalg.lstsq(terms, np.ones(len(y)), rcond=None)[0]
     alone = terms.sum(axis=0) / (terms**2).sum(axis=0)

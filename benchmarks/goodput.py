@@ -77,14 +77,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of saving: its interval (None: optimal for the failure rate), its stall, and its time
-    until durable.
-    """
+    """One way of saving."""
 
     name: str
-    interval_s: float | None
-    cost_s: float
-    durable_s: float
+    interval_s: float | None  # None: optimal for the failure rate
+    cost_s: float  # the stall
+    durable_s: float  # until the snapshot survives a failure
 
     def interval(self, mtbf_s: float) -> float:
         if self.interval_s is not None:
@@ -117,8 +115,10 @@ def measured(path: Path) -> dict[str, float]:
 
 
 def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[float, float]:
-    """Return the goodput over failures `gaps` apart, in units of the mean, and its standard
-    error.
+    """Return the goodput over failures, and its standard error.
+
+    Args:
+        gaps: between the failures, in units of their mean.
     """
     interval = way.interval(mtbf_s)
     lives = gaps * mtbf_s
@@ -131,9 +131,7 @@ def simulate(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> tuple[floa
 
 
 def figures(way: Way, restart_s: float, mtbf_s: float, gaps: Any) -> dict[str, float]:
-    """Return simulated and expected goodput of one way at one failure rate; exit if they
-    disagree.
-    """
+    """Return one way's simulated and expected goodput at a failure rate; exit if they differ."""
     interval = way.interval(mtbf_s)
     simulated, error = simulate(way, restart_s, mtbf_s, gaps)
     expected = goodput(interval, way.cost_s, way.durable_s, restart_s, mtbf_s)
@@ -201,12 +199,11 @@ def draw(out: Path, machines: list[int], curves: dict[str, list[float]], caption
 
 def caption(costs: Costs, origin: str, mtbf_days: float) -> str:
     return (
-        f"Simulated. A machine fails once in {mtbf_days:,.0f} days. For each snapshot "
-        "training waits "
-        f"{costs.sync_save_s:.3g} s; with writing in the background\n{costs.stall_s:.3g} s, "
-        "and it is durable after "
-        f"{costs.durable_s:.3g} s. A restart takes {costs.restart_s:.3g} s. These four times "
-        f"are {origin}."
+        f"Simulated. A machine fails once in {mtbf_days:,.0f} days. "
+        f"For each snapshot training waits {costs.sync_save_s:.3g} s; "
+        f"with writing in the background\n{costs.stall_s:.3g} s, "
+        f"and it is durable after {costs.durable_s:.3g} s. "
+        f"A restart takes {costs.restart_s:.3g} s. These four times are {origin}."
     )
 
 

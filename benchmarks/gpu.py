@@ -4,11 +4,13 @@
 2  the same bits after kill -9 of a worker, with trainer.compile=true and
    trainer.deterministic=true, and their cost
 3  tokens/s and utilization at 10.7M parameters (nanoGPT's shakespeare_char) and in GPT-2's shape
-   (12 layers, 768 wide, context 1024: 124M parameters with its own vocabulary, 86M with the 65 characters that are used
-   here), against nanoGPT, the measured rate of matrix products and the vendor's bf16 peak
+   (12 layers, 768 wide, context 1024: 124M parameters with its own vocabulary, 86M with the 65
+   characters that are used here), against nanoGPT, the measured rate of matrix products and the
+   vendor's bf16 peak
 4  CUDA graphs, sampling one stream and ten, the stall of a snapshot of 124M parameters against
-torch.save 5  time to a validation loss of 1.47 on tinyshakespeare, ours and nanoGPT's 6
-experiment=shakespeare_char_best on two seeds
+   torch.save
+5  time to a validation loss of 1.47 on tinyshakespeare, ours and nanoGPT's
+6  experiment=shakespeare_char_best on two seeds
 
 A part prints a table, writes gpu_<part>.json, and lists what it skipped for lack of time. Compiled
 code is cached in the same directory, so that a repeated part has more time for repetitions. nanoGPT
@@ -17,7 +19,7 @@ that --nanogpt names. Nothing here needs a network.
 
     export MINGPT_SHAKESPEARE=input.txt
     for part in 1 2 3 4 5 6; do python benchmarks/gpu.py --part $part --nanogpt ~/nanoGPT; done
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

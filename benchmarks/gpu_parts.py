@@ -86,12 +86,12 @@ def pytest(part: Part, words: str) -> str:
 
 
 def exactness(part: Part) -> Table:
-    """Compare weights and moments, byte for byte, with and without kill -9 of a worker, compiled
-    and deterministic.
+    """Compare weights and moments, byte for byte, with and without kill -9 of a worker.
+
+    Both are compiled and deterministic.
     """
-    # total, between snapshots, killed at
-    setting, steps = (TINY, (30, 5, 8)) if part.dry else (CHAR, (400, 50, 120))
-    total, every, kill_at = steps
+    setting = TINY if part.dry else CHAR
+    total, every, kill_at = (30, 5, 8) if part.dry else (400, 50, 120)  # steps
     exact = [
         "trainer.deterministic=true",
         "run.resume=auto",

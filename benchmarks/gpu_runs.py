@@ -81,10 +81,7 @@ class Part:
             return None
 
     def alternate(self, what: str, candidates: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
-        """Measure A, B, A, B ...
-
-        until the repetitions or the time are used up; drop candidates that fail.
-        """
+        """Measure A, B, A, B ... while repetitions and time are left; drop those that fail."""
         values: dict[str, list[T]] = {name: [] for name in candidates}
         took = dict.fromkeys(candidates, 0.0)
         for repetition in range(1, self.repetitions + 1):
@@ -167,9 +164,7 @@ def flops_per_token(overrides: dict[str, list[str]], vocab_size: int) -> dict[st
 
 
 def text_or_random(directory: Path, characters: int) -> tuple[Path, bool]:
-    """Return tinyshakespeare and True; or random text with as many distinct characters, and
-    False.
-    """
+    """Return tinyshakespeare and True; or random text of as many distinct characters and False."""
     if os.environ.get(TEXT_VARIABLE):
         return corpus_path(), True
     path = directory / "random.txt"

@@ -72,9 +72,7 @@ def our_speed(
 
 
 def training_speed(part: Part) -> Table:
-    """Measure training relative to nanoGPT, to the measured matmul rate and to the vendor's
-    peak.
-    """
+    """Measure training against nanoGPT, the measured matmul rate and the vendor's peak."""
     settings = {"tiny": TINY} if part.dry else {"10.7M": CHAR, "GPT-2's shape": GPT2}
     commands = {
         f"{k}, {name}": our_command(part, s, recipe)
@@ -96,7 +94,7 @@ def training_speed(part: Part) -> Table:
         in_fresh_process, flops_per_token, words, len(set(part.text.read_text(encoding="utf-8")))
     )
     flops = part.attempt("FLOPs per token", count) or {}
-    # the same shapes
+    # nanoGPT's model has the shapes of ours.
     flops |= {f"{key}, nanoGPT": flops[f"{key}, gpt"] for key in settings if flops}
     speeds = part.alternate("tokens/s", candidates)
     figures: dict[str, Any] = {
@@ -207,11 +205,10 @@ def wants_shakespeare(part: Part) -> bool:
 
 
 def time_to_loss(part: Part) -> Table:
-    """Measure seconds of the whole process until it logs a validation loss, with and without
-    startup and compilation.
+    """Measure seconds of the whole process until it logs a validation loss.
 
-    Ours is over the whole validation split, nanoGPT's its own estimate; both times include the
-    evaluations.
+    They are given with startup and compilation, and without. Ours is over the whole validation
+    split, nanoGPT's its own estimate; both times include the evaluations.
     """
     target = 4.2 if part.dry else TARGET
     header = [

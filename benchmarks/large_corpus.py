@@ -1,5 +1,4 @@
-"""A large text: peak resident memory and speed of encoding (mingpt_ddp.data.prepare) and of
-fetching batches.
+"""Peak resident memory and speed of encoding a large text, and of fetching batches from it.
 
 Writes a UTF-8 text of the given size into a temporary directory: mostly ASCII, with characters of
 two, three and four bytes, split by the reader's chunks at every possible offset. New processes,
@@ -15,9 +14,9 @@ files, which the kernel can reclaim. The exit code is 1 if encoding takes more t
 three times the text's size of disk.
 
     python benchmarks/large_corpus.py --gigabytes 2
-    python benchmarks/large_corpus.py --gigabytes 0.5 --tokenizer bpe --limit 1000 \
-        --out benchmarks/results/large_corpus_bpe.json  # the library learns 200,000 words: 490 MB
-        for 10 MB of text too
+    # the library learns 200,000 words: 490 MB for 10 MB of text too
+    python benchmarks/large_corpus.py --gigabytes 0.5 --tokenizer bpe --limit 1000 \\
+        --out benchmarks/results/large_corpus_bpe.json
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def write_text(path: Path, n_bytes: int) -> None:
     """Write random words: repetitions of one block, each rotated at random."""
     generator = random.Random(1)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    # of 2, 2, 3 and 4 bytes
+    # Code points whose UTF-8 has 2, 2, 3 and 4 bytes.
     others = [(0xE0, 0xFF), (0x430, 0x450), (0x4E00, 0x5000), (0x1F600, 0x1F640)]
     alphabets = [letters] * 12 + ["".join(map(chr, range(*span))) for span in others]
     words = (

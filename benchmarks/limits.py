@@ -1,6 +1,4 @@
-"""A roofline for a step of `gpt` with AdamW in fp32: the least work it needs, and the peak rates of
-this machine.
-"""
+"""A roofline for a step of `gpt` with AdamW in fp32: its least work, this machine's peak rates."""
 
 from __future__ import annotations
 
@@ -73,10 +71,8 @@ def needed(point: Point) -> Needed:
         activation="gelu",
     )
     model = GPT(config, CHARACTERS, point.context)
-    weights, characters = (
-        count_parameters(model),
-        math.ceil(point.batch / point.ranks) * point.context,
-    )
+    weights = count_parameters(model)
+    characters = math.ceil(point.batch / point.ranks) * point.context
     activations = 4 * 10 * characters * point.layers * point.width
     flops = float(model.flops_per_token() * characters)
     return Needed(flops, 11 * 4 * weights + 2 * activations, 4 * 4 * weights + activations)
@@ -97,11 +93,8 @@ def memory_rate(device: torch.device) -> float:
     """Return the bytes per second of a copy, reads and writes counted."""
     source = torch.ones(BLOCK, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return (
-        2
-        * BLOCK
-        / fastest("target.copy_(source)", {"source": source, "target": target, "torch": torch})
-    )
+    names = {"source": source, "target": target, "torch": torch}
+    return 2 * BLOCK / fastest("target.copy_(source)", names)
 
 
 def measured_rates() -> tuple[float, float]:

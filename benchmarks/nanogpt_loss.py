@@ -1,5 +1,4 @@
-"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed as our evaluation
-does.
+"""Print the loss of a nanoGPT checkpoint over the whole validation text, computed as ours is.
 
 Windows are contiguous, every character but the first is predicted exactly once, the mean is over
 characters. `time_to_loss.py` runs it in nanoGPT's directory, with its model.py and data; prints one

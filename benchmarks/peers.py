@@ -1,13 +1,12 @@
-"""Training tokens/s of this project and its peers: litgpt, transformers, lightning and nanoGPT, one
-CPU thread.
+"""Training tokens/s of this project and its peers on one CPU thread.
 
-The same shapes, batch and text for all, gradients clipped at 1.0, no dropout; each with its own
-training loop in its default precision on a CPU: litgpt's `pretrain` (compiled, bf16-mixed),
-transformers' Trainer with GPT2LMHeadModel (eager, fp32), lightning's Trainer with a GPT of torch's
-own layers (eager, fp32; Lightning brings no model), nanoGPT's train.py (eager, fp32). Ours are
-`gpt` (eager, fp32) and `modern` (eager, Muon, `trainer.precision=auto`). They alternate, each in a
-new process; the same stopwatch reads the clocks when the log line of a step arrives, which excludes
-startup, compilation and warm-up.
+The peers are litgpt, transformers, lightning and nanoGPT. The same shapes, batch and text for all,
+gradients clipped at 1.0, no dropout; each with its own training loop in its default precision on a
+CPU: litgpt's `pretrain` (compiled, bf16-mixed), transformers' Trainer with GPT2LMHeadModel (eager,
+fp32), lightning's Trainer with a GPT of torch's own layers (eager, fp32; Lightning brings no
+model), nanoGPT's train.py (eager, fp32). Ours are `gpt` (eager, fp32) and `modern` (eager, Muon,
+`trainer.precision=auto`). They alternate, each in a new process; the same stopwatch reads the
+clocks when the log line of a step arrives, which excludes startup, compilation and warm-up.
 
 The packages are installed by pip from its configured index, each into its own environment, with the
 version of torch that runs this script. The environments are kept, 1 GB each with a CPU build of
@@ -55,8 +54,9 @@ INSTALL_S = 1800
 
 
 def python_of(peer: str, environments: Path) -> Path:
-    """Return the interpreter of the peer's environment; create it if it is missing or has other
-    packages.
+    """Return the interpreter of the peer's environment.
+
+    Create the environment if it is missing or has other packages.
     """
     wanted = [f"torch=={version('torch')}", "numpy", *PACKAGES[peer]]
     home = environments / peer

@@ -34,7 +34,7 @@ LIMITS = {  # nats per character
     "shakespeare_char_cpu_long": 1.50,
     "shakespeare_bpe_cpu": 1.50,
 }
-# of the mean of all probabilities
+# Of the loss of the seeds' mean probabilities.
 ENSEMBLE_LIMITS = {"shakespeare_char_cpu_long": 1.47, "shakespeare_bpe_cpu": 1.47}
 FIRST_SEED = 101
 HEADER = [
@@ -189,8 +189,7 @@ def readme(results: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         (
             f"`experiment={name}`, {found['runs'][0]['step']:,} steps on {RANKS} ranks: "
-            "validation loss "
-            f"over the whole split, mean of {len(found['runs'])} seeds",
+            f"validation loss over the whole split, mean of {len(found['runs'])} seeds",
             f"{found['mean']:.3f} ({found['low']:.3f} .. {found['high']:.3f}) nats per character"
             + (f"; their ensemble {found['ensemble']:.3f}" if "ensemble" in found else ""),
         )

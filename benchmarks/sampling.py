@@ -142,10 +142,8 @@ def main() -> None:
         f"{m}, {p}, {s} streams": partial(in_fresh_process, ours, m, p, s) for m, p, s in keys
     }
     measured = alternate("characters/s, characters/CPU s", candidates, chosen.repetitions)
-    wall, cpu = (
-        {name: [pair[clock] for pair in pairs] for name, pairs in measured.items()}
-        for clock in (0, 1)
-    )
+    wall = {name: [per_s for per_s, _ in pairs] for name, pairs in measured.items()}
+    cpu = {name: [per_cpu_s for _, per_cpu_s in pairs] for name, pairs in measured.items()}
     results, rows = [], []
     for (model, precision, streams), name in zip(keys, list(candidates)[1:], strict=True):
         result = {

@@ -50,23 +50,15 @@ HEADER = [
     "of the matmul rate",
 ]
 LIMIT_BYTES = 60_000
-INK, POINTS, LINE, FLOPS, BYTES, GRID = (
-    "#24292f",
-    "#c2410c",
-    "#8fb3d9",
-    "#15803d",
-    "#7c3aed",
-    "#e5e7eb",
-)
+INK, GRID = "#24292f", "#e5e7eb"
+POINTS, LINE = "#c2410c", "#8fb3d9"
+FLOPS, BYTES = "#15803d", "#7c3aed"
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "scaling",
     "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # one: matplotlib writes the whole list into every text
     "font.size": 9,
-}
-# one font only: matplotlib writes the whole list into every text
-STYLE["font.sans-serif"] = ["DejaVu Sans"]
-STYLE |= {
     "text.color": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -278,15 +270,8 @@ def readme(sweeps: dict[str, Any]) -> list[tuple[str, str]]:
         for name, sweep in sweeps.items()
         if name not in ("corpus", "ranks")
     ]
-    rows = [
-        (
-            (
-                "CPU time of a step of `gpt` in fp32 as each of its sizes grows "
-                "([plot](docs/scaling.svg))"
-            ),
-            "; ".join(times),
-        )
-    ]
+    what = "CPU time of a step of `gpt` in fp32 as each of its sizes grows"
+    rows = [(f"{what} ([plot](docs/scaling.svg))", "; ".join(times))]
     if "corpus" in sweeps:
         xs, ms = sweeps["corpus"]["values"], [one["median"] for one in sweeps["corpus"]["cpu_ms"]]
         what = f"CPU time of that step with a corpus of {xs[-1]:,} characters instead of {xs[0]:,}"

@@ -1,15 +1,14 @@
-"""The cost of a snapshot of a 124M-parameter model: the stall of training, the time until durable,
-the restore.
+"""The cost of a snapshot of a 124M-parameter model.
 
-GPT-2 small's shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU,
-saved to a local disk. Alternating, A, B, A, B in one process:
+It is the stall of training, the time until the snapshot is durable, and the restore. GPT-2 small's
+shapes (vocabulary 50,257, context 1,024) with AdamW, 1.5 GB of state, on the CPU, saved to a local
+disk. Alternating, A, B, A, B in one process:
 
 A. training waits for `torch.save` of the model's and the optimizer's state_dict, as nanoGPT does;
 B. the package's own SnapshotManager: training waits in `save`, runs the next forward and backward
-pass, and waits in
-   `wait_for_staging` before it may change the weights. The stall is the sum of these two waits.
-   Forward and backward passes are timed with and without a concurrent copy, because on a CPU both
-   compete for memory bandwidth.
+   pass, and waits in `wait_for_staging` before it may change the weights. The stall is the sum of
+   these two waits. Forward and backward passes are timed with and without a concurrent copy,
+   because on a CPU both compete for memory bandwidth.
 
 Then the time from the start of a save to the commit (staging, SHA-256, write, fsync, manifest), on
 one rank and with the tensors sharded over several, on the same disk, and the time to read, verify
@@ -32,13 +31,14 @@ from common import cell, compare, compose_config, log, parser, report, spread
 
 MICRO_BATCH, CONTEXT = 4, 256  # of the forward and backward pass that hides the copy
 VOCABULARY = 50_257
-# of a restart: noticing the failure, starting the processes; a round figure, not measured here
+# Of a restart: noticing the failure, starting the processes. A round figure, not measured here.
 START_S = 25
 
 
 def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
-    """Return SnapshotManager, model, optimizer and runtime of this rank, after one step, so that
-    moments exist.
+    """Return SnapshotManager, model, optimizer and runtime of this rank.
+
+    One step has been taken, so that moments exist.
     """
     import torch
 

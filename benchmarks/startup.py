@@ -62,10 +62,8 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
     for line in process.stdout:
         output.append(line)
         if line.startswith(DONE):
-            wall, cpu = (
-                time.perf_counter() - begin,
-                sum(map(cpu_seconds, process_tree(process.pid))),
-            )
+            wall = time.perf_counter() - begin
+            cpu = sum(map(cpu_seconds, process_tree(process.pid)))
             break
     output.extend(process.stdout)
     if process.wait() != 0 or not any(line.startswith(DONE) for line in output):

@@ -1,6 +1,4 @@
-"""Time and memory of a trainer's steps, measured from outside: the trainer only has to log its
-steps.
-"""
+"""Time and memory of a trainer's steps, measured from outside: it only has to log them."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def pace(
 
 def kill_tree(process: int) -> None:
     """Kill a process and its descendants."""
-    # list first: killing the parent would orphan the others
+    # A list first: the children of a killed process get another parent.
     for member in list(process_tree(process)):
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)

@@ -1,12 +1,12 @@
-"""Every `ddp.strategy`: final loss, time of a step against ddp, and a rank's peak memory in
-training, saving, resuming.
+"""Final loss, time of a step and peak memory of every `ddp.strategy`.
 
-One thread per rank, on the CPU. The strategies of a precision and a number of ranks alternate with
-ddp (on one rank: with `single`), one process group each; a ratio compares neighbours. `small` has
-0.8M parameters and 60 steps; `large` has 19M and few tokens, on two ranks, so that its memory is
-that of the state; it alone is resumed. Memory is VmHWM of the rank with most. For saving and
-resuming it is what is added to the memory before; the bytes of the optimizer's state that a rank
-holds are there for comparison.
+The time is against ddp, the memory that of a rank in training, saving and resuming. One thread per
+rank, on the CPU. The strategies of a precision and a number of ranks alternate with ddp (on one
+rank: with `single`), one process group each; a ratio compares neighbours. `small` has 0.8M
+parameters and 60 steps; `large` has 19M and few tokens, on two ranks, so that its memory is that of
+the state; it alone is resumed. Memory is VmHWM of the rank with most. For saving and resuming it is
+what is added to the memory before; the bytes of the optimizer's state that a rank holds are there
+for comparison.
 
     python benchmarks/strategies.py
     python benchmarks/strategies.py --settings large --repetitions 1
@@ -29,17 +29,17 @@ from typing import Any
 from common import ROOT, alternate, cell, compare, environment, log, parser, report, spread
 
 HEADER = [
-    *(
-        "setting",
-        "precision",
-        "ranks",
-        "strategy",
-        "validation loss",
-        "step, ms",
-        "against ddp",
-        "training, MiB",
-    ),
-    *("state, MiB", "saving, + MiB", "resuming, + MiB"),
+    "setting",
+    "precision",
+    "ranks",
+    "strategy",
+    "validation loss",
+    "step, ms",
+    "against ddp",
+    "training, MiB",
+    "state, MiB",
+    "saving, + MiB",
+    "resuming, + MiB",
 ]
 PLAN = "MINGPT_STRATEGIES"  # environment variable with a worker's settings
 STRATEGIES = {1: ["single", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"]}
@@ -50,8 +50,6 @@ COMMON = [
     "data.truncate=0.1",
     "trainer.device=cpu",
     "trainer.max_epochs=null",
-]
-COMMON += [
     "trainer.eval_every=null",
     "trainer.eval_steps=20",
     "snapshot.every_steps=null",
@@ -104,12 +102,8 @@ def worker_main(out: Path) -> None:
 
     found: dict[str, Any] = {"steps": [], "saving": 0, "resuming": 0}
     run_step = TrainStep.run
-    load_latest, restore, save, wait = (
-        SnapshotManager.load_latest,
-        stages.restore,
-        SnapshotManager.save,
-        SnapshotManager.wait,
-    )
+    load_latest, restore = SnapshotManager.load_latest, stages.restore
+    save, wait = SnapshotManager.save, SnapshotManager.wait
     before = 0
 
     def timed_step(self: Any, step: int) -> Any:
@@ -268,9 +262,7 @@ def main() -> None:
 
 
 def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return a row per setting, precision and number of ranks: loss, time and memory of each
-    strategy.
-    """
+    """Return a row per setting, precision and number of ranks, with each strategy's figures."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         ranks = f"{result['ranks']} rank{'s' if result['ranks'] > 1 else ''}"
@@ -280,25 +272,15 @@ def readme(results: list[dict[str, Any]]) -> list[tuple[str, str]]:
     found = []
     for name, (base, *others) in rows.items():
         losses = [loss for result in (base, *others) for loss in result["losses"]]
-        parts = [
-            (
-                f"{base['strategy']} {base['step_ms']['median']:.0f} ms, "
-                f"{base['state']['median']:.1f} MiB"
-            )
-        ]
+        step_ms = base["step_ms"]["median"]
+        parts = [f"{base['strategy']} {step_ms:.0f} ms, {base['state']['median']:.1f} MiB"]
         for other in others:
-            times, state = (
-                other["ratio"]["median"],
-                other["state"]["median"] / base["state"]["median"],
-            )
+            times = other["ratio"]["median"]
+            state = other["state"]["median"] / base["state"]["median"]
             parts.append(f"{other['strategy']} {times:.2f} times, {state:.2f} times")
         loss = f"loss {median(losses):.6f}, {max(losses) - min(losses):.0e} apart"
-        found.append(
-            (
-                f"strategies, {name}: validation loss; time of a step; optimizer state per rank",
-                f"{loss}; {'; '.join(parts)}",
-            )
-        )
+        what = f"strategies, {name}: validation loss; time of a step; optimizer state per rank"
+        found.append((what, f"{loss}; {'; '.join(parts)}"))
     return found
 
 

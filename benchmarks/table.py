@@ -1,10 +1,9 @@
-"""Write the tables of docs/benchmarks.md from `benchmarks/results/*.json`: no figure is copied by
-hand.
+"""Write the tables of docs/benchmarks.md from `benchmarks/results/*.json`.
 
-A benchmark declares its rows: the `readme` argument of `common.report`, pairs of what and figure,
-is stored in its JSON file with the raw figures, the machine and the date. This script collects
-them, one table per machine, with scripts in the order of benchmarks/README.md, and writes them
-between two marks in the page.
+No figure is copied by hand. A benchmark declares its rows: the `readme` argument of
+`common.report`, pairs of what and figure, is stored in its JSON file with the raw figures, the
+machine and the date. This script collects them, one table per machine, with scripts in the order of
+benchmarks/README.md, and writes them between two marks in the page.
 
     python benchmarks/table.py
 """
@@ -30,8 +29,9 @@ def describe_machine(machine: dict[str, Any]) -> str:
 
 
 def in_order(results: dict[str, dict[str, Any]], index: str) -> list[dict[str, Any]]:
-    """Return the results that have rows, in the order of their scripts in the index; unlisted ones
-    last.
+    """Return the results that have rows, in the order of their scripts in the index.
+
+    Those of unlisted scripts are last.
     """
     shown = {name: result for name, result in results.items() if result.get("readme")}
     mentioned = {name: index.find(f"({result['script']})") for name, result in shown.items()}

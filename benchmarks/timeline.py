@@ -1,11 +1,10 @@
-"""Draw what DDP does in a backward pass: docs/timeline.svg, and the busbw of collectives by size:
-docs/busbw.svg.
+"""Draw what DDP does in a backward pass, and the busbw of collectives by size.
 
-Two ranks with gloo train a GPT. The times of one pass are recorded on rank 0: its start and end,
-when each bucket of gradients is ready, and when its all-reduce ends; once with the all-reduce and
-once in `no_sync`, as before the last micro-batch of a step. The median pass by length of PASSES is
-drawn. busbw is what `python -m mingpt_ddp.collectives` measures on two ranks. Needs matplotlib
-(`pip install -e .[dev]`).
+The drawings are docs/timeline.svg and docs/busbw.svg. Two ranks with gloo train a GPT. The times of
+one pass are recorded on rank 0: its start and end, when each bucket of gradients is ready, and when
+its all-reduce ends; once with the all-reduce and once in `no_sync`, as before the last micro-batch
+of a step. The median pass by length of PASSES is drawn. busbw is what `python -m
+mingpt_ddp.collectives` measures on two ranks. Needs matplotlib (`pip install -e .[dev]`).
 
     python benchmarks/timeline.py
 """
@@ -41,8 +40,9 @@ SHOWN = ("broadcast", "all_reduce", "ring", "all_gather", "reduce_scatter")
 
 
 def record(out: Path) -> None:
-    """Record on one rank of a launcher; rank 0 writes the times in ms since the start of each pass,
-    by kind of pass.
+    """Record on one rank of a launcher.
+
+    Rank 0 writes the times in ms since the start of each pass, by kind of pass.
     """
     import torch
     import torch.distributed as dist
@@ -109,9 +109,7 @@ def launch(module: list[str]) -> None:
 
 
 def draw_timeline(passes: dict[str, dict[str, Any]]) -> None:
-    """Draw the backward pass, and a row per bucket, from when it is ready to the end of its
-    all-reduce.
-    """
+    """Draw the backward pass, and each bucket from its readiness to the end of its all-reduce."""
     figure, axes = plt.subplots(
         2, 1, figsize=(8, 4.6), sharex=True, gridspec_kw={"height_ratios": [4, 1]}
     )

@@ -1,5 +1,6 @@
-"""Commands that train with this project and with nanoGPT, at the same shapes: eager on a CPU,
-compiled on a GPU.
+"""Commands that train with this project and with nanoGPT, at the same shapes.
+
+Both are eager on a CPU, and compiled on a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Setting:
 SETTINGS = {
     "small": Setting(4, 4, 128, context=64, batch=12, warmup=50, timed=300, log_every=10),
     "mid": Setting(6, 6, 384, context=256, batch=16, warmup=2, timed=8, log_every=1),
-    # nanoGPT's for a GPU
+    # The shape of nanoGPT's settings for a GPU.
     "char": Setting(6, 6, 384, context=256, batch=64, warmup=200, timed=1000, log_every=100),
     "gpt2": Setting(12, 12, 768, context=1024, batch=12, warmup=50, timed=200, log_every=10),
 }
@@ -57,8 +58,9 @@ MODERN = ["model=modern_micro", "optimizer=muon"]
 def ours(
     setting: Setting, text: Path, scratch: Path, recipe: list[str], device: str = "cpu"
 ) -> list[str]:
-    """Return the command that trains indefinitely: loader, clipping, metering and TensorBoard, no
-    evaluation, no save.
+    """Return the command that trains indefinitely.
+
+    It has loader, clipping, metering and TensorBoard; no evaluation and no save.
 
     Args:
         scratch: directory for runs and the encoded text.
@@ -96,8 +98,9 @@ def path_overrides(text: Path, scratch: Path) -> list[str]:
 
 
 def nanogpt(setting: Setting, device: str = "cpu") -> list[str]:
-    """Return nanoGPT's command, for a copy made by `copy_with_data`; fp32 on a CPU, bf16 on a
-    GPU.
+    """Return nanoGPT's command, for a copy made by `copy_with_data`.
+
+    It computes in fp32 on a CPU, in bf16 on a GPU.
     """
     shape = {"n_layer": setting.n_layer, "n_head": setting.n_head, "n_embd": setting.n_embd}
     shape |= {

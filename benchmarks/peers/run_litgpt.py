@@ -1,6 +1,4 @@
-"""litgpt: the setup function of `litgpt pretrain`, with a given model shape and a character
-dataset; compiled.
-"""
+"""litgpt: the setup function of `litgpt pretrain`, on a given shape and characters; compiled."""
 
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.config import Config

@@ -1,6 +1,4 @@
-"""transformers: GPT2LMHeadModel in its Trainer, with default arguments except for the compared
-settings.
-"""
+"""transformers: GPT2LMHeadModel in its Trainer, with defaults except for what is compared."""
 
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments

@@ -59,10 +59,7 @@ def test_no_interval_is_better_in_a_simulation(cost, durable):
 
 
 def test_goodput_by_hand(goodput):
-    """T = 90, C = 10, M = 100: 0.9 / (e - 1).
-
-    Durable 20 after the stall, a restart of 30: e ** -0.5 of it.
-    """
+    """T = 90, C = 10, M = 100; then durable 20 after the stall, and a restart of 30."""
     assert goodput(90, 10, 10, 0, 100) == pytest.approx(0.9 / (math.e - 1))
     assert goodput(90, 10, 30, 30, 100) == pytest.approx(0.9 / (math.e - 1) * math.exp(-0.5))
 
@@ -73,9 +70,7 @@ def test_goodput_without_failures_or_without_time_between_them(goodput):
 
 
 def test_goodput_to_first_order(goodput):
-    """Besides the stalls, each rare failure costs half a period, the time until durable, and the
-    restart.
-    """
+    """A rare failure costs half a period, the time until durable, and the restart."""
     interval, cost, durable, restart, mtbf = 1000, 10, 50, 60, 1e8
     remaining = interval / (interval + cost)
     lost = ((interval + cost) / 2 + durable - cost + restart) / mtbf

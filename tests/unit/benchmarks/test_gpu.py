@@ -1,6 +1,4 @@
-"""The GPU script without a GPU: what it refuses, how it keeps to its time, and how it handles
-failures.
-"""
+"""The GPU script without a GPU: what it refuses, how it keeps to its time, what it survives."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def test_invalid_arguments_are_one_line(args, message, tmp_path):
 
 
 def test_repetitions_end_with_the_time(part):
-    """The first repetition is run, the second would take too long; omitted measurements are
-    noted.
-    """
+    """The first repetition runs, the second would take too long; what is left out is noted."""
     part.ends_at = time.monotonic() + 8  # of which 5 s are for the report
     measured = part.alternate(
         "speed", {"slow": lambda: time.sleep(1.6) or 1.0, "quick": lambda: 2.0}
@@ -125,8 +121,8 @@ def test_different_bytes_after_a_kill_fail_the_part(benchmarks, part, monkeypatc
 
 def test_a_failed_test_fails_the_part(benchmarks, part, monkeypatch):
     output = (
-        "tests/e2e/test_gpu.py::test_a[x-1] PASSED [ 3%]\ntests/e2e/test_gpu.py::test_b "
-        "FAILED [ 6%]\n"
+        "tests/e2e/test_gpu.py::test_a[x-1] PASSED [ 3%]\n"
+        "tests/e2e/test_gpu.py::test_b FAILED [ 6%]\n"
     )
     monkeypatch.setattr(
         benchmarks.gpu_parts, "pytest", lambda part, args: "" if args == "two_parts" else output

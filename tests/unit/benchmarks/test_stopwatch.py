@@ -1,6 +1,4 @@
-"""The stopwatch of the benchmarks: which steps it times, whose time and memory it counts, what it
-kills.
-"""
+"""The stopwatch: which steps it times, whose time and memory it counts, what it kills."""
 
 import sys
 import time
@@ -24,8 +22,9 @@ def trainer(code: str) -> list[str]:
 
 def test_the_span_starts_after_the_warm_up_and_ends_the_trainer(stopwatch, tmp_path):
     code = (
-        f"for step in range(0, 10**9, 5):\n {BUSY}\n time.sleep(0.5 if step < 5 else "
-        "0.01)\n print('step', step)"
+        f"for step in range(0, 10**9, 5):\n {BUSY}\n"
+        " time.sleep(0.5 if step < 5 else 0.01)\n"
+        " print('step', step)"
     )
     begun = time.monotonic()
     pace = stopwatch.pace(trainer(code), tmp_path, r"^step (\d+)", (7, 200))

@@ -1,6 +1,4 @@
-"""The commands with which the benchmarks start this project name existing keys and presets, and the
-right ones.
-"""
+"""The benchmarks' commands name existing keys and presets of this project, and the right ones."""
 
 import sys
 
