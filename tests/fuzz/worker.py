@@ -16,12 +16,10 @@ import gc
 import importlib
 import io
 import json
-import logging
 import os
 import resource
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -34,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from fuzz.cases import Case, draw  # noqa: E402
 from fuzz.world import STEPS, World  # noqa: E402
+from one_process import reset  # noqa: E402
 
 CASES_PER_PROCESS = 200
 FULL = 3  # exit code of a process that has run CASES_PER_PROCESS
@@ -128,24 +127,6 @@ def entry(case: Case) -> Any:
     return importlib.import_module(f"mingpt_ddp.cli.{name}_command").main
 
 
-def reset(world: World) -> None:
-    """Undo what a command changes in its process."""
-    import fsspec
-    from hydra.core.global_hydra import GlobalHydra
-
-    GlobalHydra.instance().clear()
-    fsspec.filesystem("memory").store.clear()
-    os.environ.clear()
-    os.environ.update(world.environ)
-    tempfile.tempdir = None
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
-    logger = logging.getLogger("mingpt_ddp")
-    for handler in [*logger.handlers]:
-        logger.removeHandler(handler)
-    gc.collect()
-
-
 def memory(name: str) -> int:
     """Return VmRSS or VmHWM, its peak since it was cleared, in MiB."""
     return next(
@@ -207,7 +188,7 @@ def serve(world: World, requests: io.TextIOWrapper, answers: io.TextIOWrapper) -
         if not (line := requests.readline()):
             return 0
         case = draw(*json.loads(line))
-        reset(world)
+        reset(world.environ)
         world.restore()
         for name, *arguments in case.steps:
             STEPS[name](*arguments)

@@ -8,11 +8,14 @@ that they start quickly.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import inspect
 import json
 import multiprocessing
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +24,8 @@ from typing import Any
 
 from forked import shorten_samples
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 from ports import free_port
 
 from mingpt_ddp.config.config import from_mapping, to_plain
@@ -34,10 +39,22 @@ processes.set_forkserver_preload(
 
 
 def configure(*overrides: str) -> dict[str, Any]:
-    """Compose a configuration; return the plain values that `config.from_mapping` reads."""
-    cpu = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60"]
+    """Compose a configuration; return the plain values that `config.from_mapping` reads.
+
+    The presets are composed once, which takes most of the time, and the values set as Hydra does.
+    """
+    words = ["trainer.device=cpu", "trainer.precision=fp32", "ddp.timeout_s=60", *overrides]
+    values = [word for word in words if re.match(r"\w+\.", word)]
+    config = copy.deepcopy(composed(*(word for word in words if word not in values)))
+    for override in OverridesParser.create().parse_overrides(values):
+        OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
+    return from_mapping(to_plain(config)).to_dict()
+
+
+@functools.cache
+def composed(*presets: str) -> DictConfig:
     with initialize_config_dir(str(config_directory()), version_base="1.3"):
-        return from_mapping(to_plain(compose("config", [*cpu, *overrides]))).to_dict()
+        return compose("config", [*presets])
 
 
 def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:

@@ -1,9 +1,8 @@
-"""Bad input gives one line that says what to fix, exit code 2, no traceback, and nothing is
-written.
+"""Bad input gives one line that says what to fix, exit code 2, and nothing is written.
 
-The program runs from its entry point to `os._exit`, once per case, in a child forked from one
-process that has already imported the heavy modules. A few cases are launched the way users do,
-alone and under torchrun.
+All cases run in one process, from the entry point of the program to `os._exit`
+(`tests/one_process.py`). Those that train, and a few of each kind of error, run as users launch
+them, alone and under torchrun: they show the exit code.
 """
 
 from __future__ import annotations
@@ -23,43 +22,6 @@ import pytest
 from launching import ROOT, call, environment, python_main, torchrun
 from torch.distributed import is_mpi_available
 
-SERVER = """
-import json, os, signal, sys, traceback
-import torch
-import mingpt_ddp.config.hydra_utils, mingpt_ddp.cli.train_command, mingpt_ddp.training.run
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-
-# What every child would load again: modules behind the first call, Hydra's plug-ins, its grammar.
-torch.use_deterministic_algorithms(False)
-with initialize_config_dir(str(mingpt_ddp.config.hydra_utils.config_directory()), version_base="1.3"):
-    compose("config", ["optimizer.lr=1"])
-assert not GlobalHydra.instance().is_initialized()
-for line in sys.stdin:
-    case = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(120)
-        output = os.open(case["output"], os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.chdir(case["cwd"])
-        os.environ.update(case["env"])
-        sys.argv = ["main.py", *case["args"]]
-        code = 0
-        try:
-            mingpt_ddp.cli.train_command.main()
-        except SystemExit as leaving:
-            code = leaving.code or 0
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-os._exit(0)
-"""  # noqa: E501
 # Files with user code, each named by a model of the same name.
 CODE = {
     "good": """from dataclasses import dataclass
@@ -116,13 +78,11 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def program():
-    """Return a function that runs the program with arguments in a directory: `program(args,
-    cwd)`.
-    """
+    """Return a function that runs the program in the process of all cases: `program(args, cwd)`."""
     # Optuna's plots, not ours
     fonts = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
     env = environment(ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MPLCONFIGDIR=fonts)
-    command = [sys.executable, "-c", SERVER]
+    command = [sys.executable, str(ROOT / "tests" / "one_process.py")]
     server = subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -135,13 +95,25 @@ def program():
         case = {"args": args, "cwd": str(cwd), "env": env, "output": str(output)}
         server.stdin.write(json.dumps(case) + "\n")
         server.stdin.flush()
-        code = int(server.stdout.readline())
+        line = server.stdout.readline()
+        assert line, f"this case ended the process of all cases: {output.read_text()}"
+        answer = json.loads(line)
         text = output.read_text()
-        return Outcome(code, text.splitlines(), text, set(os.listdir(cwd)) - before)
+        written = {*answer["listing"], *os.listdir(cwd)} - before
+        return Outcome(answer["code"], text.splitlines(), text, written)
 
     yield run
     server.stdin.close()
     server.wait(10)
+
+
+def run_alone(args: list[str], cwd: Path) -> Outcome:
+    """Run the program in a process of its own, as users do."""
+    before = set(os.listdir(cwd))
+    env = {"XDG_CACHE_HOME": str(cwd / "cache"), "CUDA_VISIBLE_DEVICES": ""}
+    done = call([*python_main(), *args], cwd, **env)
+    written = set(os.listdir(cwd)) - before
+    return Outcome(done.returncode, done.stdout.splitlines(), done.stdout, written)
 
 
 @pytest.fixture
@@ -316,10 +288,6 @@ CASES = [
     ),
     # Hardware and software that this machine lacks
     ("trainer.device=cuda", "config error: trainer.device=cuda, but torch sees no GPU here"),
-    (
-        "ddp.nproc_per_node=2 trainer.device=cuda",
-        "config error: trainer.device=cuda, but torch sees no GPU here",
-    ),
     ("ddp=nccl", "config error: ddp.backend=nccl needs a GPU and there is none"),
     pytest.param(
         "ddp=mpi",
@@ -751,7 +719,7 @@ def test_hydra_info_prints_the_configuration(args, program, cwd):
 
 @pytest.mark.parametrize("name", ["main.rank0.log", "config.yaml", "result.json", ".hydra"])
 @pytest.mark.parametrize("kind", ["pipe", "other"])
-def test_a_path_of_another_kind_instead_of_a_file(name, kind, program, cwd):
+def test_a_path_of_another_kind_instead_of_a_file(name, kind, cwd):
     run = cwd / "outputs" / "x"
     run.mkdir(parents=True)
     if kind == "pipe":
@@ -764,7 +732,7 @@ def test_a_path_of_another_kind_instead_of_a_file(name, kind, program, cwd):
         "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 "
         "trainer.max_epochs=null run.name=x"
     )
-    outcome = program(shlex.split(args), cwd)
+    outcome = run_alone(shlex.split(args), cwd)
     if kind == "pipe" and name in ("config.yaml", "result.json"):  # it is replaced
         assert outcome.code == 0, outcome.text
     else:
@@ -775,13 +743,13 @@ def test_a_path_of_another_kind_instead_of_a_file(name, kind, program, cwd):
         assert "Traceback" not in outcome.text
 
 
-def test_a_valid_run_is_distinguished(program, cwd):
+def test_a_valid_run_is_distinguished(cwd):
     """The same call with valid input trains and writes a run, so the checks above can fail."""
     args = (
         "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 "
         "trainer.max_epochs=null run.name=x"
     )
-    outcome = program(shlex.split(args), cwd)
+    outcome = run_alone(shlex.split(args), cwd)
     assert outcome.code == 0, outcome.text
     assert outcome.written == {"outputs", "cache"}
 
@@ -801,18 +769,15 @@ def test_a_valid_run_is_distinguished(program, cwd):
             ["model.n_embd=64", "model.n_head=5"],
             "config error: model.n_embd=64 must be divisible by model.n_head=5",
         ),
+        (
+            ["ddp.nproc_per_node=2", "trainer.device=cuda"],  # a worker finds it
+            "config error: trainer.device=cuda, but torch sees no GPU here",
+        ),
         (["data=text_file", "data.path=empty.txt"], "data error: data.path=empty.txt is empty"),
     ],
 )
 def test_python_main(args, expected, cwd):
-    before = set(os.listdir(cwd))
-    done = call([*python_main(), *args], cwd)
-    check(
-        Outcome(
-            done.returncode, done.stdout.splitlines(), done.stdout, set(os.listdir(cwd)) - before
-        ),
-        expected,
-    )
+    check(run_alone(args, cwd), expected)
 
 
 @pytest.mark.parametrize(
