@@ -166,6 +166,64 @@ def test_constructors_take_six_things(path):
             assert count <= 6, f"line {node.lineno}: {count}"
 
 
+PLAIN = ("int", "float", "str", "bytes", "bool", "Any", "dict", "list", "tuple", "set", "Path")
+
+
+def holds_objects(annotation: ast.expr) -> bool:
+    """Return whether a field has a type of ours or of torch, not plain values alone."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    return any(isinstance(n, ast.Name) and n.id not in PLAIN for n in ast.walk(annotation))
+
+
+@every_module
+def test_dataclasses_hold_six_objects(path):
+    """Plain values, as of a record or a group of the configuration, do not count."""
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.ClassDef) or node.name.endswith("Config"):
+            continue
+        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
+        count = sum(holds_objects(each.annotation) for each in fields)
+        assert count <= 6, f"line {node.lineno}: {count}"
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef]:
+    yield from (n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef))
+
+
+def calls(function: ast.FunctionDef, name: str) -> bool:
+    """Return whether a function calls a method, itself and not in a function within it."""
+    attributes = [n.func for n in ast.walk(function) if isinstance(n, ast.Call)]
+    return any(isinstance(n, ast.Attribute) and n.attr == name for n in attributes)
+
+
+def test_there_is_one_training_step():
+    """One method on one screen; warm-up passes and diagnosis alone have a backward of their own."""
+    found = {}
+    for path in MODULES:
+        for function in functions(path):
+            if calls(function, "backward"):
+                found[f"{name_of(path)}:{function.name}"] = function
+    assert found.keys() == {
+        "training/train_step.py:run",
+        "training/train_step.py:diagnose",
+        "distributed/strategies/base.py:warm_up",
+    }
+    step = found["training/train_step.py:run"]
+    assert (step.end_lineno or 0) - step.lineno < 50
+    for part in ("fetch", "forward", "clip_grad_norm", "find_anomaly", "set_lr", "update"):
+        assert calls(step, part), part
+
+
+@every_module
+def test_no_attribute_by_its_name_in_vars(path):
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            assert not ast.unparse(node.value).startswith("vars("), f"line {node.lineno}"
+
+
 def is_rank(node: ast.expr) -> bool:
     name = (
         node.attr
