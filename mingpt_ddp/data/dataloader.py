@@ -70,8 +70,8 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
         if batch % world_size or trainer.micro_batch_size not in (None, per_rank):
             raise ConfigError(
                 "ddp.sync_batchnorm=true needs one micro-batch per rank: "
-                f"trainer.batch_size={batch} a multiple of the "
-                f"{world_size} ranks, and trainer.micro_batch_size=null"
+                f"trainer.batch_size={batch} a multiple of the {world_size} ranks, and "
+                "trainer.micro_batch_size=null"
             )
         return BatchPlan(batch, per_rank, world_size)
     divisors = (size for size in range(1, max(1, per_rank) + 1) if batch % size == 0)

@@ -66,8 +66,8 @@ class TextDataset:
         if len(self.train) < block_size + 1:
             raise DataError(
                 f"the training text has {len(self.train)} tokens, one window needs "
-                "data.block_size + 1 = "
-                f"{block_size + 1}; use a longer text or a smaller data.block_size"
+                f"data.block_size + 1 = {block_size + 1}; use a longer text or a smaller "
+                "data.block_size"
             )
         if len(self.val) < 2:
             raise DataError(

@@ -1,4 +1,4 @@
-"""Decode texts and encode them into a cache directory: `tokens.bin`, and `meta.json` next to it.
+"""Decode texts and encode them into a cache directory of `tokens.bin` and `meta.json`.
 
 Texts are read in bounded memory: to count their characters, to train a BPE tokenizer on the
 training parts, and to encode them. The directory is created atomically.

@@ -151,9 +151,8 @@ def decode_manifest(content: bytes, step: int) -> Files:
         values = load_json(content)
         if "sha256" not in values and content == _json({**values, "format": 1}):
             raise SnapshotError(
-                f"the snapshot of step {step} was written by an earlier version, in format "
-                "1; start again with "
-                "run.resume=never, or finish the run with that version"
+                f"the snapshot of step {step} was written by an earlier version, in format 1; "
+                "start again with run.resume=never, or finish the run with that version"
             )
         del values["sha256"]
         valid = content == _with_digest(values)

@@ -64,9 +64,8 @@ def read_initial_weights(url: str) -> InitialWeights:
         json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
     if weights.data and not weights.state:
         log.warning(
-            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and "
-            "merges.txt): the run uses the tokens "
-            "of data.tokenizer, for which the embeddings were not trained",
+            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the "
+            "run uses the tokens of data.tokenizer, for which the embeddings were not trained",
             url,
         )
     return weights
@@ -78,8 +77,8 @@ def _read(storage: Storage, url: str) -> InitialWeights:
         what = "has no files" if os.path.exists(storage.root) else "does not exist"
         raise SnapshotError(
             f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export "
-            "or a GPT-2 (config.json "
-            "and model.safetensors): nothing is downloaded by a model's name"
+            "or a GPT-2 (config.json and model.safetensors): nothing is downloaded by a model's "
+            "name"
         )
     pickles = [name for name in PICKLES if name in names and MODEL not in names]
     if pickles:

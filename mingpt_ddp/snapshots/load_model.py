@@ -61,8 +61,7 @@ class ModelSpec:
         except NotRegisteredError as error:
             raise SnapshotError(
                 f"model.architecture={self.model['architecture']} is not built in; name the "
-                "Python file that "
-                "registers it, if you trust it, as in code=my_project/mine.py"
+                "Python file that registers it, if you trust it, as in code=my_project/mine.py"
             ) from error
         except (ConfigError, TypeError, ValueError) as error:
             raise SnapshotError(f"the snapshot has an invalid state: {error}") from error

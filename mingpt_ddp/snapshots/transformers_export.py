@@ -60,8 +60,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
     if architecture not in CONVERTERS:
         raise SnapshotError(
             f"model.architecture={architecture} has no form that transformers loads; use "
-            "format=safetensors or "
-            "format=torch"
+            "format=safetensors or format=torch"
         )
     spec = read_model_spec(snapshot.state)
     model = build_around(spec.config(), spec.sizes, snapshot.model)

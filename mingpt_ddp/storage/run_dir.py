@@ -165,8 +165,7 @@ class RunDirectory:
             if not is_lock_of(path, lock):
                 raise RunError(
                     f"{path} was deleted or moved during the run, which ends here and writes "
-                    "nothing more; run the "
-                    "same command again to start from what is there now"
+                    "nothing more; run the same command again to start from what is there now"
                 )
 
     def release(self) -> None:

@@ -12,9 +12,7 @@ from mingpt_ddp.config.components import DataConfig
 
 @pytest.fixture
 def settings(tmp_path):
-    """Return a function that makes a data configuration for a path, or for a text that it writes to
-    a file.
-    """
+    """Return a function that makes a data configuration for a path, or for a text to write."""
 
     def make(content: str | bytes | Path, **changes) -> DataConfig:
         path = content if isinstance(content, Path) else tmp_path / "text.txt"

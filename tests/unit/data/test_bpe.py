@@ -1,6 +1,4 @@
-"""Byte-level BPE: exact round trips, the same tokens however a text is cut, and hostile tokenizer
-files.
-"""
+"""Byte-level BPE: exact round trips, any cut of a text, and hostile tokenizer files."""
 
 from __future__ import annotations
 

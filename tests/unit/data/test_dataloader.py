@@ -1,6 +1,4 @@
-"""The order of the training text: what an epoch is, and that nothing but (seed, epoch, position)
-decides it.
-"""
+"""The order of the training text: what an epoch is, decided by (seed, epoch, position)."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def test_y_is_x_shifted_by_one_character():
 
 
 def test_an_epoch_is_one_pass_over_the_text():
-    """(n - block_size) // block_size adjacent windows from an offset, shuffled; the incomplete
-    batch is dropped.
-    """
+    """Adjacent windows from an offset, shuffled; the incomplete batch is dropped."""
     loader = make()
     assert loader.windows_per_epoch == WINDOWS == 124
     assert loader.steps_per_epoch == 10
@@ -147,9 +143,7 @@ def test_a_batch_does_not_depend_on_earlier_batches():
 
 @pytest.mark.parametrize("together", [1, 500, 1 << 16])
 def test_a_batch_does_not_depend_on_batches_gathered_with_it(together, monkeypatch):
-    """It depends on its step only, for any number of steps gathered at a time, and after any other
-    rank.
-    """
+    """It depends on its step only, whatever was gathered with it or before it."""
     plan, other = BatchPlan(BATCH, 3, 2), BatchPlan(BATCH, 4, 3)
     alone = make()
     monkeypatch.setattr("mingpt_ddp.data.dataloader.GATHER_TOKENS", together)
@@ -192,9 +186,7 @@ def test_the_order_of_a_seed_never_changes():
 
 
 def test_steps_are_gathered_together_and_only_once(monkeypatch):
-    """As many as GATHER_TOKENS has room for, none of the next epoch; and a window of the order at a
-    time.
-    """
+    """As many as GATHER_TOKENS has room for, and none of the next epoch."""
     gathered: list[int] = []
     permuted: list[list[int]] = []
     gather, permute = TokenWindows.gather, dataloader.feistel_permute
@@ -410,9 +402,7 @@ def test_more_ranks_than_micro_batches_names_valid_world_sizes(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_synchronized_batch_normalization_takes_one_micro_batch_per_rank(trainer, world_size):
-    """Whatever the snapshot was written with: the statistics are always those of the whole
-    batch.
-    """
+    """Whatever a snapshot has: the statistics are always those of the whole batch."""
     assert plan_of(trainer, world_size, kept=6, sync=True).indices_for_rank(0) == range(
         0, world_size, world_size
     )

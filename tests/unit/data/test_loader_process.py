@@ -1,6 +1,4 @@
-"""Processes that load samples leave no files, even if they are killed, and talk to their user's
-processes only.
-"""
+"""Processes that load samples leave no files and accept no connection of another user."""
 
 from __future__ import annotations
 

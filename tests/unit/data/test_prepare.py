@@ -1,6 +1,4 @@
-"""Encoding texts as small integers, for every text encoding, chunk size, source and state of the
-cache.
-"""
+"""Encoding texts as small integers, for every encoding, chunk size, source and cache."""
 
 from __future__ import annotations
 

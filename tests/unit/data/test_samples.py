@@ -43,9 +43,7 @@ def make(num_workers: int = 0, seed: int = 1) -> SampleLoader:
 def steps(
     loader: SampleLoader, numbers: range, world_size: int = 1, micro: int = 2
 ) -> dict[int, torch.Tensor]:
-    """Return the samples of each step, those of all ranks put together in the order of
-    micro-batches.
-    """
+    """Return the samples of each step, those of all ranks in the order of micro-batches."""
     plan = BatchPlan(BATCH, micro, world_size)
     parts = {number: [] for number in numbers}
     for rank in range(world_size):

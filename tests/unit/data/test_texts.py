@@ -97,9 +97,7 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
 
 
 def test_names_are_labels_only(settings, tmp_path):
-    """A member may be called anything: nothing is written outside of the cache, and links are not
-    followed.
-    """
+    """A member may be called anything: nothing is written outside of the cache."""
     outside = tmp_path / "outside.txt"
     outside.write_text("secret")
     path = make_tar(tmp_path / "x.tar", {"../../escape.txt": b"abc\n", "/etc/escape": b"def\n"})

@@ -1,6 +1,4 @@
-"""Windows of several texts by weight: exact shares, no repetition before all are seen, the same at
-any step.
-"""
+"""Windows of several texts by weight: exact shares, all seen before any is repeated."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def test_load_in_memory(store):
 )
 @pytest.mark.parametrize("key", ["path", "fallback_path"])
 def test_load_finds_snapshots_in_the_recorded_path(key, name, directory, tmp_path, monkeypatch):
-    """Below the path that its config.yaml records, under as much of the directory's name as
-    run.name has.
-    """
+    """Below the path that its config.yaml records, by as many names as run.name has."""
     run = tmp_path / "outputs" / directory
     run.mkdir(parents=True)
     commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), small_snapshot(4))

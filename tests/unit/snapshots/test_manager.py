@@ -1,6 +1,4 @@
-"""Resuming: what a snapshot must have in common with the run, and what is restored into the live
-objects.
-"""
+"""Resuming: what a snapshot and the run must have in common, and what is restored."""
 
 from __future__ import annotations
 
@@ -231,9 +229,7 @@ def test_the_names_in_state_json(config):
 
 
 def test_keys_of_other_versions_are_ignored(config):
-    """Those added by a later version, and those of ddp, which do not change the numbers of a
-    resumed run.
-    """
+    """Those that a later version adds, and those of ddp, which change no numbers."""
     state = state_of(config) | {"added_later": [1]}
     state["train_state"] |= {"added_later": 12.5, "skipped_steps": [7], "wasted_seconds": 2.5}
     state["text"] |= {"added_later": None}

@@ -1,6 +1,4 @@
-"""Tensors in pieces of rows: written by several ranks, merged, and read in part; hostile ones are
-refused.
-"""
+"""Tensors in pieces of rows: written, merged, read in part; hostile ones are refused."""
 
 from __future__ import annotations
 

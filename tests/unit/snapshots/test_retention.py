@@ -38,9 +38,7 @@ def test_prune_keeps_milestones_that_are_whole(store):
 
 
 def test_prune_keeps_later_steps(store):
-    """A run that resumed from an older snapshot keeps later ones until it reaches their steps
-    again.
-    """
+    """After resuming from an older snapshot, until the run reaches their steps again."""
     for step in (1, 2, 3, 8, 9):
         commit(store, small_snapshot(step))
     prune(store, keep_last=1, best=None, newest=3)

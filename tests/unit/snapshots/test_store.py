@@ -137,9 +137,7 @@ def test_other_names_are_ignored(store):
 
 
 def failing(url: str, calls: int) -> Storage:
-    """Return a storage whose connection breaks at the n-th write or delete: that one and all later
-    ones fail.
-    """
+    """Return a storage that fails from the n-th write or delete on."""
     storage, left = open_storage(url), iter(range(calls))
 
     def limited(method: Callable[..., None]) -> Callable[..., None]:
@@ -495,9 +493,7 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def snapshots(request, tmp_path_factory):
-    """A directory with the steps 4 and 8, the files of both, and the files of step 8 in another
-    run.
-    """
+    """A directory with the steps 4 and 8, their files, and those of step 8 of another run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(format_module, "MIN_SHARD_BYTES", 1)
         directory, other = tmp_path_factory.mktemp("run"), tmp_path_factory.mktemp("other")

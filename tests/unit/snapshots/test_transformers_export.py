@@ -1,6 +1,4 @@
-"""What transformers reads, without transformers: GPT-2 by its formulas, the tokenizers by their own
-library.
-"""
+"""What transformers reads, without it: GPT-2 by its formulas, tokenizers by their library."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def snapshot(*overrides: str, **state: Any) -> Snapshot:
 
 
 def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """Return GPT-2's logits for one text (T,): linear layers are x W + b, and all norms have an
-    epsilon of 1e-5.
-    """
+    """Return GPT-2's logits for one text (T,): linear layers x W + b, norms with epsilon 1e-5."""
     C, H = config["n_embd"], config["n_head"]
     approximate = {"gelu": "none", "gelu_new": "tanh"}[config["activation_function"]]
 

@@ -307,9 +307,7 @@ def test_release_ends_the_thread(storage, acquire):
 
 
 def test_a_slow_read_does_not_make_a_lease_stale(storage, acquire, monkeypatch):
-    """One read takes longer than LEASE_TTL_S, so no heartbeat could be seen, but the owner is
-    alive.
-    """
+    """A read takes longer than LEASE_TTL_S: no heartbeat could be seen of a live owner."""
     acquire()
     other = open_storage(storage.url)
     read = other.read

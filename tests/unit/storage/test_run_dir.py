@@ -318,9 +318,7 @@ def test_a_pipe_is_not_read_as_a_record(tmp_path, name):
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
 def test_a_directory_that_is_lost_during_the_run(how, tmp_path):
-    """Its owner writes nothing more: another process may have locked a new directory of this
-    name.
-    """
+    """Its owner writes nothing more: another process may have locked a new directory."""
     owner = RunDirectory(tmp_path / "run")
     owner.check()
     (tmp_path / "run").rename(tmp_path / "elsewhere")

@@ -181,9 +181,7 @@ def test_put_if_absent_refuses_names_that_leave_the_directory(remote_storage, na
 
 
 def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path):
-    """The file may not grow beyond a limit, as on a full disk: the kernel refuses the rest of the
-    bytes.
-    """
+    """The file may not grow beyond a limit, as on a full disk."""
     path = tmp_path / "file"
     atomic_write(path, b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -201,9 +199,7 @@ def test_a_failed_write_keeps_the_old_content_and_no_partial_file(tmp_path):
 
 
 def test_content_reaches_the_disk_before_its_name(tmp_path, monkeypatch):
-    """fsync of the file, then the rename, then fsync of the directory: in this order a power
-    failure loses nothing.
-    """
+    """Fsync the file, rename it, fsync the directory: a power failure loses nothing."""
     done: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -235,9 +231,7 @@ def test_a_symbolic_link_is_deleted_not_followed(tmp_path):
 
 
 def test_a_reader_never_sees_partial_content(tmp_path):
-    """A reader that has the old file open keeps reading the old content: the file is replaced, not
-    overwritten.
-    """
+    """It keeps reading the old file, which is replaced, not overwritten."""
     path = tmp_path / "file"
     atomic_write(path, b"old" * 1000)
     with open(path, "rb") as reader:
@@ -438,9 +432,7 @@ def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
     ids=["the answer was lost", "another process was faster"],
 )
 def test_put_if_absent_whose_first_response_was_lost(unsteady, answer, made):
-    """The first request ends in a reset and the second is refused: only the content shows who wrote
-    the file.
-    """
+    """A reset, then a refusal: only the content shows who wrote the file."""
 
     def reset_after_writing(*args, **kwargs):
         Unsteady.calls += 1
