@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 RANKS ?= 2
 ARGS ?=
 LANES ?= 4
+PARALLEL = -n $(LANES) --dist loadfile --no-loadscope-reorder
+# What in ARGS names tests: then these run, whatever the target leaves out.
+NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
 # The test files with integrations, the longest first.
 INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
@@ -13,7 +16,7 @@ SEED ?= $(shell date +%Y%m%d)
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-integrations test-slow check fuzz coverage mutation lowest lines clean
+.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -26,20 +29,29 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 	@echo '  python main.py data.path=my.txt                                   # train on your text'
 	@echo '  tensorboard --logdir outputs                                      # curves of loss and speed'
 
-test: $(VENV)/.test  ## set up .venv, run all tests, LANES=4 files at a time; ARGS go to pytest
-	@$(BIN)/python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(VENV)/.test  ## set up .venv, hold every promise once, LANES=4 files at a time; ARGS go to pytest
+	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m core tests/unit tests/contract) $(ARGS)
+	@$(if $(NAMED),,echo '`make test-rest` has beyond it: ranks over gloo, every command, faults of network, disk and S3, the rest of the contract, fuzz')
+
+test-rest: $(VENV)/.test  ## the tests that make test leaves out: several processes, all commands, faults
+	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m "not core") $(ARGS)
+
+test-all: $(VENV)/.test  ## make test and make test-rest in one
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-integrations: $(VENV)/.integrations  ## the tests with transformers, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
-	@$(BIN)/python -m pytest -m integration -n $(LANES) --dist loadfile --no-loadscope-reorder $(ARGS) $(INTEGRATIONS)
+	@$(BIN)/python -m pytest -m integration $(PARALLEL) $(ARGS) $(INTEGRATIONS)
 
 test-slow: $(VENV)/.test  ## the longest cases: random faults, second cases of a path, installs of the extras
 	@$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
-check: $(VENV)/.dev  ## format, lint, types and the fast tests
+check: $(VENV)/.dev  ## format, lint, types, and the unit tests of what changed and of what imports it
 	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff format --check --isolated --line-length 120 tests/contract
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest tests/unit
+	@tests=$$($(BIN)/python scripts/changed_rooms.py) && \
+	  if [ -n "$$tests" ]; then $(BIN)/python -m pytest $$tests; else echo 'no room has changed'; fi
 
 fuzz: $(VENV)/.test  ## CASES=10000 commands with hostile values and files, drawn by SEED=20300101, by default of today
 	@FUZZ_CASES=$(CASES) FUZZ_SEED=$(SEED) $(BIN)/python -m pytest -n $(LANES) --dist load $(ARGS) tests/fuzz

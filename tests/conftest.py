@@ -28,10 +28,25 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+# With the unit tests, what `make test` runs: one case of each promise, through commands and files.
+CORE = (
+    "tests/contract/test_commands.py::test_bad_input[model.n_embd=64",
+    "tests/contract/test_commands.py::test_bad_input_under_torchrun",
+    "tests/contract/test_resume.py::test_killed_twice[torchrun 2]",
+    "tests/contract/test_resume.py::test_killed_twice[nproc_per_node 2]",
+    "tests/contract/test_resume.py::test_snapshots_in_s3",
+    "tests/contract/test_run.py::test_sampling",
+    "tests/contract/test_sweeps.py::test_killed_and_started_again[one parent]",
+    "tests/unit/",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs heavy third-party tools or much time, unless `-m integration` or `-m slow`
-    asks for it.
-    """
+    """Mark what CORE names; skip what needs heavy tools or much time, unless `-m` asks for it."""
+    for item in items:
+        if item.nodeid.startswith(CORE):
+            item.add_marker("core")
     for marker, target in (("integration", "test-integrations"), ("slow", "test-slow")):
         for item in items if marker not in config.getoption("markexpr") else ():
             if item.get_closest_marker(marker):

@@ -46,3 +46,12 @@ def test_documents_name_tests():
         "docs/fault-tolerance.md",
         "docs/multi-node.md",
     }
+
+
+def test_what_make_test_runs_exists():
+    names = re.findall(
+        r'"(tests/contract/\w+\.py)::(\w+)', (ROOT / "tests/conftest.py").read_text()
+    )
+    assert len(names) >= 7
+    for path, name in names:
+        assert f"def {name}(" in (ROOT / path).read_text(), name

@@ -66,10 +66,12 @@ def test_no_other_module_is_runnable(every):
 
 @pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
 def test_commands_run(name):
-    # they run without arguments
-    bare = ["--help"] if name in ("mingpt_ddp.collectives", "mingpt_ddp.plan") else []
-    spelled = [["-m", name, "--help"], [f"-m{name}", *bare], ["-Wignore", "-m", name, *bare]]
-    for args in [*spelled, *(["-m", door] for door in MODULES if door == f"{name}.__main__")]:
+    needs_help = name in ("mingpt_ddp.collectives", "mingpt_ddp.plan")  # they run without arguments
+    spelled = [["-m", name, "--help"] if needs_help else ["-m", name]]
+    spelled += [["-m", door] for door in MODULES if door == f"{name}.__main__"]
+    if name == "mingpt_ddp.sample":  # other spellings, which do not depend on the name
+        spelled += [["-m", name, "--help"], [f"-m{name}"], ["-Wignore", "-m", name]]
+    for args in spelled:
         done = python_m(*args)
         assert (done.returncode, done.stderr) == (0, "") and f"python -m {name} " in done.stdout
 

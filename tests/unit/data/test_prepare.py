@@ -251,16 +251,22 @@ def test_a_damaged_cache_is_rebuilt(settings, damage):
 
 
 CONCURRENT = """
-import json, sys, time
+import json, os, sys
 from dataclasses import asdict
-from pathlib import Path
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.prepare import prepare
-from mingpt_ddp.data.texts import python_docs
 config = DataConfig(**json.loads(sys.argv[1]))
-print("ready", flush=True)
-sys.stdin.readline()
-print(json.dumps(asdict(prepare(config))))
+waiting, starting = os.pipe()
+children = []
+for _ in range(4):
+    if (child := os.fork()) == 0:
+        os.close(starting)
+        os.read(waiting, 1)  # until all have been forked
+        print(json.dumps(asdict(prepare(config))), flush=True)
+        os._exit(0)
+    children.append(child)
+os.close(starting)
+sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 """
 
 
@@ -273,22 +279,11 @@ def test_concurrent_processes(settings, damaged):
         write_meta(b"garbage")(Path(prepare(config).directory))
     command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
     environment = {**os.environ, "PYTHONPATH": str(Path(encode_text.__file__).parents[2])}
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.PIPE,
-        "text": True,
-    }
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(4)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outcomes = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, outcomes
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
     expected = prepare(config)
-    assert [EncodedText(**json.loads(out)) for out, _ in outcomes] == [expected] * 4
+    outcomes = [EncodedText(**json.loads(line)) for line in done.stdout.splitlines()]
+    assert outcomes == [expected] * 4
     assert text_of(expected) == text
     assert not list(Path(config.cache_dir).glob(".partial-*"))
 

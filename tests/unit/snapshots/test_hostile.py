@@ -11,6 +11,7 @@ import pickle
 import pty
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -105,28 +106,54 @@ def refusal(url: str) -> str:
     return str(error.value)
 
 
-def sample_limited(*urls: str) -> list[str]:
-    """Sample from each URL in one process with limited memory, and check its peak; return the line printed for each."""  # noqa: E501
-    program = f"""
-import resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
-from mingpt_ddp.errors import UserError
+LIMITED = f"""
+import json, os, resource, sys
+import mingpt_ddp.inference.generate
 from mingpt_ddp.cli.sample_command import SampleConfig, sample
-for url in sys.argv[1:]:
-    try:
-        sample(SampleConfig(url, max_new_tokens=1), "a")
-        print("accepted")
-    except UserError as error:
-        print(error)
-# Not ru_maxrss: it begins with the resident memory of the process that was forked to start this one.
-print(next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM")))
-"""  # noqa: E501
-    command = [sys.executable, "-c", program, *urls]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    *lines, peak = done.stdout.splitlines()
-    assert int(peak) < PEAK
-    return lines
+from mingpt_ddp.errors import UserError
+
+def sample_each(urls):
+    resource.setrlimit(resource.RLIMIT_AS, ({LIMIT}, {LIMIT}))
+    for url in urls:
+        try:
+            sample(SampleConfig(url, max_new_tokens=1), "a")
+            print("accepted")
+        except UserError as error:
+            print(error)
+
+for line in sys.stdin:
+    if (child := os.fork()) == 0:
+        sample_each(json.loads(line))
+        # not ru_maxrss, which begins with the peak of the process that was forked
+        status = open("/proc/self/status").read()
+        print("peak", int(status.partition("VmHWM:")[2].split()[0]) // 1024, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("end", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def sample_limited() -> Iterator[Callable[..., list[str]]]:
+    """Return a function that samples from URLs and returns the line printed for each.
+
+    Each call is a fork of one process, with limited memory, and its peak is checked.
+    """
+    command = [sys.executable, "-c", LIMITED]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, **pipes)
+
+    def call(*urls: str) -> list[str]:
+        print(json.dumps(urls), file=process.stdin, flush=True)
+        *lines, peak = iter(lambda: process.stdout.readline().rstrip("\n"), "end")
+        name, megabytes = peak.split()
+        assert name == "peak", peak
+        assert int(megabytes) < PEAK
+        return lines
+
+    yield call
+    process.stdin.close()
+    process.wait(10)
 
 
 def test_a_valid_snapshot_is_accepted(tmp_path, valid_files):
@@ -321,7 +348,9 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, valid_files):
 # Memory
 
 
-def test_no_config_value_makes_the_model_larger_than_its_tensors(tmp_path, valid_files):
+def test_no_config_value_makes_the_model_larger_than_its_tensors(
+    tmp_path, valid_files, sample_limited
+):
     forged = [
         with_config(valid_files, "model", n_layer=10**9),
         with_config(valid_files, "model", n_layer=2**62),
@@ -369,7 +398,9 @@ def modern_files(valid_files: dict[str, bytes], **values: object) -> dict[str, b
     }
 
 
-def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(tmp_path, valid_files):
+def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(
+    tmp_path, valid_files, sample_limited
+):
     valid = modern_files(valid_files)
     forged = [
         modern_files(valid_files, n_embd=10_000, n_layer=10),
@@ -390,7 +421,7 @@ def sparse(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def test_giant_files_are_not_read(tmp_path, valid_files):
+def test_giant_files_are_not_read(tmp_path, valid_files, sample_limited):
     giant = 1 << 40  # bytes of a sparse file
     urls = [write_snapshot(tmp_path / str(i), valid_files) for i in range(5)]
     sparse(Path(urls[0]) / MANIFEST, giant)
@@ -435,7 +466,7 @@ def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files
     )
 
 
-def test_json_of_many_small_values_is_limited(tmp_path, valid_files):
+def test_json_of_many_small_values_is_limited(tmp_path, valid_files, sample_limited):
     """A list of a million empty lists takes thirty times the memory of its text."""
     many = b"[" + b"[]," * (MAX_STATE_BYTES // 3 - 2) + b"[]]"
     assert MAX_MANIFEST_BYTES < len(many) <= MAX_STATE_BYTES
@@ -446,7 +477,7 @@ def test_json_of_many_small_values_is_limited(tmp_path, valid_files):
     assert all(line.startswith("snapshot error: ") for line in sample_limited(*urls))
 
 
-def test_a_yaml_bomb_is_refused(tmp_path):
+def test_a_yaml_bomb_is_refused(tmp_path, sample_limited):
     """Ten times ten times ten ... keys from a few lines, by merging."""
     lines = ["a0: &a0 {k: 1}"]
     lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
@@ -532,40 +563,39 @@ def test_control_characters_are_escaped():
     assert printable("ä€😀\n\t") == "ä€😀\n\t"
 
 
-def sample_command(url: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "mingpt_ddp.sample",
-        f"snapshot={url}",
-        "prompt=-",
-        "max_new_tokens=1",
-    ]
+def sample_through(url: str, prompt: bytes, output: int, monkeypatch) -> int:
+    """Call sample.py with a prompt from a pipe and an output; return its exit code."""
+    reading, writing = os.pipe()
+    os.write(writing, prompt)
+    os.close(writing)
+    argv = ["sample.py", f"snapshot={url}", "prompt=-", "max_new_tokens=1"]
+    with open(reading) as stdin, open(output, "w", closefd=False) as stdout:
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as left:
+            sample_module.main()
+    return left.value.code
 
 
-def test_a_terminal_gets_no_escape_sequences(tmp_path, valid_files):
-    url = write_snapshot(tmp_path, valid_files)
+def test_a_terminal_gets_no_escape_sequences(tmp_path, valid_files, monkeypatch):
     main, terminal = pty.openpty()
-    done = subprocess.run(
-        sample_command(url), cwd=ROOT, input=b"a\x1b]0;x\x07", stdout=terminal, timeout=60
-    )
-    os.close(terminal)
+    url = write_snapshot(tmp_path, valid_files)
+    assert sample_through(url, b"a\x1b]0;x\x07", terminal, monkeypatch) == 0
     shown = os.read(main, 1000)
+    os.close(terminal)
     os.close(main)
-    assert done.returncode == 0
     assert shown.startswith(rb"a\x1b]0;x\x07")
     assert b"\x1b" not in shown and b"\x07" not in shown
 
 
-def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files):
-    done = subprocess.run(
-        sample_command(write_snapshot(tmp_path, valid_files)),
-        cwd=ROOT,
-        input=b"a\x1b]0;x\x07",
-        capture_output=True,
-        timeout=60,
-    )
-    assert done.stdout.startswith(b"a\x1b]0;x\x07")
+def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files, monkeypatch):
+    reading, writing = os.pipe()
+    url = write_snapshot(tmp_path, valid_files)
+    assert sample_through(url, b"a\x1b]0;x\x07", writing, monkeypatch) == 0
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        assert pipe.read().startswith(b"a\x1b]0;x\x07")
 
 
 @pytest.mark.parametrize(
