@@ -16,7 +16,6 @@ from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
-from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.step_control import StepControl
 from mingpt_ddp.training.train_step import TrainStep
@@ -169,11 +168,11 @@ def _time_evaluation(runtime: Runtime, task: Task, model: nn.Module, split: Spli
 
 def _copy_snapshot(trainable: Trainable) -> dict[str, int]:
     """Copy to host memory what a snapshot holds; return its bytes by part."""
-    model = trainable.model
+    tensors = trainable.tensors()
     return {
-        "weights": _copy(model_state(model)),
-        "optimizer": _copy(optimizer_state(model, trainable.optimizer)),
-        "average": _copy(trainable.average.state().get("ema", {})),
+        "weights": _copy(tensors["model"]),
+        "optimizer": _copy(tensors["optimizer"]),
+        "average": _copy(tensors.get("ema", {})),
     }
 
 

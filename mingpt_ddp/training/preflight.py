@@ -290,19 +290,10 @@ class _Trial:
             hook.remove()
         return list(unused.values())
 
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a snapshot by kind and name."""
-        model = self.trainable.model
-        return {
-            "model": state_dict.model_state(model),
-            "optimizer": state_dict.optimizer_state(model, self.trainable.optimizer),
-            **self.trainable.average.state(),
-        }
-
     def copy(self) -> Snapshot:
         """Return a snapshot of this step, in memory."""
         kinds = {}
-        for kind, tensors in self._tensors().items():
+        for kind, tensors in self.trainable.tensors().items():
             kinds[kind] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
         return Snapshot(
             step=0,
@@ -321,4 +312,6 @@ class _Trial:
 
     def digest(self) -> list[str]:
         """Return the SHA-256 of every bit of the state, by kind."""
-        return [state_dict.sha256_of_tensors(tensors) for tensors in self._tensors().values()]
+        return [
+            state_dict.sha256_of_tensors(tensors) for tensors in self.trainable.tensors().values()
+        ]

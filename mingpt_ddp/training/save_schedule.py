@@ -21,7 +21,6 @@ from torch import Tensor
 
 from mingpt_ddp.errors import StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.snapshots.manager import SnapshotManager
-from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.train_state import (
     Context,
@@ -220,7 +219,7 @@ class SaveSchedule:
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._begin_interval()
         values = snapshot_state(self.context, self.micro_batch_size)
-        return state.step, values, self._tensors(), state.best_step
+        return state.step, values, self.context.trainable.tensors(), state.best_step
 
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
@@ -234,13 +233,3 @@ class SaveSchedule:
             )
         self._since = time.monotonic()
         self._cost_s = 0.0
-
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a snapshot by kind and name."""
-        trainable = self.context.trainable
-        model = trainable.model
-        return {
-            "model": model_state(model),
-            "optimizer": optimizer_state(model, trainable.optimizer),
-            **trainable.average.state(),
-        }

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.weight_average import WeightAverage
 
@@ -21,6 +22,14 @@ class Trainable:
     model: nn.Module  # prepared by the strategy, not wrapped
     optimizer: Optimizer
     average: WeightAverage
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of a snapshot by kind and name."""
+        return {
+            "model": model_state(self.model),
+            "optimizer": optimizer_state(self.model, self.optimizer),
+            **self.average.state(),
+        }
 
 
 def build_trainable(
