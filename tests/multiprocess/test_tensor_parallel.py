@@ -85,7 +85,9 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
     kept = KeptGradients(model)
     result = TrainStep(runtime, task, loader, plan, trainable, kept).run(1)
     loss = runtime.group.all_reduce(result.losses["loss"].clone())
-    updated = {name: tensor.flatten().tolist() for name, tensor in model_state(model).items()}
+    updated = {}
+    for name, tensor in model_state(model).items():
+        updated[name] = gather(name, tensor).flatten().tolist()
     tokens = torch.arange(12).view(2, 6)
     with torch.no_grad():
         logits = model(tokens)
