@@ -3,7 +3,8 @@
 Run it again to continue.
 
 All mutants of the snapshot format and store, the loader and the schedules, and a seeded sample of
-those of the process group. Prints the score and what survived; `mutmut show NAME` prints a mutant.
+those of the process group, the train step and the training loop. Prints the score and what
+survived; `mutmut show NAME` prints a mutant.
 
 mutmut forks a process per mutant from one that has collected the tests; there this file is a plugin
 of pytest.
@@ -21,8 +22,15 @@ from pathlib import Path
 from typing import Any
 
 LANES = os.environ.get("LANES", "2")
-SAMPLED = "mingpt_ddp/distributed/process_group.py"
-SAMPLE = 100  # mutants of it
+SAMPLES = {  # mutants of each file, chosen by seed; all of the others
+    "mingpt_ddp/distributed/process_group.py": 100,
+    "mingpt_ddp/training/step_control.py": 6,
+    "mingpt_ddp/training/train_step.py": 40,
+    "mingpt_ddp/training/trainer.py": 24,
+    "mingpt_ddp/training/validation.py": 10,
+}
+WHOLE_RUNS = "test_trainer.py"
+HELD_BY_WHOLE_RUNS = ("mingpt_ddp.training.save_schedule.", "mingpt_ddp.training.trainer.")
 KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
 TARGET = 0.85
 
@@ -30,7 +38,7 @@ TARGET = 0.85
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Run the fastest tests first: the first one that fails kills the mutant.
 
-    Whole runs are for the save schedule.
+    Whole runs are for the save schedule and the training loop.
     """
     if (stats := Path("mutmut-stats.json")).exists():
         seconds = json.loads(stats.read_text())["duration_by_test"]
@@ -41,8 +49,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
         ranks.processes = multiprocessing.get_context("fork")
     mutant = os.environ.get("MUTANT_UNDER_TEST", "")
-    if "__mutmut_" in mutant and ".save_schedule." not in mutant:
-        items[:] = [item for item in items if item.path.name != "test_trainer.py"] or items
+    if "__mutmut_" in mutant and not mutant.startswith(HELD_BY_WHOLE_RUNS):
+        items[:] = [item for item in items if item.path.name != WHOLE_RUNS] or items
 
 
 def pytest_sessionfinish() -> None:
@@ -59,8 +67,8 @@ def results() -> dict[str, dict[str, int | None]]:
         file = str(path.relative_to("mutants")).removesuffix(".meta")
         codes = json.loads(path.read_text())["exit_code_by_key"]
         names = sorted(codes)
-        if file == SAMPLED:
-            names = sorted(random.Random(0).sample(names, min(SAMPLE, len(names))))
+        size = min(SAMPLES.get(file, len(names)), len(names))
+        names = sorted(random.Random(0).sample(names, size))
         found[file] = {name: codes[name] for name in names}
     return {file: codes for file, codes in found.items() if codes}
 

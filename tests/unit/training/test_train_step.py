@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,9 @@ from mingpt_ddp.data.rng import derive_seed, seed_everything
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
-from mingpt_ddp.training.step_control import StepControl
+from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
+from mingpt_ddp.training import train_step as train_step_module
+from mingpt_ddp.training.step_control import StepControl, StepFlags
 from mingpt_ddp.training.train_step import TrainStep, count_steps
 
 V, T = 8, 4
@@ -183,6 +188,209 @@ def test_a_diagnosis_names_the_loss_or_the_gradient():
         model.scores.weight[0] = float("nan")
     assert train_step.diagnose(1) == "rank 0: the loss of micro-batch 0"
     assert model.scores.weight.grad is None
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, train_step: TrainStep, *names: str) -> list[Any]:
+    """Note the calls of these methods of the strategy, and what they are given."""
+    calls: list[Any] = []
+
+    def note(name: str) -> None:
+        original = getattr(train_step.strategy, name)
+
+        def method(*arguments: Any, **named: Any) -> Any:
+            calls.append((name, *arguments, *named.values()))
+            return original(*arguments, **named)
+
+        monkeypatch.setattr(train_step.strategy, name, method)
+
+    for name in names:
+        note(name)
+    return calls
+
+
+def test_the_strategy_divides_a_step(monkeypatch):
+    """It synchronizes in the last backward pass alone, and scales each loss."""
+    model = Table()
+    recorder = Recorder(model)
+    train_step = step_of(model, "trainer.grad_norm_clip=3", control=recorder)
+    names = ["begin_step", "pad", "maybe_no_sync", "loss_scale", "loss_shares"]
+    after = ["reduce_gradients", "clip_grad_norm", "update", "broadcast_buffers"]
+    calls = noted(monkeypatch, train_step, *names, *after)
+    train_step.run(2)
+    plan = train_step.plan
+    parallel = train_step.parallel_model
+    _, (_, batch, _), *rest = calls
+    first, second = batch
+    assert calls[:2] == [("begin_step",), ("pad", batch, 2)]
+    assert rest == [
+        ("maybe_no_sync", parallel, False),
+        ("loss_scale", first, plan),
+        ("loss_shares", plan),
+        ("maybe_no_sync", parallel, True),
+        ("loss_scale", second, plan),
+        ("loss_shares", plan),
+        ("reduce_gradients", train_step.parameters),
+        ("clip_grad_norm", train_step.parameters, 3.0),
+        ("update", train_step.optimizer, train_step.runtime.scaler),
+        ("broadcast_buffers", model),
+    ]
+
+
+def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
+    """Only the last backward pass waits for the other ranks."""
+    train_step = step_of(Table())
+    activities: list[Any] = []
+    group = train_step.runtime.group
+    monkeypatch.setattr(group, "set_activity", lambda *values: activities.append(values))
+    forward = ("in the forward pass of step 2", False)
+    expected = [
+        ("fetching the batch of step 2", False),
+        forward,
+        ("in the backward pass of step 2", False),
+        forward,
+        ("in the backward pass of step 2", True),
+    ]
+    train_step.run(2)
+    assert activities == expected
+    activities.clear()
+    train_step.diagnose(2)
+    assert activities == [*expected[1:4], expected[2]]
+
+
+def test_a_rank_fetches_its_own_micro_batches(monkeypatch):
+    train_step = step_of(Table())
+    asked: list[Any] = []
+    monkeypatch.setattr(train_step.loader, "get_batch", lambda *each: asked.append(each) or [])
+    monkeypatch.setattr(train_step.runtime.group, "data_rank", 3)
+    train_step.fetch(7)
+    assert asked == [(7, train_step.plan, 3)]
+
+
+def test_an_update_has_random_numbers_of_its_own(monkeypatch):
+    """Of the run's seed and the step, for optimizers that draw some."""
+    train_step = step_of(Table(), "run.seed=5")
+    drawn: list[Tensor] = []
+    original = train_step.optimizer.step
+    monkeypatch.setattr(
+        train_step.optimizer, "step", lambda: drawn.append(torch.rand(3)) or original()
+    )
+    train_step.run(4)
+    torch.manual_seed(derive_seed("update", 5, 4))
+    assert torch.equal(drawn[0], torch.rand(3))
+
+
+def test_norms_are_measured_around_the_update():
+    """With the gradients as they are clipped."""
+    model = Table()
+    recorder = Recorder(model)
+    measured: list[Any] = []
+
+    @contextmanager
+    def measure(step: int) -> Iterator[None]:
+        before = model.scores.weight.detach().clone()
+        yield
+        measured.append((step, torch.equal(before, model.scores.weight)))
+
+    recorder.measure_norms = measure
+    step_of(model, "optimizer.warmup_steps=0", control=recorder).run(3)
+    assert measured == [(3, False)]
+
+
+def test_the_policy_gets_the_flags_and_the_norm_before_clipping():
+    recorder = Recorder(Table())
+    given: list[Any] = []
+    recorder.find_anomaly = lambda *values: given.append(values)
+    result = step_of(recorder.model, "trainer.grad_norm_clip=1e-3", control=recorder).run(1)
+    assert given == [(result.flags, result.grad_norm)]
+    assert result.grad_norm > 0.01
+
+
+def test_the_losses_of_a_task_are_averaged_by_name(monkeypatch):
+    """The gradients are those of their sum."""
+    model = Table()
+    recorder = Recorder(model)
+    train_step = step_of(model, control=recorder)
+
+    def loss(parallel_model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        whole = parallel_model(*batch)
+        return {"a": 0.25 * whole, "b": 0.75 * whole}
+
+    monkeypatch.setattr(train_step.task, "loss", loss)
+    gradients, whole = expected_gradients(3)
+    losses = train_step.run(3).losses
+    expected = {"loss": whole, "loss_a": 0.25 * whole, "loss_b": 0.75 * whole}
+    assert {name: float(value) for name, value in losses.items()} == pytest.approx(expected)
+    torch.testing.assert_close(recorder.gradients, gradients)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_warm_up_passes_are_those_of_the_first_micro_batch(compiles, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    model = Table()
+    train_step = step_of(model, "run.seed=1337")
+    train_step.runtime.compiles = compiles
+    asked: list[Any] = []
+    original = train_step.loader.get_batch
+    monkeypatch.setattr(
+        train_step.loader, "get_batch", lambda *each: asked.append(each) or original(*each)
+    )
+    clock = SimpleNamespace(perf_counter=iter([30.0, 92.5, 99.0]).__next__)
+    monkeypatch.setattr(train_step_module, "time", clock)
+    losses: list[Any] = []
+
+    def warm_up(parallel_model: nn.Module, forward: Any) -> None:
+        losses.append((parallel_model, float(forward().detach())))
+
+    activities: list[str] = []
+    monkeypatch.setattr(train_step.runtime.group, "set_activity", activities.append)
+    monkeypatch.setattr(train_step.strategy, "warm_up", warm_up)
+    train_step.warm_up()
+    torch.manual_seed(derive_seed("dropout", 1337, 1, 0))
+    micro = FixedLoader().get_batch(1, train_step.plan, 0)[0]
+    assert losses == [(train_step.parallel_model, float(model(*micro.batch).detach()))]
+    assert asked == [(1, train_step.plan, 0)]
+    assert activities == ["preparing the first step"]
+    said = ["compiling the model; the first time this may take minutes", "compiled in 62.5 s"]
+    assert caplog.messages == (said if compiles else [])
+
+
+def test_groups_have_their_own_share_of_rate_and_decay():
+    """The rate of a group is in proportion to the run's; a group without decay has none."""
+    step = step_of(
+        nn.Linear(1, 1),
+        "optimizer.lr=0.5",
+        "optimizer.warmup_steps=0",
+        "optimizer.schedule=linear",
+        "optimizer.min_lr_ratio=0",
+        "optimizer.weight_decay_schedule=linear",
+    )
+    decays = [0.5, None, 0.25]
+    groups = [{"lr_ratio": 0.1}, {"lr": 9.0}, {"weight_decay": 9.0}]
+    step.optimizer = SimpleNamespace(param_groups=groups)
+    step.weight_decays = decays
+    lr = step.set_lr(5)
+    assert lr == get_lr(5, step.lr_config, 10) != 0.5
+    factor = weight_decay_factor(5, step.lr_config, 10)
+    assert groups == [
+        {"lr_ratio": 0.1, "lr": lr * 0.1, "weight_decay": 0.5 * factor},
+        {"lr": lr},
+        {"lr": lr, "weight_decay": 0.25 * factor},
+    ]
+
+
+def test_a_step_alone_exchanges_nothing():
+    result = step_of(Table()).run(1)
+    assert result.flags == StepFlags()
+
+
+def test_a_model_is_wrapped_and_watched(monkeypatch):
+    wrapped, watched = nn.Linear(1, 1), []
+    monkeypatch.setattr(Strategy, "wrap", lambda strategy, model: wrapped)
+    monkeypatch.setattr(Strategy, "watch", lambda strategy, *each: watched.append(each))
+    model = Table()
+    train_step = step_of(model)
+    assert train_step.parallel_model is wrapped
+    assert watched == [(model, 2)]
 
 
 def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Module:

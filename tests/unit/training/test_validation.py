@@ -1,0 +1,207 @@
+"""What follows an evaluation: records, pruning, early stopping; whose weights are evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, call
+
+import pytest
+
+from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training import validation as validation_module
+from mingpt_ddp.training.train_state import TrainState
+from mingpt_ddp.training.validation import Evaluated, Validation
+
+METRICS = {"loss": 2.0, "accuracy": 0.5}
+
+
+def validation_of(
+    state: TrainState | None = None,
+    metrics: dict[str, float] | None = METRICS,
+    keep_best: bool = True,
+    patience: int | None = None,
+    decay: float | None = None,
+) -> tuple[Validation, Mock]:
+    """Return a validation and the parts that note its calls, in one order."""
+    parts = Mock()
+    parts.evaluator.run.return_value = metrics
+    parts.evaluator.sample.return_value = "a text"
+
+    @contextlib.contextmanager
+    def applied() -> Iterator[None]:
+        parts.average_in()
+        yield
+        parts.average_out()
+
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(min_delta=0.25, patience=patience),
+        snapshot=SimpleNamespace(keep_best=keep_best),
+    )
+    average = SimpleNamespace(decay=decay, applied=applied)
+    context = SimpleNamespace(
+        config=config,
+        state=state or TrainState(step=4),
+        metrics=parts.metrics,
+        interrupt=SimpleNamespace(signal_name=None),
+        runtime=SimpleNamespace(group=parts.group),
+        trainable=SimpleNamespace(model="model", average=average),
+    )
+    return Validation(context, parts.saves, parts.evaluator, parts.hooks, parts.pruner), parts
+
+
+def names(parts: Mock) -> list[str]:
+    return [each[0] for each in parts.mock_calls]
+
+
+def test_a_step_is_evaluated_once():
+    validation, parts = validation_of(TrainState(step=4, val_step=4, best_val_loss=9.0))
+    assert validation.evaluate() == Evaluated(improved=False, end=None)
+    assert not parts.mock_calls
+    validation.state.step = 5
+    assert validation.evaluate() == Evaluated(improved=True)
+
+
+def test_an_evaluation_is_recorded_logged_and_given_to_the_hooks(monkeypatch):
+    """The meters exclude its seconds."""
+    clock = SimpleNamespace(perf_counter=iter([30.0, 32.5]).__next__)
+    monkeypatch.setattr(validation_module, "time", clock)
+    validation, parts = validation_of()
+    assert validation.evaluate() == Evaluated(improved=True)
+    state = validation.state
+    assert (state.val_loss, state.val_step, state.val_metrics) == (2.0, 4, METRICS)
+    assert parts.mock_calls[-3:] == [
+        call.metrics.meter.pause(2.5),
+        call.metrics.log_evaluation(4, "val", METRICS),
+        call.hooks.call("evaluate", 4, METRICS),
+    ]
+
+
+def test_a_signal_during_an_evaluation_preempts_the_run():
+    validation, parts = validation_of(metrics=None)
+    assert validation.evaluate() == Evaluated(improved=False, end=RunStatus.PREEMPTED)
+    assert validation.state == TrainState(step=4)
+    assert names(parts)[-1] == "metrics.meter.pause"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_validation_loss_that_is_not_finite_ends_the_run(loss):
+    validation, parts = validation_of(metrics={"loss": loss})
+    with pytest.raises(TrainingError) as error:
+        validation.evaluate()
+    message = f"the validation loss of step 4 is {loss}; start again with a lower optimizer.lr"
+    assert str(error.value) == f"training error: {message}"
+    assert validation.state == TrainState(step=4)
+    assert not parts.hooks.mock_calls
+
+
+@pytest.mark.parametrize(
+    ("best", "keep_best", "improved"),
+    [(None, True, True), (2.1, True, True), (2.0, True, False), (2.1, False, False)],
+)
+def test_a_step_is_saved_as_the_best_if_the_best_is_kept(best, keep_best, improved):
+    state = TrainState(step=4, best_val_loss=best)
+    validation, _ = validation_of(state, keep_best=keep_best)
+    assert validation.evaluate().improved is improved
+    assert state.best_val_loss == 2.0
+
+
+def test_patience_counts_from_a_loss_lower_by_min_delta():
+    state = TrainState(step=4, patience_loss=2.2)
+    validation_of(state)[0].evaluate()
+    assert (state.patience_loss, state.evaluations_above) == (2.2, 1)
+
+
+@pytest.mark.parametrize(
+    ("says", "is_last", "best", "val_step", "end"),
+    [
+        (True, False, 2.0, 4, RunStatus.PRUNED),
+        (False, False, 2.0, 4, None),
+        (True, True, 2.0, 4, None),
+        (True, False, None, 4, None),
+        (True, False, 2.0, 3, None),  # not evaluated at this step
+    ],
+)
+def test_the_pruner_is_asked_after_an_evaluation_before_the_last_step(
+    says, is_last, best, val_step, end
+):
+    state = TrainState(step=4, best_val_loss=best, val_step=val_step)
+    validation, parts = validation_of(state)
+    parts.pruner.should_prune.return_value = says
+    assert validation.prune(is_last) is end
+    is_asked = not is_last and best is not None and val_step == 4
+    assert parts.mock_calls == ([call.pruner.should_prune(4, 2.0)] if is_asked else [])
+
+
+@pytest.mark.parametrize(
+    ("patience", "above", "is_last", "end"),
+    [
+        (2, 2, False, RunStatus.COMPLETE),
+        (2, 1, False, None),
+        (2, 2, True, None),
+        (None, 2, False, None),
+    ],
+)
+def test_a_run_stops_early_before_its_last_step(patience, above, is_last, end, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    state = TrainState(step=4, val_step=4, evaluations_above=above, patience_loss=1.5)
+    validation, _ = validation_of(state, patience=patience)
+    assert validation.stop_early(is_last) is end
+    message = (
+        "stopped early at step 4: trainer.patience=2 evaluations in a row have no loss below 1.5000"
+    )
+    assert caplog.messages == ([message] if end else [])
+
+
+@pytest.mark.parametrize("metrics", [METRICS, {}, None])
+def test_the_test_split_is_logged_if_there_is_one(metrics):
+    """Without one there are no metrics; None if a signal came."""
+    validation, parts = validation_of(metrics=metrics)
+    assert validation.test() == metrics
+    logged = [call.log_evaluation(4, "test", METRICS)] if metrics else []
+    assert parts.metrics.mock_calls == logged
+    assert parts.evaluator.run.call_args.args == ("model", "test")
+
+
+def test_a_signal_stops_the_evaluator():
+    validation, parts = validation_of()
+    validation.evaluate()
+    assert parts.evaluator.run.call_args.args == ("model", "val")
+    stop = parts.evaluator.run.call_args.kwargs["stop"]
+    assert not stop()
+    validation.context.interrupt.signal_name = "SIGTERM"
+    assert stop()
+
+
+def test_a_sample_is_logged():
+    validation, parts = validation_of()
+    validation.log_sample()
+    expected: list[Any] = [
+        call.group.set_activity("sampling"),
+        call.average_in(),
+        call.evaluator.sample("model", 4),
+        call.average_out(),
+        call.metrics.log_sample(4, "a text"),
+    ]
+    assert parts.mock_calls == expected
+
+
+@pytest.mark.parametrize("decay", [None, 0.0, 0.9])
+def test_averaged_weights_wait_for_the_staging_of_a_snapshot(decay):
+    """It would copy them as the weights; the model's own need no wait."""
+    waits = [] if decay is None else ["saves.wait_for_staging"]
+    for use, used in (("evaluate", "run"), ("test", "run"), ("log_sample", "sample")):
+        validation, parts = validation_of(decay=decay)
+        getattr(validation, use)()
+        order = [name for name in names(parts) if not name.startswith(("group.", "metrics."))]
+        assert order[: len(waits) + 3] == [
+            *waits,
+            "average_in",
+            f"evaluator.{used}",
+            "average_out",
+        ]
