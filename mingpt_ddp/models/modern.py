@@ -159,8 +159,9 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
         rotary: (T, 2, 1, 1, D) rows of `rotary_table`.
     """
     cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
+    scaled = x * cos
     swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    return torch.addcmul(scaled, swapped, sin)
 
 
 class Block(nn.Module):

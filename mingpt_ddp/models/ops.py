@@ -91,8 +91,9 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Ten
         S = cached + stop
         mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype)
         mask = mask.triu(diagonal=cached + start + 1)  # 0 up to each query's own position
+        queries = q[:, start:stop]
         keys = k[:, :S].transpose(1, 2)
-        scores = torch.baddbmm(mask, q[:, start:stop], keys, alpha=scale)  # (BH, stop - start, S)
+        scores = torch.baddbmm(mask, queries, keys, alpha=scale)  # (BH, stop - start, S)
         weights = scores.softmax(dim=-1)
         weights = F.dropout(weights, dropout, dropout > 0)
         outputs.append(torch.bmm(weights, v[:, :S]))
