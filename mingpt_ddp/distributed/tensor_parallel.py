@@ -186,24 +186,15 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -
     for_each("div_", gradients, group.data_size)
 
 
-def clip_gradients(
-    parameters: Sequence[nn.Parameter], limit: float | None, group: ProcessGroup
-) -> Tensor:
-    """Clip the gradients of a split model; return the whole model's norm before clipping."""
+def total_norm(gradients: Sequence[Tensor], group: ProcessGroup) -> Tensor:
+    """Return the norm of the gradients of the whole model, of which this rank has a part."""
     assert group.mesh is not None
     own: list[Tensor] = []  # this rank's parts of what is split
     everywhere: list[Tensor] = []  # the same on all ranks
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
+    for gradient in gradients:
         is_split = is_dtensor(gradient) and gradient.placements[0].is_shard()
         members = own if is_split else everywhere
         members.append(local_tensor(gradient))
     square = nn.utils.get_total_norm(own).square()
     dist.all_reduce(square, group=group.mesh.get_group("tensor"))
-    norm = (square + nn.utils.get_total_norm(everywhere).square()).sqrt()
-    if limit is not None:
-        scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for_each("mul_", [*own, *everywhere], scale)
-    return norm
+    return (square + nn.utils.get_total_norm(everywhere).square()).sqrt()

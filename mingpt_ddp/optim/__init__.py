@@ -1,4 +1,8 @@
-"""Optimizers, selected by `optimizer.name`; lr_schedule.py has the learning rate."""
+"""Optimizers, selected by `optimizer.name`; lr_schedule.py has the learning rate.
+
+A second rule for some parameters is one optimizer with several parameter groups: muon.py is the
+example. The rate of a group is that of the run times its `lr_ratio`.
+"""
 
 from typing import Any
 

@@ -160,7 +160,9 @@ class Task:
         """Return the mean loss of a batch, or several by name, whose sum is trained.
 
         Args:
-            model: call it as model(...), once: gradients are communicated by what wraps it.
+            model: call it as model(...), not its methods: what wraps it averages the gradients.
+                Call it once, since with fsdp each call gathers all weights; for two passes with
+                other dropout masks pass the batch twice, as in `model(torch.cat([x, x]))`.
             batch: collated samples, on the device.
         """
         raise NotImplementedError

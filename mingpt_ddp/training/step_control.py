@@ -28,8 +28,8 @@ class StepControl:
     def wait_for_staging(self) -> None:
         """Wait until no snapshot copies the weights any more."""
 
-    def exchange_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
-        """Start an all_gather of the flags; return the function that waits for those of all ranks.
+    def send_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
+        """Start an asynchronous all_gather; return a function that waits for all ranks' flags.
 
         Args:
             loss: this rank's share of the step's mean loss.
@@ -56,7 +56,7 @@ class RunControl(StepControl):
     def wait_for_staging(self) -> None:
         self.saves.wait_for_staging()
 
-    def exchange_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
+    def send_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
         own = (
             self.context.interrupt.signal_name is not None,
             self.saves.manager.save_in_progress,

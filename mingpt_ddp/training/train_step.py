@@ -42,7 +42,7 @@ class StepResult:
     grad_norm: Tensor  # before clipping
     losses: dict[str, Tensor]  # this rank's share of the step's mean loss, and of its parts
     lr: float = 0.0
-    anomaly: str | None = None  # why the weights are as before
+    anomaly: str | None = None  # why the update was skipped
 
 
 class TrainStep:
@@ -57,7 +57,7 @@ class TrainStep:
         trainable: Trainable,
         control: StepControl | None = None,
     ) -> None:
-        """Wrap the model for its ranks.
+        """Wrap the model with the strategy, which averages its gradients over the ranks.
 
         Args:
             control: couples the step to the run; by default the step is on its own.
@@ -97,28 +97,30 @@ class TrainStep:
             is_last = micro is batch[-1]
             with strategy.maybe_no_sync(self.parallel_model, last=is_last):
                 with self.phase("forward", step):
-                    loss = self.forward(step, micro)
+                    micro_losses = self.forward(step, micro)
                 with self.phase("backward", step, waiting=is_last):
-                    scale = strategy.loss_scale(micro, self.plan)
-                    scaler.scale(loss["loss"] * scale).backward()
-            self._add_shares(losses, loss, micro)
+                    loss = micro_losses["loss"] * strategy.loss_scale(micro, self.plan)
+                    scaler.scale(loss).backward()
+            self._add_shares(losses, micro_losses, micro)
         strategy.reduce_gradients(self.parameters)
 
         self.control.wait_for_staging()  # the last snapshot may still copy the weights
-        receive_flags = self.control.exchange_flags(losses["loss"])
+        receive_flags = self.control.send_flags(losses["loss"])  # they travel while we clip
         scaler.unscale_(self.optimizer)
         grad_norm = strategy.clip_grad_norm(self.parameters, self.config.trainer.grad_norm_clip)
         flags = receive_flags()
         anomaly = self.control.find_anomaly(flags, grad_norm)
         if anomaly is not None:
-            self.clear_gradients()
+            scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
             return StepResult(flags, grad_norm, losses, anomaly=anomaly)
 
         with self.control.measure_norms(step):
             lr = self.set_lr(step)
             seed_everything("update", self.config.run.seed, step)
             strategy.update(self.optimizer, scaler)
-            self.clear_gradients()
+            scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
             strategy.broadcast_buffers(self.model)
         self.average.update(step)
         return StepResult(flags, grad_norm, losses, lr)
@@ -136,13 +138,13 @@ class TrainStep:
             return named_losses(self.task.loss(self.parallel_model, batch))
 
     def _add_shares(
-        self, losses: dict[str, Tensor], loss: dict[str, Tensor], micro: MicroBatch
+        self, losses: dict[str, Tensor], micro_losses: dict[str, Tensor], micro: MicroBatch
     ) -> None:
-        """Add a micro-batch to `losses`, unless only other ranks needed its passes."""
+        """Add a micro-batch's share to the losses of the step, unless it is padding."""
         if not micro.weight:
             return
         shares = self.strategy.loss_shares(self.plan)
-        for name, value in loss.items():
+        for name, value in micro_losses.items():
             share = value.detach() / shares
             losses[name] = losses[name] + share if name in losses else share
 
@@ -155,11 +157,6 @@ class TrainStep:
             if decay is not None:
                 group["weight_decay"] = decay * factor
         return lr
-
-    def clear_gradients(self) -> None:
-        """Free the gradients, after an update or instead of one; adapt the loss scale to them."""
-        self.runtime.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def warm_up(self) -> None:
         """Run the strategy's warm-up passes on the first micro-batch, and compile."""
@@ -176,7 +173,7 @@ class TrainStep:
         """Repeat the passes of a step; return which rank's loss or gradient is not finite.
 
         Its backward differs from that of `run`: the ranks keep their gradients apart, so that it is
-        known whose are wrong. A collective; call it after `clear_gradients`.
+        known whose are wrong. A collective; call it when the gradients are free.
         """
         found = ""
         for micro in self.fetch(step):
@@ -199,7 +196,7 @@ class TrainStep:
         return "; ".join(culprits[:3])
 
     def _find_nonfinite(self, loss: Tensor, micro: MicroBatch) -> str:
-        """Return whether the loss or which gradient is not finite; "" if all are."""
+        """Return what is not finite, the loss or a gradient; "" if nothing is."""
         if not torch.isfinite(loss):
             return f"the loss of micro-batch {micro.index}"
         for name, parameter in self.model.named_parameters():

@@ -71,7 +71,7 @@ class Trainer:
         trainer = self.config.trainer
         with self._watched():
             self._warm_up()
-            end = self._finish_last_step()
+            end = self._finish_resumed_step()
             while end is None and self.state.step < self.steps:
                 step = self.state.step + 1
                 with self.profiler.step(step):
@@ -81,7 +81,7 @@ class Trainer:
                 self.state.step = step
                 is_last = step == self.steps
                 self.metrics.step_done(step)
-                if not flags.saving:
+                if not flags.saving:  # a save has ended on all ranks: take its result
                     self.saves.manager.wait()
                 if self._is_due(trainer.log_every):
                     self._log()
@@ -95,7 +95,7 @@ class Trainer:
                 if end is None and self._is_due(trainer.sample_every):
                     self.validation.log_sample()
                 self._save(end, improved, flags.save_is_due)
-                self.metrics.cover(self.saves.manager.last_step)
+                self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
             return self._end(end or RunStatus.COMPLETE)
 
     @contextmanager
@@ -117,8 +117,8 @@ class Trainer:
         self.train_step.warm_up()
         self.metrics.meter.pause(time.perf_counter() - begin)
 
-    def _finish_last_step(self) -> RunStatus | None:
-        """Evaluate the last step if a signal interrupted that; then prune, stop and save."""
+    def _finish_resumed_step(self) -> RunStatus | None:
+        """Evaluate the resumed step if a signal interrupted that; then prune, stop and save."""
         if self.state.step == 0:
             return None
         is_last = self.state.step == self.steps
@@ -129,7 +129,7 @@ class Trainer:
         end = end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
         has_ended = (is_last or end is not None) and end is not RunStatus.PREEMPTED
         if has_ended or (evaluated and evaluated.improved):
-            # of a step that is saved already, this applies the retention alone
+            # if the step is saved already, this only deletes what retention need not keep
             self.saves.save(last=has_ended)
         if is_last:
             self.validation.log_sample()
@@ -139,7 +139,8 @@ class Trainer:
         """Train one step unless it is to be skipped; return None after a rollback."""
         if step in self.state.skipped_steps:
             log.info("step %d is skipped after the rollback", step)
-            return self.train_step.control.exchange_flags(torch.zeros(()))()
+            receive_flags = self.train_step.control.send_flags(torch.zeros(()))
+            return receive_flags()
         result = self.train_step.run(step)
         if result.anomaly is not None:
             is_skipped = self._skip(step, result.anomaly)
@@ -173,13 +174,13 @@ class Trainer:
         restored = self.saves.restore_latest()
         if restored is None:
             return False
-        left = self.saves.update_wall_time()
-        restored.skipped_steps = sorted({*restored.skipped_steps, *left.skipped_steps, step})
-        restored.consecutive_skips = left.consecutive_skips
-        restored.world_size = left.world_size
-        restored.run_id = left.run_id
-        lost_s = left.wall_seconds - restored.wall_seconds
-        restored.wasted_seconds = left.wasted_seconds + lost_s
+        undone = self.saves.update_wall_time()
+        restored.skipped_steps = sorted({*restored.skipped_steps, *undone.skipped_steps, step})
+        restored.consecutive_skips = undone.consecutive_skips
+        restored.world_size = undone.world_size
+        restored.run_id = undone.run_id
+        lost_s = undone.wall_seconds - restored.wall_seconds
+        restored.wasted_seconds = undone.wasted_seconds + lost_s
         log.warning(
             "%s: rolled back to the snapshot of step %d, to skip step %d",
             message,

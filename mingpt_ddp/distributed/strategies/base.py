@@ -25,6 +25,7 @@ from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
 from mingpt_ddp.models.placement import split_blocks
 from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.torch_internals import for_each
 
 T = TypeVar("T")
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
@@ -187,15 +188,24 @@ class Strategy:
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients over ranks, unless the backward pass has done so."""
 
+    @torch.no_grad()
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-        """Clip the gradients to a global norm; return their norm before, on the device."""
-        norm = self.total_norm([p.grad for p in parameters if p.grad is not None])
+        """Clip the gradients to a global norm, as torch does; return their norm before.
+
+        The rule stands here alone: strategies differ in `total_norm` and in what is `local`.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = self.total_norm(gradients)
         if limit is not None:
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+            factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+            own = [self.local(gradient) for gradient in gradients]
+            for device in dict.fromkeys(gradient.device for gradient in own):  # of one model
+                members = [gradient for gradient in own if gradient.device == device]
+                for_each("mul_", members, factor.to(device))
         return norm.to(self.device)  # without gradients torch returns a CPU zero
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        """Return the norm of all gradients together."""
+        """Return the norm of all gradients together, over all ranks."""
         return nn.utils.get_total_norm(gradients)
 
     def describe_gradient(self, name: str) -> str:

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.tensor_parallel import (
     average_gradients,
-    clip_gradients,
     gather,
     local_tensor,
     scatter,
     separate_groups,
     split_model,
+    total_norm,
 )
 
 
@@ -55,8 +55,8 @@ class TensorParallelStrategy(Strategy):
         average_gradients(parameters, self.group)
         self.all_reduce_s = time.perf_counter() - start
 
-    def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
-        return clip_gradients(parameters, limit, self.group).to(self.device)
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        return total_norm(gradients, self.group)
 
     def local(self, tensor: Tensor) -> Tensor:
         return local_tensor(tensor)

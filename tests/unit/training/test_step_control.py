@@ -72,7 +72,7 @@ def control_of(
 )
 def test_a_rank_sends_its_own_flags_and_its_share_of_the_loss(settings, row):
     group = Gathering()
-    flags = control_of(group, **settings).exchange_flags(torch.tensor(2.5))()
+    flags = control_of(group, **settings).send_flags(torch.tensor(2.5))()
     assert group.sent[0].tolist() == row
     assert group.sent[0].dtype == torch.float64
     assert flags == StepFlags(bool(row[0]), bool(row[1]), bool(row[2]), 2.5)
@@ -81,12 +81,12 @@ def test_a_rank_sends_its_own_flags_and_its_share_of_the_loss(settings, row):
 def test_the_loss_is_read_only_if_every_step_is_checked():
     group = Gathering([0, 0, 0, 0.0])
     control = control_of(group, checks=False)
-    flags = control.exchange_flags(Unreadable())()
+    flags = control.send_flags(Unreadable())()
     assert group.sent[0].tolist() == QUIET
     assert flags == StepFlags()
     assert control.find_anomaly(flags, Unreadable()) is None
     with pytest.raises(AssertionError, match="the loss was read"):
-        control_of(group).exchange_flags(Unreadable())
+        control_of(group).send_flags(Unreadable())
 
 
 def test_the_policy_gets_the_loss_of_all_ranks_and_the_norm():
@@ -106,7 +106,7 @@ def test_the_policy_gets_the_loss_of_all_ranks_and_the_norm():
 def test_a_flag_of_any_rank_counts_and_the_losses_add_up(others, flags):
     for is_rank_zero in (True, False):
         group = Gathering(*others, is_rank_zero=is_rank_zero)
-        assert control_of(group).exchange_flags(torch.tensor(1.0))() == flags
+        assert control_of(group).send_flags(torch.tensor(1.0))() == flags
 
 
 def test_rank_zeros_clock_alone_decides_whether_a_save_is_due():
@@ -114,8 +114,8 @@ def test_rank_zeros_clock_alone_decides_whether_a_save_is_due():
     for is_rank_zero in (True, False):
         early = control_of(Gathering(due, due, is_rank_zero=is_rank_zero))
         late = control_of(Gathering(QUIET, QUIET, is_rank_zero=is_rank_zero), is_due=True)
-        assert early.exchange_flags(torch.tensor(0.0))().save_is_due is not is_rank_zero
-        assert late.exchange_flags(torch.tensor(0.0))().save_is_due is is_rank_zero
+        assert early.send_flags(torch.tensor(0.0))().save_is_due is not is_rank_zero
+        assert late.send_flags(torch.tensor(0.0))().save_is_due is is_rank_zero
 
 
 def test_the_flags_are_received_when_they_are_asked_for():
@@ -128,7 +128,7 @@ def test_the_flags_are_received_when_they_are_asked_for():
         return torch.zeros(1, 4)
 
     group.all_gather_async = lambda row: receive
-    wait = control_of(group).exchange_flags(torch.tensor(0.0))
+    wait = control_of(group).send_flags(torch.tensor(0.0))
     assert not received
     wait()
     assert received == ["table"]
@@ -145,7 +145,7 @@ def test_a_run_waits_for_staging_and_measures_its_norms():
 def test_a_step_on_its_own_has_nothing_to_wait_for():
     control = StepControl()
     control.wait_for_staging()
-    assert control.exchange_flags(Unreadable())() == StepFlags(False, False, False, 0.0)
+    assert control.send_flags(Unreadable())() == StepFlags(False, False, False, 0.0)
     assert control.find_anomaly(StepFlags(loss=float("nan")), torch.tensor(1.0)) is None
     with control.measure_norms(1) as measured:
         assert measured is None

@@ -70,7 +70,7 @@ class Recorder(StepControl):
         self.calls.append("staging")
         self.gradients = self.model.scores.weight.grad.clone()
 
-    def exchange_flags(self, loss: Tensor) -> Any:
+    def send_flags(self, loss: Tensor) -> Any:
         self.calls.append("send flags")
 
         def receive() -> Any:

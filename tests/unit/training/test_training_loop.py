@@ -278,7 +278,7 @@ def test_a_start_finishes_the_last_step_of_the_one_before(
     parts.validation.evaluate.return_value = evaluated
     parts.validation.prune.return_value = pruned
     parts.validation.stop_early.return_value = stopped
-    assert trainer._finish_last_step() is end
+    assert trainer._finish_resumed_step() is end
     is_last = step == 6
     known = {
         "evaluate": call.validation.evaluate(),
@@ -293,7 +293,7 @@ def test_a_start_finishes_the_last_step_of_the_one_before(
 
 def test_a_new_run_has_no_step_to_finish():
     trainer, parts = trainer_of("trainer.eval_every=1")
-    assert trainer._finish_last_step() is None
+    assert trainer._finish_resumed_step() is None
     assert not parts.mock_calls
 
 
@@ -313,10 +313,10 @@ def test_a_step_is_recorded_after_the_policy_accepts_it():
 def test_a_skipped_step_exchanges_flags_alone(caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
     trainer, parts = trainer_of(state=TrainState(step=2, skipped_steps=[3]))
-    parts.step.control.exchange_flags.return_value = lambda: "flags"
+    parts.step.control.send_flags.return_value = lambda: "flags"
     assert trainer._train(3) == "flags"
-    assert names(parts) == ["step.control.exchange_flags"]
-    (loss,) = parts.step.control.exchange_flags.call_args.args
+    assert names(parts) == ["step.control.send_flags"]
+    (loss,) = parts.step.control.send_flags.call_args.args
     assert torch.equal(loss, torch.zeros(()))
     assert caplog.messages == ["step 3 is skipped after the rollback"]
 
@@ -337,7 +337,7 @@ def test_a_rolled_back_step_is_not_counted():
     trainer, parts = trainer_of("trainer.on_nonfinite=rollback", state=TrainState(step=4))
     results = iter([result_of(5, "a spike"), *map(result_of, (3, 4, 6))])
     parts.step.run.side_effect = lambda step: next(results)
-    parts.step.control.exchange_flags.return_value = StepFlags
+    parts.step.control.send_flags.return_value = StepFlags
     parts.saves.restore_latest.return_value = TrainState(step=2)
     trainer.fit()
     assert parts.step.run.mock_calls == [call(5), call(3), call(4), call(6)]
