@@ -104,7 +104,7 @@ def program():
 
     yield run
     server.stdin.close()
-    server.wait(10)
+    server.wait(60)
 
 
 def run_alone(args: list[str], cwd: Path) -> Outcome:

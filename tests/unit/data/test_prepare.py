@@ -279,7 +279,7 @@ def test_concurrent_processes(settings, damaged):
         write_meta(b"garbage")(Path(prepare(config).directory))
     command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
     environment = {**os.environ, "PYTHONPATH": str(Path(encode_text.__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     expected = prepare(config)
     outcomes = [EncodedText(**json.loads(line)) for line in done.stdout.splitlines()]
