@@ -147,9 +147,13 @@ def test_a_pass_that_only_others_need_changes_nothing(monkeypatch):
 def test_an_anomaly_leaves_weights_optimizer_and_average_as_they_are():
     model = Table()
     before = model.scores.weight.detach().clone()
-    train_step = step_of(model, control=Recorder(model, "a spike"), ema=0.5)
+    recorder = Recorder(model, "a spike")
+    train_step = step_of(model, "run.seed=1337", control=recorder, ema=0.5)
     result = train_step.run(1)
     assert (result.anomaly, result.lr) == ("a spike", 0.0)
+    loss = float(result.losses["loss"])
+    assert (result.flags.loss, loss) == (loss, pytest.approx(expected_gradients(1)[1]))
+    assert result.grad_norm > 0
     assert torch.equal(model.scores.weight, before) and model.scores.weight.grad is None
     assert not train_step.optimizer.state
     assert torch.equal(train_step.average.state()["ema"]["scores.weight"], before)
