@@ -194,6 +194,13 @@ def test_a_diagnosis_names_the_loss_or_the_gradient():
     assert model.scores.weight.grad is None
 
 
+def test_a_diagnosis_names_the_first_three_ranks(monkeypatch):
+    train_step = step_of(Table())
+    found = ["", "the loss", "a gradient", "", "the loss", "the loss"]
+    monkeypatch.setattr(train_step.runtime.group, "all_gather", lambda own: found)
+    assert train_step.diagnose(1) == "rank 1: the loss; rank 2: a gradient; rank 4: the loss"
+
+
 def noted(monkeypatch: pytest.MonkeyPatch, train_step: TrainStep, *names: str) -> list[Any]:
     """Note the calls of these methods of the strategy, and what they are given."""
     calls: list[Any] = []
