@@ -147,9 +147,13 @@ def test_a_pass_that_only_others_need_changes_nothing(monkeypatch):
 def test_an_anomaly_leaves_weights_optimizer_and_average_as_they_are():
     model = Table()
     before = model.scores.weight.detach().clone()
-    train_step = step_of(model, control=Recorder(model, "a spike"), ema=0.5)
+    recorder = Recorder(model, "a spike")
+    train_step = step_of(model, "run.seed=1337", control=recorder, ema=0.5)
     result = train_step.run(1)
     assert (result.anomaly, result.lr) == ("a spike", 0.0)
+    loss = float(result.losses["loss"])
+    assert (result.flags.loss, loss) == (loss, pytest.approx(expected_gradients(1)[1]))
+    assert result.grad_norm > 0
     assert torch.equal(model.scores.weight, before) and model.scores.weight.grad is None
     assert not train_step.optimizer.state
     assert torch.equal(train_step.average.state()["ema"]["scores.weight"], before)
@@ -188,6 +192,13 @@ def test_a_diagnosis_names_the_loss_or_the_gradient():
         model.scores.weight[0] = float("nan")
     assert train_step.diagnose(1) == "rank 0: the loss of micro-batch 0"
     assert model.scores.weight.grad is None
+
+
+def test_a_diagnosis_names_the_first_three_ranks(monkeypatch):
+    train_step = step_of(Table())
+    found = ["", "the loss", "a gradient", "", "the loss", "the loss"]
+    monkeypatch.setattr(train_step.runtime.group, "all_gather", lambda own: found)
+    assert train_step.diagnose(1) == "rank 1: the loss; rank 2: a gradient; rank 4: the loss"
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, train_step: TrainStep, *names: str) -> list[Any]:

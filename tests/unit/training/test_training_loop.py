@@ -82,7 +82,9 @@ def test_the_order_of_a_run():
     settings = ["trainer.log_every=5", "trainer.eval_every=4", "trainer.sample_every=4"]
     trainer, parts = trainer_of(*settings, state=TrainState(step=2))
     parts.saves.manager.last_step = 1
-    parts.validation.evaluate.side_effect = [Evaluated(), Evaluated()]
+    profiled: list[int] = []
+    original = trainer.profiler.step
+    trainer.profiler.step = lambda step: profiled.append(step) or original(step)
     assert trainer.fit() == Trained(COMPLETE, {"loss": 1.0})
     evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
     assert names(parts) == [
@@ -96,6 +98,7 @@ def test_the_order_of_a_run():
     lasts = [False, False, False, False, True]  # of the resumed step 2, and of 3 to 6
     assert parts.validation.prune.mock_calls == [call(last) for last in lasts]
     assert parts.validation.stop_early.mock_calls == [call(last) for last in lasts]
+    assert profiled == [3, 4, 5, 6]
     assert parts.step.run.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.cover.mock_calls == [call(1)] * 4
