@@ -69,7 +69,5 @@ class JobError(UserError):
 
 
 def printable(text: str) -> str:
-    """Escape C0 and C1 control characters other than newline and tab, which a terminal would
-    interpret.
-    """
+    """Escape control characters but newline and tab: a terminal would interpret them."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,5 +1,3 @@
-"""The public API for users' Python files: `from mingpt_ddp.registry import ModelConfig,
-register`.
-"""
+"""The API for users' Python files: `from mingpt_ddp.registry import ModelConfig, register`."""
 
 from mingpt_ddp.config.registry import *  # noqa: F403

@@ -69,12 +69,15 @@ class StepClock:
 
         Waits for the device.
         """
-        steps = [
-            sum(self._seconds(begin, end) for begin, end in step) for step in self._steps if step
-        ]
+        seconds = 0.0
+        steps = 0
+        for stretches in self._steps:
+            if stretches:
+                seconds += sum(self._seconds(begin, end) for begin, end in stretches)
+                steps += 1
         self._steps.clear()
         self._begin = None
-        return sum(steps) / len(steps) if steps else 0.0
+        return seconds / steps if steps else 0.0
 
     def _resume(self) -> None:
         if torch.is_grad_enabled():  # not in an evaluation

@@ -85,7 +85,12 @@ def _part(job: Job) -> Hashable:
 
 
 def _differing(jobs: Iterable[Job], keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if len({identity(_get(job, key)) for job in jobs}) > 1]
+    differing = []
+    for key in keys:
+        values = {identity(_get(job, key)) for job in jobs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing
 
 
 def _get(job: Job, key: str) -> Any:

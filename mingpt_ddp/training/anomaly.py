@@ -1,6 +1,4 @@
-"""The anomaly policy: detect a non-finite loss or gradient norm, and a loss spike, before the
-weights change.
-"""
+"""The anomaly policy: find a non-finite loss or gradient norm, or a spike, before the update."""
 
 import math
 
@@ -29,8 +27,7 @@ class AnomalyPolicy:
         self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
 
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
-        """Return a description of the anomaly of a step, before the weights change; None if there
-        is none.
+        """Return what is wrong with a step, before its update; None if nothing is.
 
         Args:
             loss: the mean loss of the step over all ranks.

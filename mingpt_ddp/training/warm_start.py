@@ -1,5 +1,4 @@
-"""Start a run from other weights (`run.init_from`): which ones, with which sizes, and how the model
-takes them.
+"""Start a run from other weights, `run.init_from`: which ones, their sizes, and their loading.
 
 Only the first start reads them. A resume takes everything from the run's own snapshot: they may be
 gone.

@@ -1,5 +1,4 @@
-"""The exponential moving average of the weights (EMA), which evaluation, sampling and exports use
-instead of them.
+"""The exponential moving average of the weights (EMA), for evaluation, sampling and exports.
 
 Source: Polyak and Juditsky 1992, "Acceleration of Stochastic Approximation by Averaging"; the
 warm-up of the decay is that of TensorFlow's ExponentialMovingAverage.

@@ -16,9 +16,7 @@ from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 
 def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Assign the trainable parameters to ranks: largest first, each to the rank with the fewest
-    elements.
-    """
+    """Assign the trainable parameters to ranks: largest first, each to the least loaded rank."""
     loads = [0] * ranks
     owners = {}
     trainable = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
@@ -29,9 +27,7 @@ def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
 
 
 class Zero1Strategy(DDPStrategy):
-    """Each parameter has an owner, which alone keeps its optimizer state, updates it and broadcasts
-    it.
-    """
+    """Each parameter has an owner: it alone keeps its state, updates it and broadcasts it."""
 
     name = "zero1"
     is_sharded = True
