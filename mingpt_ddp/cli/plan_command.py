@@ -150,8 +150,9 @@ def _ranks(row: dict[str, Any]) -> str:
     if "error" in row:
         cells.append(f" {row['error']}")
     else:
-        sizes = ("batch_size", "micro_batch_size", "micro_batches_per_rank")
-        cells += [str(row[key]) for key in sizes]
+        cells.append(f" {row['batch_size']:>5}")
+        cells.append(str(row["micro_batch_size"]))
+        cells.append(str(row["micro_batches_per_rank"]))
         cells += [f"{row['idle']:.0%}", f"{row['lr']:.3g}"]
     return columns(cells, WIDTHS)
 

@@ -57,10 +57,9 @@ def _command(config: SampleConfig) -> int:
         reason = error if sys.stdin else "closed"
         raise DataError(f"prompt=- needs UTF-8 text on standard input: {reason}") from error
     for number, text in enumerate(sample(config, prompt)):
-        if number > 0:
-            print("-" * 80, flush=True)
-        is_terminal = sys.stdout and sys.stdout.isatty()
-        print(printable(text) if is_terminal else text, flush=True)
+        if sys.stdout and sys.stdout.isatty():
+            text = printable(text)
+        print(f"{'-' * 80}\n{text}" if number else text, flush=True)
     return 0
 
 

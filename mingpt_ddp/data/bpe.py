@@ -207,15 +207,15 @@ def _is_lossless(values: dict[str, Any]) -> bool:
     model = values["model"]
     first = values["pre_tokenizer"]
     steps = first["pretokenizers"] if first["type"] == "Sequence" else [first]
+    kinds = [step["type"] for step in steps]
     if model["type"] != "BPE" or any(model.get(key) for key in LOSSY_OPTIONS):
         return False
-    if values.get("normalizer") is not None or steps[-1]["type"] != "ByteLevel":
+    if values.get("normalizer") is not None or kinds[-1] != "ByteLevel":
         return False
     if any(step.get("add_prefix_space") for step in steps):
         return False
-    for step in steps[:-1]:
-        if step["type"] not in ("Split", "Digits"):
-            return False
+    if any(kind not in ("Split", "Digits") for kind in kinds[:-1]):
+        return False
     for step in steps:
         if step["type"] != "Split":
             continue

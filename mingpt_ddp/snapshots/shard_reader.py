@@ -35,10 +35,10 @@ class ShardReader:
             StorageUnavailableError: a rank cannot read it.
         """
         parameters = parameters_by_name(model, optimizer)
-        likes = model.state_dict()
         weights: dict[str, dict[str, Tensor] | None] = {}
         with self.group.raise_everywhere(UserError, io=False):
             state = self._read(snapshot, "optimizer", parameters)
+            likes = model.state_dict()
             for kind in ("model", "ema"):
                 read = partial(self._read, snapshot, kind, likes)
                 if self.strategy.shards_model:

@@ -145,10 +145,12 @@ def _without_padding(text: str, values: dict[str, Any]) -> str:
     added = values.get("added_tokens") or []
     if not added:
         return text
-    byte_id = values["model"]["vocab"].get(PADDING_BYTE)
-    others = [
-        token for token in added if token["content"] != PADDING_BYTE or token["id"] != byte_id
-    ]
+    vocab = values["model"].get("vocab", {})
+    others = []
+    for token in added:
+        name_and_id = (token["content"], token["id"])
+        if name_and_id != (PADDING_BYTE, vocab.get(PADDING_BYTE)):
+            others.append(token)
     if len(others) == len(added):
         return text
     return json.dumps({**values, "added_tokens": others})

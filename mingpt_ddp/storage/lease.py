@@ -55,10 +55,9 @@ class Lease:
 
     def _acquire(self, dead: str | None) -> None:
         owner = self._read()
-        if owner is None:
-            if self.storage.put_if_absent(OWNER, self._record()):
-                return
-            owner = self._read()
+        if owner is None and self.storage.put_if_absent(OWNER, self._record()):
+            return
+        owner = owner or self._read()  # a record may be damaged for a moment
         if owner is not None and owner.get("id") != dead:
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())

@@ -79,13 +79,13 @@ def _joined(parts: list[Any], size: int) -> bytes:
     for part in parts:
         if isinstance(part, Exception):
             raise part
-    content = b"".join(parts)
-    message = f"{len(content)} of {size} bytes arrived; use a server with ranges"
-    if len(content) < size:
+    length = sum(len(part) for part in parts)
+    message = f"{length} of {size} bytes arrived; use a server with ranges"
+    if length < size:
         raise EOFError(message)
-    if len(content) > size:  # from a web server without ranges: it does so again
+    if length > size:  # from a web server without ranges: it does so again
         raise ValueError(message)
-    return content
+    return b"".join(parts)
 
 
 class RemoteStorage(Storage):

@@ -14,7 +14,7 @@ from torch import Tensor
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.phases import StepPhases
+from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.task import Task, named_losses
@@ -176,6 +176,7 @@ class TrainStep:
         known whose are wrong. A collective; call it when the gradients are free.
         """
         found = ""
+        self.runtime.group.set_activity(ACTIVITIES["fetch"].format(step))
         for micro in self.fetch(step):
             with self.strategy.maybe_no_sync(self.parallel_model, last=False):
                 with self.phase("forward", step):

@@ -101,6 +101,21 @@ def test_a_record_that_is_damaged_for_a_moment_is_no_takeover(storage, acquire, 
         lease.check()
 
 
+def test_a_live_owner_keeps_the_lease_when_its_record_is_damaged_for_a_moment(
+    storage, acquire, monkeypatch
+):
+    """As a reader sees it while a store replaces the record."""
+    lease = acquire()
+    read, cut = storage.read, iter([-1])
+    monkeypatch.setattr(
+        storage, "read", lambda *args, **kwargs: read(*args, **kwargs)[: next(cut, None)]
+    )
+    with pytest.raises(RunError, match="still running"):
+        Lease(storage)
+    lease.check()
+    assert owner(storage)["id"] == lease.id
+
+
 def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire):
     lease = acquire()
     begin = time.monotonic()

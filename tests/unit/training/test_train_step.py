@@ -265,7 +265,7 @@ def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
     assert activities == expected
     activities.clear()
     train_step.diagnose(2)
-    assert activities == [*expected[1:4], expected[2]]
+    assert activities == [("fetching the batch of step 2",), *expected[1:4], expected[2]]
 
 
 def test_a_rank_fetches_its_own_micro_batches(monkeypatch):
