@@ -84,7 +84,7 @@ def worker_main(plan: dict[str, Any]) -> None:
     from mingpt_ddp.storage.run_dir import RunStatus
     from mingpt_ddp.training import trainer
 
-    def fit(self: Any) -> RunStatus:
+    def fit(self: Any) -> Any:
         self.train_step.warm_up()
         found = measure(self, plan["steps"], plan["blocks"])
         Path(plan["out"], f"rank{self.context.runtime.group.rank}.json").write_text(
@@ -92,7 +92,7 @@ def worker_main(plan: dict[str, Any]) -> None:
         )
         self.context.runtime.group.barrier()
         self.metrics.close()
-        return RunStatus.PREEMPTED
+        return trainer.Trained(RunStatus.PREEMPTED, {})
 
     trainer.Trainer.fit = fit  # type: ignore[method-assign]
     launch.main()

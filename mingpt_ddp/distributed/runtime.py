@@ -48,8 +48,9 @@ class Runtime:
         self.group = ProcessGroup(env, self.devices, config.ddp, job)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
-    def _new_scaler(self) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+    def _new_scaler(self, init_scale: float = 2.0**16) -> torch.amp.GradScaler:
+        is_enabled = self.precision == "fp16"
+        return torch.amp.GradScaler(self.device.type, init_scale, enabled=is_enabled)
 
     def alone(self) -> "Runtime":
         """Return the runtime of this rank by itself, for trials before the run.
@@ -60,7 +61,7 @@ class Runtime:
         config = self.strategy.config
         ddp = replace(config.ddp, tensor_parallel=1, sync_batchnorm=False)
         alone = copy.copy(self)
-        alone.scaler = self._new_scaler()
+        alone.scaler = self._new_scaler(init_scale=1.0)  # its few steps must not overflow
         alone.compiles = False
         alone.group = ProcessGroup(DistEnv(), self.devices, ddp, job=0)
         alone.strategy = SingleStrategy(

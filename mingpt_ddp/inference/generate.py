@@ -47,7 +47,7 @@ def generate(
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.
     """
-    block_size = cast(int, model.block_size)
+    block_size = cast(int, vars(model).get("block_size"))  # of the instance, see build_model
     window = tokens[:, -block_size:]
     prefill = True
     with eval_mode(model):
@@ -77,7 +77,8 @@ class DecodeSession:
             return
         weight = next(model.parameters())
         sized: Any = copy.copy(model)
-        sized.block_size = positions  # that of an untrusted snapshot may be any number
+        # that of an untrusted snapshot may be any number
+        vars(sized).update(block_size=positions)
         self.cache = sized.new_cache(batch, weight.dtype)
         if not isinstance(model, SupportsCUDAGraphDecode) or not weight.is_cuda or is_split(model):
             return

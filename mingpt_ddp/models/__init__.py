@@ -123,8 +123,8 @@ def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]
         raise CodeError(
             f"the model {config.architecture} must be an nn.Module, not {type(model).__name__}"
         )
-    if isinstance(inputs, int) and not hasattr(model, "block_size"):
-        model.block_size = inputs  # type: ignore[assignment]  # torch's stub: tensors, modules
+    if isinstance(inputs, int):
+        vars(model).setdefault("block_size", inputs)  # a class may have an attribute of this name
     return model
 
 

@@ -6,6 +6,7 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +129,7 @@ class GPT(nn.Module):
         """Allocate a KV cache for `batch` sequences, one entry per block."""
         cache = []
         for block in self.blocks:
-            assert isinstance(block, Block)
-            attention = block.attention
+            attention = cast(Block, block).attention
             shape = (batch, attention.n_head, self.block_size, attention.head_size)
             cache.append(KVCache(shape, dtype, device_of(block)))
         return cache

@@ -1,6 +1,7 @@
 """Checks before anything is written: the batch, the memory, and that user code resumes exactly."""
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.step_control import StepControl, StepFlags
 from mingpt_ddp.training.train_state import TrainState, restore
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
@@ -167,16 +169,14 @@ def check_resumes_exactly(
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
-    whole = runtime.to_device(batch[0].batch)
-    part = task.trial_batch(whole)
-    trial_loader = _TrialLoader(task, loader, batch[:TRIAL_MICRO_BATCHES])
+    few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
+    trial_loader = _TrialLoader(loader, few)
     with attribute_errors_to_user_code():
-        _check_model(runtime, task, whole)
+        _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
         # new ones: the checks may have changed buffers
         first = _Trial(runtime, task, trial_loader)
         fresh = first.digest()
-        unused = first.unused_parameters_of_step(1)
-        _check_unused(task.config, runtime, unused)
+        first.step(1)
         trainable = first.trainable
         state_dict.check_savable(
             trainable.model, trainable.optimizer, by_rows=runtime.strategy.shards_model
@@ -197,14 +197,15 @@ def check_resumes_exactly(
                 raise _not_exact(f"model {task.config.model.architecture}", "loss depends")
             if end != second.digest():
                 raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
-        task.check_model(second.trainable.model, part, trained=True)
+        task.check_model(second.trainable.model, few[0], trained=True)
 
 
-def _check_model(runtime: Runtime, task: Task, batch: Any) -> None:
+def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> None:
     """Check what a user's model returns, what it can be saved as, and whether it compiles.
 
     Args:
         batch: of one micro-batch, on the device.
+        part: of it, for trial steps.
     """
     config = task.config
     trainable = build_trainable(runtime.alone(), task)
@@ -217,7 +218,6 @@ def _check_model(runtime: Runtime, task: Task, batch: Any) -> None:
     with runtime.autocast():
         task.check_model(model, batch, trained=False)
     if runtime.compiles:
-        part = task.trial_batch(batch)
         check_compiles(model, config, lambda model: task.loss(model, part))
 
 
@@ -225,14 +225,6 @@ def _check_averaged(model: nn.Module, decay: float) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dtype.itemsize < MIN_AVERAGED_BYTES:
             raise ConfigError(f"trainer.ema={decay} needs {name} in fp32; average it in your model")
-
-
-def _check_unused(config: Config, runtime: Runtime, unused: list[str]) -> None:
-    if unused and runtime.group.world_size > 1 and not config.ddp.find_unused_parameters:
-        raise ConfigError(
-            f"{', '.join(unused[:3])} of the model {config.model.architecture} have no gradient; "
-            "remove them, or set ddp.find_unused_parameters=true"
-        )
 
 
 def _not_exact(part: str, depends: str) -> CodeError:
@@ -244,14 +236,16 @@ def _not_exact(part: str, depends: str) -> CodeError:
 
 
 class _TrialLoader:
-    """The same few micro-batches in every step, each reduced to what a trial needs."""
+    """The same few micro-batches in every step."""
 
-    def __init__(self, task: Task, loader: Loader, batch: list[MicroBatch]) -> None:
+    def __init__(self, loader: Loader, batches: list[Any]) -> None:
+        """
+        Args:
+            batches: of one micro-batch each, on the device.
+        """
         self.steps_per_epoch = loader.steps_per_epoch
         self.items_per_step = loader.items_per_step
-        self.batch = [
-            MicroBatch(index, task.trial_batch(micro.batch)) for index, micro in enumerate(batch)
-        ]
+        self.batch = [MicroBatch(index, each) for index, each in enumerate(batches)]
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         return self.batch
@@ -260,35 +254,53 @@ class _TrialLoader:
         """Release nothing."""
 
 
+class _GradientCheck(StepControl):
+    """The control of a trial for several ranks: each micro-batch must give all gradients."""
+
+    def __init__(self, model: nn.Module, config: Config, micro_batches: int) -> None:
+        self.config = config
+        self.micro_batches = micro_batches
+        self.counts: dict[str, int] = {}  # gradients of this step, by parameter
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self.counts[name] = 0
+                parameter.register_post_accumulate_grad_hook(partial(self._count, name))
+
+    def _count(self, name: str, parameter: Tensor) -> None:
+        self.counts[name] += 1
+
+    def find_anomaly(self, flags: StepFlags, grad_norm: Tensor) -> str | None:
+        """Refuse parameters without a gradient, before the optimizer meets them.
+
+        Raises:
+            ConfigError: names them.
+        """
+        unused = [name for name, count in self.counts.items() if count < self.micro_batches]
+        if unused:
+            raise ConfigError(
+                f"{', '.join(unused[:3])} of the model {self.config.model.architecture} have no "
+                "gradient; remove them, or set ddp.find_unused_parameters=true"
+            )
+        self.counts = dict.fromkeys(self.counts, 0)
+        return None
+
+
 class _Trial:
     """The train step of the run with fresh objects, built as every start of the run builds them."""
 
     def __init__(self, runtime: Runtime, task: Task, loader: _TrialLoader) -> None:
         self.runtime = runtime.alone()
         self.trainable = build_trainable(self.runtime, task)
-        plan = BatchPlan(len(loader.batch), 1, world_size=1)
+        micro_batches = len(loader.batch)
+        plan = BatchPlan(micro_batches, 1, world_size=1)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable)
+        if runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
+            model = self.trainable.model
+            self.train_step.control = _GradientCheck(model, task.config, micro_batches)
 
     def step(self, step: int) -> Tensor:
         """Take an optimizer step and return its loss."""
         return self.train_step.run(step).losses["loss"]
-
-    def unused_parameters_of_step(self, step: int) -> list[str]:
-        """Take an optimizer step; return the names of the parameters that got no gradient."""
-        unused: dict[Tensor, str] = {}
-        hooks = []
-
-        def use(parameter: Tensor) -> None:
-            unused.pop(parameter, None)
-
-        for name, parameter in self.trainable.model.named_parameters():
-            if parameter.requires_grad:
-                unused[parameter] = name
-                hooks.append(parameter.register_post_accumulate_grad_hook(use))
-        self.step(step)
-        for hook in hooks:
-            hook.remove()
-        return list(unused.values())
 
     def copy(self) -> Snapshot:
         """Return a snapshot of this step, in memory."""

@@ -107,6 +107,8 @@ def train(
     kept_size = built.snapshot.state["micro_batch_size"] if built.snapshot else None
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
+    # first: no clock counts how long it takes to wrap the model
+    train_step = TrainStep(runtime, task, loader, plan, built.trainable)
     steps = range(state.step, prepared.steps)
     model = built.trainable.model
     metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.started_at)
@@ -116,8 +118,7 @@ def train(
     saves = SaveSchedule(
         context, built.manager, anomaly, plan.micro_batch_size, loader.steps_per_epoch
     )
-    control = RunControl(context, saves, anomaly)
-    train_step = TrainStep(runtime, task, loader, plan, built.trainable, control)
+    train_step.control = RunControl(context, saves, anomaly)
     pruner = MedianPruner(config, runtime, prepared.directory)
     validation = Validation(context, saves, built.evaluator, reports.hooks, pruner)
     trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)

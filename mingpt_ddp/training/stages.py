@@ -246,9 +246,10 @@ def build(prepared: Prepared) -> Built:
         snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
     record_last_evaluation(state, prepared.config, steps, prepared.directory, runtime.group)
+    evaluator = Evaluator(task, runtime)
     log_start(runtime, task, trainable.model, prepared.directory, range(state.step, steps))
     is_complete = _is_complete(prepared, state)
-    return Built(manager, snapshot, trainable, state, Evaluator(task, runtime), is_complete)
+    return Built(manager, snapshot, trainable, state, evaluator, is_complete)
 
 
 def _is_complete(prepared: Prepared, state: TrainState) -> bool:

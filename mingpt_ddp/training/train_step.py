@@ -60,7 +60,7 @@ class TrainStep:
         """Wrap the model with the strategy, which averages its gradients over the ranks.
 
         Args:
-            control: couples the step to the run; by default the step is on its own.
+            control: couples the step to its run; by default the step is on its own.
         """
         self.config = task.config
         self.runtime = runtime
@@ -185,7 +185,7 @@ class TrainStep:
                     scale = self.strategy.loss_scale(micro, self.plan)
                     self.runtime.scaler.scale(loss * scale).backward()
             found = found or self._find_nonfinite(loss, micro)
-            if self.strategy.any_in_pass(bool(found)):
+            if self.strategy.may_leave_passes(bool(found)):
                 break
         self.optimizer.zero_grad(set_to_none=True)
         culprits = []

@@ -80,8 +80,8 @@ class Strategy:
         return synchronize(model, self.device)
 
     def configure(self, optimizer: Optimizer) -> None:
-        """Let Muon divide its work over the ranks, which all have the same gradients."""
-        if isinstance(optimizer, Muon):
+        """Let Muon divide its work over the ranks, if all update all parameters."""
+        if isinstance(optimizer, Muon) and not self.is_sharded:
             optimizer.rank = self.group.rank
             optimizer.world_size = self.group.world_size
 
@@ -139,6 +139,10 @@ class Strategy:
 
     def any_in_pass(self, flag: bool) -> bool:
         """Return whether the flag is set on a rank that the next forward pass waits for."""
+        return self.group.any_in_copy(flag)
+
+    def may_leave_passes(self, flag: bool) -> bool:
+        """Return whether this rank may leave out its remaining passes where the flag is set."""
         return self.group.any_in_copy(flag)
 
     def loss_scale(self, micro: MicroBatch, plan: BatchPlan) -> float:

@@ -135,6 +135,9 @@ class FSDPStrategy(Strategy):
     def any_in_pass(self, flag: bool) -> bool:
         return any(self.group.all_gather(flag))
 
+    def may_leave_passes(self, flag: bool) -> bool:
+        return False  # the others wait for this rank
+
     def describe_gradient(self, name: str) -> str:
         return f"the gradient of {name} (of any rank)"
 

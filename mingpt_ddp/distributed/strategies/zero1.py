@@ -49,9 +49,6 @@ class Zero1Strategy(DDPStrategy):
             self._parameters[owner].append(parameters[name])
         return model
 
-    def configure(self, optimizer: Optimizer) -> None:
-        """Leave Muon alone: each rank updates the whole parameters that it owns."""
-
     def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters of this rank, then receive the others.
 

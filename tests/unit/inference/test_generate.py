@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.components import GPTConfig
+from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.inference import generate as module
@@ -131,6 +132,34 @@ def test_a_window_is_prefilled_once(model):
     )
     drawn(model, prompt(2), 2 * T)
     assert read == [3, *[1] * (T - 3), *[KEPT, *[1] * (T - KEPT)] * 2]
+
+
+def test_a_class_attribute_named_block_size_does_not_hide_the_context(monkeypatch):
+    class Cacheless(nn.Module):
+        block_size = 1024
+
+        def __init__(self, config, vocab_size, block_size):
+            super().__init__()
+            self.positions = nn.Embedding(block_size, vocab_size)
+
+        def forward(self, tokens, targets=None):
+            assert tokens.shape[1] <= 8
+            return self.positions.weight[: tokens.shape[1]].expand(len(tokens), -1, -1)
+
+    monkeypatch.setitem(BUILDERS["model"], "gpt", Cacheless)
+    config = GPTConfig(
+        name="own",
+        architecture="gpt",
+        n_layer=1,
+        n_head=1,
+        n_embd=4,
+        dropout=0.0,
+        bias=True,
+        activation="gelu",
+    )
+    own = build_model(config, 5, 8)
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    assert len(list(generate(own, tokens, 20, SamplingParams(temperature=0)))) == 20
 
 
 def test_a_context_of_one_token(model):

@@ -365,6 +365,34 @@ def test_parameters_without_gradients_are_refused_with_several_ranks(preflight):
         preflight(Unused, ranks=2)
 
 
+class Sometimes(Unused):
+    """Stochastic depth: a layer runs in some micro-batches, as torch's generator draws."""
+
+    def hidden(self, tokens):
+        x = super().hidden(tokens)
+        if self.training and torch.rand(()) < 0.5:
+            x = x + self.spare(torch.ones(2)).sum()
+        return x
+
+
+def test_parameters_without_a_gradient_in_one_micro_batch_are_refused_too(preflight):
+    preflight(Sometimes)
+    with pytest.raises(ConfigError, match=r"spare.weight, spare.bias .* have no gradient"):
+        preflight(Sometimes, ranks=2)
+
+
+class NeedsGradients(PlainSGD):
+    """Fails without a gradient, which must not hide why there is none."""
+
+    def scale(self, parameter, state):
+        return float(parameter.grad.norm() > -1)
+
+
+def test_a_missing_gradient_is_named_before_the_optimizer_meets_it(preflight):
+    with pytest.raises(ConfigError, match=r"spare.weight, spare.bias .* have no gradient"):
+        preflight(Unused, NeedsGradients, ranks=2)
+
+
 class Scaled(Plain):
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)
