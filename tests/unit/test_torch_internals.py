@@ -244,7 +244,9 @@ def wrapped(tmp_path):
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
-    yield DDP(nn.Linear(64, 64))
+    model = DDP(nn.Linear(64, 64))
+    internals.keep_process_group(model)  # else its end may wait forever for the interpreter's lock
+    yield model
     dist.destroy_process_group()
 
 

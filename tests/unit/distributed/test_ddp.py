@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
+from mingpt_ddp.torch_internals import keep_process_group
 
 
 def test_the_hook_averages_and_is_timed(tmp_path):
@@ -16,6 +17,7 @@ def test_the_hook_averages_and_is_timed(tmp_path):
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = DDP(nn.Linear(2, 1, bias=False))
+        keep_process_group(model)  # else its end may wait forever for the interpreter's lock
         model.register_comm_hook(
             lambda bucket: default_hooks.fp16_compress_hook(None, bucket), strategy._comm_hook
         )
