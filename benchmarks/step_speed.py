@@ -22,9 +22,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import corpus_path, environment, parser, report
-from versions import ROOT, SHAPES
+from common import ROOT, corpus_path, environment, parser, report
+from versions import MID
 
+SHAPES = {
+    "small": ["model=gpt_micro", "data.block_size=64", "trainer.batch_size=12"],
+    "mid": MID,
+}
 STEPS = {"small": 60, "mid": 4}  # of a block
 GATE = "MINGPT_STEP_GATE"  # environment variable with the directory in which a worker waits
 BLOCK = "MINGPT_STEP_BLOCK"

@@ -1,10 +1,9 @@
 """Compare the speed of this checkout with that of another revision.
 
 Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new
-processes. Steps are read from `metrics.jsonl`, independent of log messages.
+processes. Steps are read from `metrics.jsonl`, independent of log messages. step_speed.py compares
+the speed of training itself.
 
-small, mid     training tokens per second of CPU time, one rank, nanoGPT's CPU shapes
-small2, mid2   training tokens per second by the clock, with ddp.nproc_per_node=2
 one, ten       sampled characters per second of CPU time, mid shape: a long text minus a short one,
                to exclude startup
 start          seconds from the command to the first logged step, 1 process
@@ -46,20 +45,15 @@ from common import (
     report,
     spread,
 )
-from stopwatch import cpu_seconds, process_tree
+from stopwatch import process_tree
 
-SHAPES = {
-    "small": ["model=gpt_micro", "data.block_size=64", "trainer.batch_size=12"],
-    "mid": [
-        "model=gpt_mini",
-        "model.n_embd=384",
-        "model.dropout=0",
-        "data.block_size=256",
-        "trainer.batch_size=16",
-    ],
-}
-STEPS = {"small": (100, 500), "mid": (5, 20)}  # timed: from the first to the last
-TOKENS = {"small": 12 * 64, "mid": 16 * 256}  # per step
+MID = [
+    "model=gpt_mini",
+    "model.n_embd=384",
+    "model.dropout=0",
+    "data.block_size=256",
+    "trainer.batch_size=16",
+]
 TINY = [
     "model=gpt_nano",
     "data.block_size=32",
@@ -153,30 +147,6 @@ def wait_until(
         time.sleep(0.005)
 
 
-def throughput(shape: str, ranks: int, checkout: Checkout) -> float:
-    """Return training tokens per second: of CPU time on one rank, else by the clock.
-
-    Ranks run side by side and wait for each other, which CPU time does not show.
-    """
-    first, last = STEPS[shape]
-    process, run = checkout.train(
-        *SHAPES[shape],
-        *workers(ranks),
-        "trainer.precision=fp32",
-        f"trainer.log_every={first}",
-        f"trainer.max_steps={last}",
-        "trainer.eval_steps=1",  # the final evaluation, which is not timed
-        "snapshot.every_steps=null",
-    )
-    clock = time.perf_counter if ranks > 1 else partial(cpu_seconds, process.pid)
-    wait_for_step(process, run, first)
-    begin = clock()
-    wait_for_step(process, run, last)
-    seconds = clock() - begin
-    checkout.finish(process)
-    return (last - first) * TOKENS[shape] / seconds
-
-
 def workers(ranks: int) -> list[str]:
     """Return the overrides that start so many ranks; one rank is the process itself."""
     return [f"ddp.nproc_per_node={ranks}"] if ranks > 1 else []
@@ -190,7 +160,7 @@ def sampling(samples: int, checkout: Checkout) -> float:
             "main.py",
             *checkout.data,
             *QUIET,
-            *SHAPES["mid"],
+            *MID,
             f"run.name={run.name}",
             "trainer.max_steps=1",
         )
@@ -286,10 +256,6 @@ def to_loss(checkout: Checkout) -> float:
 
 
 FIGURES: dict[str, Callable[[Checkout], float]] = {
-    "small": partial(throughput, "small", 1),
-    "mid": partial(throughput, "mid", 1),
-    "small2": partial(throughput, "small", 2),
-    "mid2": partial(throughput, "mid", 2),
     "one": partial(sampling, 1),
     "ten": partial(sampling, 10),
     "start": partial(start, 1),

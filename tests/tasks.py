@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
@@ -22,6 +23,21 @@ ENCODED = EncodedText(
     dtype="uint8",
     tokens_sha256="2" * 64,
 )
+
+
+def gpt_config(**changes) -> GPTConfig:
+    """Return the configuration of a tiny GPT without dropout."""
+    values = {
+        "name": "test",
+        "architecture": "gpt",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 16,
+        "dropout": 0.0,
+        "bias": True,
+        "activation": "gelu",
+    }
+    return GPTConfig(**{**values, **changes})
 
 
 def trainable(model, optimizer, ema: float | None = None) -> Trainable:

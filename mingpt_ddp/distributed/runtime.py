@@ -21,7 +21,7 @@ from mingpt_ddp.distributed.device import (
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
-from mingpt_ddp.distributed.strategies.single import SingleStrategy
+from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
 
@@ -59,7 +59,7 @@ class Runtime:
         and nothing is compiled.
         """
         config = self.strategy.config
-        ddp = replace(config.ddp, tensor_parallel=1, sync_batchnorm=False)
+        ddp = for_one_rank(config.ddp)
         alone = copy.copy(self)
         alone.scaler = self._new_scaler(init_scale=1.0)  # its few steps must not overflow
         alone.compiles = False

@@ -38,9 +38,7 @@ class ShardPlan:
             self._writers = self._writers or ranks_with_same_storage(self.group, self.stores) or [0]
             whole = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
             shards = shard_tensors(whole, len(self._writers))
-            for writer, files in zip(
-                self._writers, shards, strict=False
-            ):  # fewer if they are small
+            for writer, files in zip(self._writers, shards, strict=False):  # fewer if small
                 if writer == rank:
                     return files
             return {}

@@ -76,7 +76,9 @@ def _measure(runtime: Runtime, task: Task) -> Measured:
         first = loader.get_batch(1, plan, 0)[0]
         activations = _activations(runtime, task, model, first.batch)
         timer = _Timer(runtime)
-        timer.run(TrainStep(runtime, task, loader, plan, trainable, timer))
+        train_step = TrainStep(runtime, task, loader, plan, trainable)
+        train_step.control = timer
+        timer.run(train_step)
         evaluation_s = _time_evaluation(runtime, task, model, split)
         begin = now(runtime)
         memory = _copy_snapshot(trainable)
@@ -106,7 +108,6 @@ class _Timer(StepControl):
         self.runtime = runtime
         self.passes: list[float] = []
         self.updates: list[float] = []
-        self._began = 0.0
         self._passed = 0.0
 
     def wait_for_staging(self) -> None:

@@ -26,6 +26,7 @@ from mingpt_ddp.distributed.machine import threads_per_worker
 from mingpt_ddp.distributed.process_group import check_ranks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
+from mingpt_ddp.distributed.strategies.single import for_one_rank
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device
@@ -193,11 +194,8 @@ def _row(config: Config, ranks: int) -> dict[str, Any]:
 def _alone(config: Config) -> Config:
     """Return the configuration of one rank that trains as each of several does."""
     compiles = should_compile(config, resolve_device(config.trainer.device, "trainer.device"))
-    ddp = replace(
-        config.ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False
-    )
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)
-    return replace(config, ddp=ddp, trainer=trainer)
+    return replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
 
 
 def _memory(config: Config, runtime: Runtime, measured: Measured, ranks: int) -> dict[str, int]:

@@ -7,7 +7,7 @@ import contextlib
 import uuid
 from collections.abc import Container
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from mingpt_ddp.config.config import Config
@@ -24,12 +24,7 @@ from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
-from mingpt_ddp.storage.run_dir import (
-    RunDirectory,
-    difference,
-    recorded_config,
-    run_directory,
-)
+from mingpt_ddp.storage.run_dir import RunDirectory, difference, recorded_config, run_directory
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
@@ -60,11 +55,8 @@ from mingpt_ddp.training.train_step import count_steps
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 from mingpt_ddp.training.warm_start import WarmStart, warm_start
 
-PER_NODE = (
-    "nproc_per_node",
-    "launcher",
-    "max_restarts",
-)  # keys of ddp that may differ between ranks
+# keys of ddp that may differ between ranks
+PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
 
 
 @dataclass(frozen=True)
@@ -83,9 +75,9 @@ class Prepared:
         """The configuration, with what the snapshot or the weights to start from determine."""
         return self.task.config
 
-    @property
+    @cached_property
     def directory(self) -> Path:
-        """The run directory."""
+        """The run directory; an unnamed run's name is a hash of the whole configuration."""
         return run_directory(self.config)
 
     @property

@@ -55,13 +55,8 @@ class TrainStep:
         loader: Loader,
         plan: BatchPlan,
         trainable: Trainable,
-        control: StepControl | None = None,
     ) -> None:
-        """Wrap the model with the strategy, which averages its gradients over the ranks.
-
-        Args:
-            control: couples the step to its run; by default the step is on its own.
-        """
+        """Wrap the model with the strategy, which averages its gradients over the ranks."""
         self.config = task.config
         self.runtime = runtime
         self.strategy = runtime.strategy
@@ -71,7 +66,7 @@ class TrainStep:
         self.model = trainable.model
         self.optimizer = trainable.optimizer
         self.average = trainable.average
-        self.control = control or StepControl()
+        self.control = StepControl()  # a run sets its own, once it has what that needs
         self.steps = count_steps(self.config, loader.steps_per_epoch)
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         # of the configuration: loading the optimizer's state replaces its groups

@@ -10,9 +10,8 @@ import pytest
 import torch
 from launching import ROOT, TINY, call, python_main
 from multiprocess.ranks import configure
-from tasks import text_task
+from tasks import gpt_config, text_task
 
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
 from mingpt_ddp.distributed.env import DistEnv
@@ -135,16 +134,7 @@ def test_one_rank_per_gpu(tmp_path: Path) -> None:
 def some_gpt(device: str) -> torch.nn.Module:
     torch.manual_seed(0)
     model = build_model(
-        GPTConfig(
-            name="test",
-            architecture="gpt",
-            n_layer=2,
-            n_head=2,
-            n_embd=32,
-            dropout=0.0,
-            bias=True,
-            activation="gelu",
-        ),
+        gpt_config(n_embd=32),
         17,
         12,
     )

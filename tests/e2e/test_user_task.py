@@ -23,12 +23,13 @@ SETTINGS = [
     "trainer.batch_size=250",
     "trainer.precision=fp32",
 ]
+# 16 steps an epoch
 SETTINGS += [
     "optimizer.warmup_steps=4",
     "trainer.log_every=1",
     "trainer.eval_every=80",
     "snapshot.every_steps=4",
-]  # 16 steps an epoch
+]
 TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 
 

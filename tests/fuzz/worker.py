@@ -103,9 +103,8 @@ def stop_before_training() -> None:
         "training.stages.LOCK_WAIT_S",
     ):
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
-    replace_attribute(
-        "hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None
-    )  # would compose everything twice
+    # would compose everything twice
+    replace_attribute("hydra._internal.hydra.Hydra.get_mode", lambda *args, **kwargs: None)
     os._exit, os.execv, os.execve = leave, execute, accept
     torch.use_deterministic_algorithms(False)  # imports what the first call needs
     from hydra import compose, initialize_config_dir

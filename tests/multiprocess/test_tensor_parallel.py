@@ -83,7 +83,9 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
     assert isinstance(loader, TokenLoader)
     plan = plan_batches(config, runtime.group.data_size)
     kept = KeptGradients(model)
-    result = TrainStep(runtime, task, loader, plan, trainable, kept).run(1)
+    step = TrainStep(runtime, task, loader, plan, trainable)
+    step.control = kept
+    result = step.run(1)
     loss = runtime.group.all_reduce(result.losses["loss"].clone())
     updated = {}
     for name, tensor in model_state(model).items():

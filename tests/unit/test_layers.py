@@ -226,15 +226,15 @@ def test_no_attribute_by_its_name_in_vars(path):
             assert not ast.unparse(node.value).startswith("vars("), f"line {node.lineno}"
 
 
+def name_in(node: ast.AST) -> str:
+    """Return the name of a variable or an attribute, or ""."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def is_rank(node: ast.expr) -> bool:
-    name = (
-        node.attr
-        if isinstance(node, ast.Attribute)
-        else node.id
-        if isinstance(node, ast.Name)
-        else ""
-    )
-    return name in ("rank", "local_rank", "RANK", "LOCAL_RANK")
+    return name_in(node) in ("rank", "local_rank", "RANK", "LOCAL_RANK")
 
 
 @every_module
@@ -242,13 +242,7 @@ def test_rank_conditions(path):
     if name_of(path).startswith("distributed/"):
         return
     for node in ast.walk(tree_of(path)):
-        name = (
-            node.attr
-            if isinstance(node, ast.Attribute)
-            else node.id
-            if isinstance(node, ast.Name)
-            else ""
-        )
+        name = name_in(node)
         named = name in ("is_rank_zero", "is_main")
         compared = isinstance(node, ast.Compare) and any(
             map(is_rank, [node.left, *node.comparators])

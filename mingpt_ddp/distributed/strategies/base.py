@@ -95,7 +95,7 @@ class Strategy:
         Args:
             micro_batches: of a step, over all ranks.
         """
-        waits = self.config.ddp.sync_batchnorm or self.shards_model or not self.holds_all_weights
+        waits = self.config.ddp.sync_batchnorm or not self.holds_all_weights
         self.clock.attach(model, self.passes(micro_batches), is_split=waits)
 
     def on_whole_model(

@@ -1,6 +1,16 @@
 """One rank: the model itself, compiled if requested."""
 
+from dataclasses import replace
+
+from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.strategies.base import Strategy
+
+
+def for_one_rank(ddp: DDPConfig) -> DDPConfig:
+    """Return the keys with which one rank trains alone, as each of several does."""
+    return replace(
+        ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False
+    )
 
 
 class SingleStrategy(Strategy):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tasks import gpt_config
 from torch import nn
 
 from mingpt_ddp import torch_internals
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference import decoding
 from mingpt_ddp.inference.decoding import FastLayerNorm, FastLinear, decoding_precision, prepare
@@ -20,19 +20,7 @@ torch.set_num_threads(1)
 
 T, V = 12, 17
 F32 = ("fp32", "fp32")
-CONFIGS = {
-    bias: GPTConfig(
-        name="test",
-        architecture="gpt",
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        dropout=0.0,
-        bias=bias,
-        activation="gelu",
-    )
-    for bias in (True, False)
-}
+CONFIGS = {bias: gpt_config(bias=bias) for bias in (True, False)}
 
 
 def randomized(bias: bool) -> GPT:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tasks import gpt_config
 from torch import Tensor, nn
 
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
@@ -24,16 +24,7 @@ TOKENIZER = CharTokenizer("\nabcdefghijklmnop")
 def model() -> GPT:
     """A model whose weights are so large that every token of the window affects the next one."""
     model = build_model(
-        GPTConfig(
-            name="test",
-            architecture="gpt",
-            n_layer=2,
-            n_head=2,
-            n_embd=16,
-            dropout=0.2,
-            bias=True,
-            activation="gelu",
-        ),
+        gpt_config(dropout=0.2),
         V,
         T,
     )
@@ -147,16 +138,7 @@ def test_a_class_attribute_named_block_size_does_not_hide_the_context(monkeypatc
             return self.positions.weight[: tokens.shape[1]].expand(len(tokens), -1, -1)
 
     monkeypatch.setitem(BUILDERS["model"], "gpt", Cacheless)
-    config = GPTConfig(
-        name="own",
-        architecture="gpt",
-        n_layer=1,
-        n_head=1,
-        n_embd=4,
-        dropout=0.0,
-        bias=True,
-        activation="gelu",
-    )
+    config = gpt_config(name="own", n_layer=1, n_head=1, n_embd=4)
     own = build_model(config, 5, 8)
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     assert len(list(generate(own, tokens, 20, SamplingParams(temperature=0)))) == 20
@@ -165,16 +147,7 @@ def test_a_class_attribute_named_block_size_does_not_hide_the_context(monkeypatc
 def test_a_context_of_one_token(model):
     """The window is always the newest token."""
     small = build_model(
-        GPTConfig(
-            name="test",
-            architecture="gpt",
-            n_layer=1,
-            n_head=1,
-            n_embd=4,
-            dropout=0.0,
-            bias=True,
-            activation="gelu",
-        ),
+        gpt_config(n_layer=1, n_head=1, n_embd=4),
         V,
         1,
     )

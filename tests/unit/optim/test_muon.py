@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tasks import gpt_config
 from torch import nn
 
-from mingpt_ddp.config.components import GPTConfig, ModernConfig
+from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.config.optimizer_config import MuonConfig
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
@@ -34,16 +35,7 @@ MUON = MuonConfig(
     eps=1e-10,
 )
 MODELS = {
-    "gpt": GPTConfig(
-        name="g",
-        architecture="gpt",
-        n_layer=2,
-        n_head=2,
-        n_embd=16,
-        dropout=0.0,
-        bias=True,
-        activation="gelu",
-    ),
+    "gpt": gpt_config(name="g"),
     "modern": ModernConfig(
         name="m", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0
     ),

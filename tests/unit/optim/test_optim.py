@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tasks import gpt_config
 from torch import nn
 
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
@@ -99,16 +99,7 @@ def test_a_ratio_of_1_keeps_the_peak():
 @pytest.fixture
 def model() -> nn.Module:
     return build_model(
-        GPTConfig(
-            name="test",
-            architecture="gpt",
-            n_layer=2,
-            n_head=2,
-            n_embd=8,
-            dropout=0.0,
-            bias=True,
-            activation="gelu",
-        ),
+        gpt_config(n_embd=8),
         11,
         4,
     )

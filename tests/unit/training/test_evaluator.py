@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from multiprocess.ranks import configure
-from tasks import text_task
+from tasks import gpt_config, text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import DistEnv
@@ -90,16 +89,7 @@ def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_
     monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
     torch.manual_seed(0)
     model = build_model(
-        GPTConfig(
-            name="test",
-            architecture="gpt",
-            n_layer=1,
-            n_head=2,
-            n_embd=16,
-            dropout=0.5,
-            bias=False,
-            activation="gelu",
-        ),
+        gpt_config(n_layer=1, dropout=0.5, bias=False),
         V,
         T,
     )
@@ -152,16 +142,7 @@ def test_a_sample_is_drawn_from_the_whole_text(runtime):
 
 def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
     model = build_model(
-        GPTConfig(
-            name="test",
-            architecture="gpt",
-            n_layer=1,
-            n_head=2,
-            n_embd=16,
-            dropout=0.5,
-            bias=False,
-            activation="gelu",
-        ),
+        gpt_config(n_layer=1, dropout=0.5, bias=False),
         V,
         T,
     ).train()

@@ -92,7 +92,9 @@ def step_of(
     runtime = Runtime(config, DistEnv())
     task = text_task(config)
     parts = trainable(model, optimizer, ema)
-    return TrainStep(runtime, task, FixedLoader(), BatchPlan(4, 2, 1), parts, control)
+    step = TrainStep(runtime, task, FixedLoader(), BatchPlan(4, 2, 1), parts)
+    step.control = control or step.control
+    return step
 
 
 def expected_gradients(step: int) -> tuple[Tensor, float]:
