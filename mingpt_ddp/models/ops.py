@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mingpt_ddp import torch_internals
 from mingpt_ddp.errors import ConfigError
@@ -46,6 +47,16 @@ def resolve_precision(wanted: str, device: torch.device) -> str:
     return "bf16" if is_fast else "fp32"
 
 
+def is_on_cpu(x: Tensor) -> bool:
+    """Return whether a CPU computes with x.
+
+    A mode of torch.overrides may answer: a plan for a GPU simulates it with tensors of the CPU.
+    """
+    if has_torch_function_unary(x):
+        return bool(handle_torch_function(is_on_cpu, (x,), x))
+    return x.device.type == "cpu"
+
+
 def compute_dtype(parameter: Tensor) -> torch.dtype:
     """Return the dtype of products with this parameter: autocast's, else its own."""
     device = parameter.device.type
@@ -67,7 +78,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     Returns:
         (B, H, T, D)
     """
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+    if is_on_cpu(q) and q.dtype == torch.bfloat16:
         return _blockwise_attention(q, k, v, dropout)
     T = q.shape[2]
     S = k.shape[2]
@@ -107,7 +118,7 @@ def rms_norm(x: Tensor) -> Tensor:
     Source: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization" (arXiv:1910.07467),
     without gain.
     """
-    if x.device.type != "cpu":
+    if not is_on_cpu(x):
         return F.rms_norm(x, (x.shape[-1],)).to(x.dtype)  # CUDA's autocast returns fp32
     if torch.is_grad_enabled():
         return _RMSNorm.apply(x)
@@ -156,7 +167,7 @@ def dropout(x: Tensor, probability: float, training: bool) -> Tensor:
 
 def relu_squared(x: Tensor) -> Tensor:
     """Return relu(x)^2. Source: So et al. 2021, "Primer" (arXiv:2109.08668)."""
-    if x.device.type == "cpu" and torch.is_grad_enabled():
+    if is_on_cpu(x) and torch.is_grad_enabled():
         return _ReLUSquared.apply(x)
     y = F.relu(x)
     return y * y  # a power, CUDA's autocast would compute in fp32

@@ -170,7 +170,7 @@ def check_resumes_exactly(
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
     few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
-    trial_loader = _TrialLoader(loader, few)
+    trial_loader = TrialLoader(loader, few)
     with attribute_errors_to_user_code():
         _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
         # new ones: the checks may have changed buffers
@@ -235,7 +235,7 @@ def _not_exact(part: str, depends: str) -> CodeError:
     )
 
 
-class _TrialLoader:
+class TrialLoader:
     """The same few micro-batches in every step."""
 
     def __init__(self, loader: Loader, batches: list[Any]) -> None:
@@ -288,7 +288,7 @@ class _GradientCheck(StepControl):
 class _Trial:
     """The train step of the run with fresh objects, built as every start of the run builds them."""
 
-    def __init__(self, runtime: Runtime, task: Task, loader: _TrialLoader) -> None:
+    def __init__(self, runtime: Runtime, task: Task, loader: TrialLoader) -> None:
         self.runtime = runtime.alone()
         self.trainable = build_trainable(self.runtime, task)
         micro_batches = len(loader.batch)

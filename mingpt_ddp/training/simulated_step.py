@@ -1,0 +1,323 @@
+"""A step of one rank with tensors without data, as a GPU would take it: its memory.
+
+The tensors are those of a CPU, so nothing here needs a GPU or memory for the model. What CUDA does
+otherwise is replaced by torch's function modes: its autocast computes more in fp32, attention,
+dropout and RMS norm are one kernel each.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import BatchPlan, Loader
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime, map_tensors
+from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize
+from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
+from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.torch_internals import (
+    attend_in_one_kernel,
+    outputs_of_operators,
+    tensors_without_data,
+)
+from mingpt_ddp.training.preflight import TrialLoader
+from mingpt_ddp.training.step_control import StepControl
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Trainable, build_trainable
+
+MICRO_BATCHES = 2  # at most: from the second on, gradients add up
+# Source: torch's documentation of automatic mixed precision, "CUDA Ops that can autocast to
+# float32"; those that a CPU computes in the type of their input.
+FP32_FUNCTIONS = {
+    *("exp", "log", "pow", "prod", "reciprocal", "rsqrt", "sum", "cumsum", "cumprod", "norm"),
+    *("layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "softplus", "normalize"),
+    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
+}
+
+
+class CUDAFunctions(TorchFunctionMode):
+    """Let functions of torch keep and compute on a CPU what they do on a GPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "is_on_cpu":  # of models/ops.py
+            return False
+        if name == "scaled_dot_product_attention":
+            return _attend(*args, **kwargs)
+        if name == "dropout":
+            return _drop(*args, **kwargs)
+        if name in FP32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
+            args = tuple(map(_to_fp32, args))
+            kwargs = {key: _to_fp32(value) for key, value in kwargs.items()}
+        if name == "rms_norm":
+            # its kernel keeps what that of layer_norm does: its input, and numbers per row
+            return F.layer_norm(*args[:2])
+        return func(*args, **kwargs)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        q, k, v = (each.to(dtype) for each in (q, k, v))
+    if attn_mask is not None or options:
+        attend = F.scaled_dot_product_attention
+        return attend(q, k, v, attn_mask, is_causal=is_causal, **options)
+    return attend_in_one_kernel(q, k, v, is_causal)
+
+
+def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Keep a mask of a byte per element, as CUDA's kernel; a CPU keeps its factors."""
+    if not training or p == 0:
+        return input
+    return torch.native_dropout(input, p, training)[0]
+
+
+def _to_fp32(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
+
+
+class Allocations:
+    """The storages of tensors, as they are allocated and released."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[int, int]] = []  # the storage's number, its bytes or minus them
+        self._numbers: dict[int, int] = {}  # by the identity of a living storage
+        self._references: dict[int, weakref.ref[Any]] = {}
+
+    def record(self, tensor: Tensor) -> int:
+        """Return the number of the tensor's storage, from now on watched until its release."""
+        storage = tensor.untyped_storage()
+        identity = id(storage)
+        if identity in self._numbers:
+            return self._numbers[identity]
+        number = len(self.events)
+        size = storage.nbytes()
+        self._numbers[identity] = number
+        self.events.append((number, size))
+
+        def release(_: Any) -> None:
+            self.events.append((number, -size))
+            del self._numbers[identity], self._references[identity]
+
+        self._references[identity] = weakref.ref(storage, release)
+        return number
+
+    def living(self) -> dict[int, int]:
+        """Return the bytes of the storages that are allocated, by number."""
+        return {number: self.events[number][1] for number in self._numbers.values()}
+
+
+class _Marks(StepControl):
+    """The control of a simulated step: it notes what belongs to the passes."""
+
+    def __init__(self, allocations: Allocations, model: nn.Module) -> None:
+        self.allocations = allocations
+        self.model = model
+        self.resident: dict[int, int] = {}  # bytes by storage, at the beginning of the step
+        self.first = 0  # event of the step
+        self.kept: set[int] = set()  # storages, after a forward pass
+        self.gradients: dict[int, str] = {}  # names of the parameters
+        self.last = 0  # event of the passes
+        model.register_forward_hook(self._after_forward)
+
+    def begin(self) -> None:
+        """Begin the step that is measured."""
+        self.resident = self.allocations.living()
+        self.first = len(self.allocations.events)
+        self.kept.clear()
+        self.gradients.clear()
+
+    def _after_forward(self, *_: Any) -> None:
+        self.kept.update(self.allocations.living())
+
+    def wait_for_staging(self) -> None:
+        """Note the gradients, when the passes have ended."""
+        self.last = len(self.allocations.events)
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[self.allocations.record(parameter.grad)] = name
+
+    def step_memory(self, state: dict[int, str], sizes: list[ParameterSize]) -> StepMemory:
+        """Return the memory of the step.
+
+        Args:
+            state: kinds of the storages that hold the state.
+        """
+        in_blocks = {size.name for size in sizes if size.block is not None}
+
+        def kind(number: int) -> str:
+            if number in state:
+                return state[number]
+            if number in self.gradients:
+                is_in_block = self.gradients[number] in in_blocks
+                return "block_gradients" if is_in_block else "other_gradients"
+            is_kept = number in self.kept or number in self.resident
+            return "activations" if is_kept else "temporaries"
+
+        events = [*self.resident.items(), *self.allocations.events[self.first :]]
+        return StepMemory.from_events(
+            kinds=[kind(number) for number, _ in events],
+            sizes=[size for _, size in events],
+            passes=len(self.resident) + self.last - self.first,
+        )
+
+
+class _InPlace(SingleStrategy):
+    """Train on one rank, whose model need not be moved to the device."""
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def runtime_without_data(config: Config) -> Runtime:
+    """Return the runtime of one rank for `simulate`.
+
+    Its precision is the one that a GPU resolves `auto` to; fp16 takes the memory of bf16.
+    """
+    is_half = config.trainer.precision != "fp32"
+    precision = "bf16" if is_half else "fp32"
+    trainer = replace(config.trainer, device="cpu", precision=precision, compile=False)
+    ddp = for_one_rank(config.ddp)
+    runtime = Runtime(replace(config, trainer=trainer, ddp=ddp), DistEnv())
+    strategy = runtime.strategy
+    runtime.strategy = _InPlace(strategy.config, strategy.device, strategy.group, compiles=False)
+    return runtime
+
+
+def simulate(
+    task: Task,
+    runtime: Runtime,
+    loader: Loader,
+    rows: int,
+    micro_batches: int,
+    prepare: Callable[[nn.Module], None],
+) -> tuple[StepMemory, list[ParameterSize]]:
+    """Take two steps without data; return the memory of the second, and the sizes of the state.
+
+    Args:
+        runtime: of `runtime_without_data`.
+        loader: of the run, on the CPU.
+        rows: of a micro-batch.
+        micro_batches: of a step; only the first MICRO_BATCHES are taken.
+        prepare: changes the new model, before its optimizer is built.
+
+    Raises:
+        ConfigError, CodeError: the code does not run without data.
+    """
+    batch_size = task.config.trainer.batch_size
+    batch = loader.get_batch(1, BatchPlan(batch_size, batch_size, 1), 0)[0].batch
+    micro_batches = min(micro_batches, MICRO_BATCHES)
+    plan = BatchPlan(micro_batches, 1, world_size=1)
+    with _without_data() as allocations:
+
+        def initialize(model: nn.Module) -> None:
+            prepare(model)
+            _compute_again_as_cuda(model)
+
+        trainable = build_trainable(runtime, task, initialize)
+        _adapt(trainable.optimizer)
+
+        def without_data(tensor: Tensor) -> Tensor:
+            return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+
+        empty = map_tensors(without_data, batch)
+        same = TrialLoader(loader, [empty] * micro_batches)
+        train_step = TrainStep(runtime, task, same, plan, trainable)
+        marks = _Marks(allocations, trainable.model)
+        train_step.control = marks
+        train_step.run(1)  # creates the optimizer's state
+        marks.begin()
+        train_step.run(2)
+        sizes = _sizes(trainable)
+        return marks.step_memory(_kinds_of_state(allocations, trainable), sizes), sizes
+
+
+@contextmanager
+def _without_data() -> Iterator[Allocations]:
+    allocations = Allocations()
+    with tensors_without_data(), CUDAFunctions(), outputs_of_operators(allocations.record):
+        yield allocations
+
+
+def _compute_again_as_cuda(model: nn.Module) -> None:
+    """Let blocks compute as on a GPU in the backward pass too, which runs without function modes."""
+    for block in getattr(model, "blocks", []):
+        block.forward = partial(_call_as_cuda, block.forward)
+
+
+def _call_as_cuda(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with CUDAFunctions():
+        return forward(*args, **kwargs)
+
+
+def _adapt(optimizer: torch.optim.Optimizer) -> None:
+    """Compute as on a GPU that is fast at bf16; leave out a kernel that needs data."""
+    if isinstance(optimizer, Muon):
+        optimizer.precision = "bf16"
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            group["fused"] = False
+
+
+def _kinds_of_state(allocations: Allocations, trainable: Trainable) -> dict[int, str]:
+    """Return the kinds of the storages that a step begins with."""
+    kinds = {}
+    for tensor in (*trainable.model.parameters(), *trainable.model.buffers()):
+        kinds[allocations.record(tensor)] = "weights"
+    for state in trainable.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                kinds[allocations.record(value)] = "optimizer"
+    for tensor in trainable.average.state().get("ema", {}).values():
+        kinds.setdefault(allocations.record(tensor), "average")
+    return kinds
+
+
+def _sizes(trainable: Trainable) -> list[ParameterSize]:
+    """Return the sizes of the parameters and the buffers, in the order of the model."""
+    blocks = {}
+    for index, block in enumerate(getattr(trainable.model, "blocks", [])):
+        blocks |= dict.fromkeys(map(id, block.parameters()), index)
+    averaged = trainable.average.state().get("ema", {})
+    sizes = []
+    for name, parameter in trainable.model.named_parameters():
+        state = trainable.optimizer.state.get(parameter, {}).values()
+        sizes.append(
+            ParameterSize(
+                name,
+                _size(parameter),
+                [_size(value) for value in state if isinstance(value, Tensor)],
+                has_average=name in averaged,
+                is_trained=parameter.requires_grad,
+                block=blocks.get(id(parameter)),
+            )
+        )
+    for name, buffer in trainable.model.named_buffers():
+        sizes.append(ParameterSize(name, _size(buffer), [], False, False, None))
+    return sizes
+
+
+def _size(tensor: Tensor) -> TensorSize:
+    return TensorSize(tuple(tensor.shape), tensor.element_size())
