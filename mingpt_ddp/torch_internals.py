@@ -264,7 +264,7 @@ def tensors_without_data() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def outputs_of_operators(record: Callable[[Tensor], None]) -> Iterator[None]:
+def outputs_of_operators(record: Callable[[Tensor], object]) -> Iterator[None]:
     """Call `record` with each tensor that an operator returns in this context, also in a backward.
 
     Raises:
@@ -276,7 +276,9 @@ def outputs_of_operators(record: Callable[[Tensor], None]) -> Iterator[None]:
         raise ConfigError("this torch cannot plan for another device; leave out device=") from error
 
     class Outputs(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             outputs = func(*args, **(kwargs or {}))
             for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
                 if isinstance(output, Tensor):

@@ -1,16 +1,22 @@
 """Say what a configuration means, without training it.
 
     python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
+    python -m mingpt_ddp.plan model=gpt2 device=h100 ddp.nproc_per_node=8 [nodes=8] [network_gbps=400] [vocab_size=50257]
 
 group.key=value     as for main.py: the same presets, keys and errors
 format              text (the default) or json, in bytes and seconds
+device              GPUs to plan for instead of this machine: a100-40gb, a100-80gb, h100, h200, b200, l40s or 4090
+nodes               machines with ddp.nproc_per_node of them each (1)
+network_gbps        what a machine sends to others, all its adapters together, in gigabits per second (400)
+vocab_size          tokens of the vocabulary, instead of the text's own
 
 Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers of ranks, and what
 looks doubtful. For the times, one rank trains alone on this machine for some seconds; it writes no run directory.
+With device= nothing is measured: memory, traffic and the least time of a step of every strategy are counted from a
+step without data, on a machine without a GPU and without memory for the model.
 """  # noqa: E501
 
 import json
-import re
 import sys
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -18,40 +24,53 @@ from typing import Any, TypeAlias
 import hydra
 from omegaconf import DictConfig
 
-from mingpt_ddp.cli.arguments import echo, human_size
+from mingpt_ddp.cli.arguments import echo, human_size, parse_value
 from mingpt_ddp.cli.train_command import checked_config, prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
-from mingpt_ddp.config.validation import check
+from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, exit_process
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.metrics.text_table import columns
+from mingpt_ddp.metrics.gpus import Machine
+from mingpt_ddp.metrics.text_table import columns, table_lines
 
 FORMATS = ("text", "json")
+OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
 HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
 WIDTHS = (5, 6, 11, 8, 4, 13)
+PEAK_KINDS = (
+    *("weights", "gradients", "optimizer", "average"),
+    *("activations", "temporaries", "gathered", "data"),
+)
 Row: TypeAlias = tuple[str, str]  # a name, and what it is
 
 
 def main() -> None:
     """Run `python -m mingpt_ddp.plan`."""
-    words = [word for word in sys.argv[1:] if not re.match(r"(--)?format=", word)]
-    formats = [word.partition("=")[2] for word in sys.argv[1:] if word not in words]
+    words = []
+    own: dict[str, str] = {}
+    for word in sys.argv[1:]:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if equals and key in OWN_KEYS:
+            own[key] = text
+        else:
+            words.append(word)
     with cli_errors():
         if {"-h", "--help"} & {*words}:
             echo(__doc__)
             sys.exit(0)
         sys.argv[1:] = words
         prepare(DistEnv())
-        for text in formats:
-            check(text in FORMATS, f"format={text} must be text or json")
+        form = own.pop("format", "text")
+        check(form in FORMATS, f"format={form} must be text or json")
+        machine = _machine(own)
         check(not {"-m", "--multirun"} & {*words}, "a plan is of one run; leave out -m")
         composed: list[DictConfig] = []
 
         def plan(cfg: DictConfig) -> None:
             composed.append(cfg)
-            _print_plan(cfg, as_json=formats[-1:] == ["json"])
+            _print_plan(cfg, form == "json", machine)
 
         try:
             directory = str(hydra_utils.config_directory())
@@ -63,27 +82,50 @@ def main() -> None:
     exit_process(None, 0)
 
 
-def _print_plan(cfg: DictConfig, as_json: bool) -> None:
+def _machine(texts: dict[str, str]) -> Machine | None:
+    """Return the GPUs to plan for, if any.
+
+    Raises:
+        ConfigError: a value is invalid, or belongs to none.
+    """
+    if not texts:
+        return None
+    first, text = next(iter(texts.items()))
+    check("device" in texts, f"{first}={text} is of a plan for GPUs; add device=h100")
+    values = {key: text if key == "device" else parse_value(text) for key, text in texts.items()}
+    return build(Machine, values, "")
+
+
+def _print_plan(cfg: DictConfig, as_json: bool, machine: Machine | None) -> None:
     with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
         config = checked_config(cfg)
+        typed = hydra_utils.typed_keys()
         # torch takes a second to import: report a mistyped key first
-        from mingpt_ddp.training.run_plan import make_plan
+        if machine is None:
+            from mingpt_ddp.training.run_plan import make_plan
 
-        plan = make_plan(config, hydra_utils.typed_keys())
+            plan = make_plan(config, typed)
+        else:
+            from mingpt_ddp.training.gpu_plan import make_gpu_plan
+
+            plan = make_gpu_plan(config, machine, typed)
     echo(json.dumps(plan, indent=1) if as_json else describe(plan))
 
 
 def describe(plan: dict[str, Any]) -> str:
     """Return a plan as text."""
     rows = [
-        ("run", f"{plan['run']}, here on {plan['device']}"),
+        ("run", f"{plan['run']}, {'for' if 'gpu' in plan else 'here on'} {plan['device']}"),
         ("data", plan["data"]),
         *_model_rows(plan),
-        *_memory_rows(plan["memory"]),
-        *_snapshot_rows(plan["snapshots"]),
-        *_time_rows(plan["time"], plan["length"]["unit"]),
     ]
+    if "gpu" not in plan:
+        rows += _memory_rows(plan["memory"])
+        rows += _snapshot_rows(plan["snapshots"])
+        rows += _time_rows(plan["time"], plan["length"]["unit"])
     lines = [f"{name:<11}{text}" for name, text in rows]
+    if "gpu" in plan:
+        lines += ["", *_gpu_lines(plan["gpu"])]
     lines += ["", columns(HEADINGS, WIDTHS)]
     lines += [_ranks(row) for row in plan["world_sizes"]]
     lines.append("")
@@ -93,6 +135,34 @@ def describe(plan: dict[str, Any]) -> str:
     else:
         lines.append("nothing looks doubtful")
     return "\n".join(lines)
+
+
+def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
+    """Describe what each strategy needs of a rank."""
+    rows = [("strategy", "peak", *PEAK_KINDS, "fits", "sends", "least step")]
+    reasons = []
+    for name, figures in gpu["strategies"].items():
+        if figures["reason"]:
+            reasons.append(f"{name}: {figures['reason']}")
+        if figures["peak_bytes"] is None:
+            continue
+        kinds = [human_size(figures[f"{kind}_bytes"]) for kind in PEAK_KINDS]
+        bound = figures["step_s_bound"]
+        rows.append(
+            (
+                name,
+                human_size(figures["peak_bytes"]),
+                *kinds,
+                str(figures["largest_micro_batch_size"]),
+                human_size(figures["wire_bytes_per_step"]),
+                "-" if bound is None else f"{bound:.3g} s",
+            )
+        )
+    lines = table_lines(rows, left=(0,))
+    lines += ["", *reasons] if reasons else []
+    lines += ["", "fits: the largest micro-batch; sends: a rank in a step; not counted:"]
+    lines += [f"* {text}" for text in gpu["left_out"]]
+    return lines
 
 
 def _model_rows(plan: dict[str, Any]) -> list[Row]:

@@ -101,11 +101,14 @@ class RunConfig:
         return None if self.resume in ("auto", "never") else self.resume
 
 
+StrategyName: TypeAlias = Literal["auto", "single", "ddp", "manual", "dp", "zero1", "fsdp", "hsdp"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DDPConfig:
     """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
 
-    strategy: Literal["auto", "single", "ddp", "manual", "dp", "zero1", "fsdp", "hsdp"] = neutral(
+    strategy: StrategyName = neutral(
         "auto", "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp"
     )
     launcher: Literal["forkserver", "spawn"] = neutral(

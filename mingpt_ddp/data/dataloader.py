@@ -152,17 +152,22 @@ class TokenLoader:
         self.seed = seed
         self.items_per_step = batch_size * block_size
         self._set_epoch((len(tokens) - block_size) // self.stride)
+        self.nbytes = tokens.nbytes
         device = torch.device(device)
-        room = 0.0  # bytes on the device
+        is_resident = False
         if device.type == "cuda":
             total = torch.cuda.get_device_properties(device).total_memory
-            room = total * MAX_RESIDENT_FRACTION
-        self._tokens = TokenWindows(tokens, block_size + 1, device, resident=tokens.nbytes <= room)
+            is_resident = self.resident_bytes(total) > 0
+        self._tokens = TokenWindows(tokens, block_size + 1, device, is_resident)
         self._starts = WindowStarts(epoch=-1, first=0, starts=np.empty(0, dtype=np.int64))
         # the steps that have been gathered, and for which plan and rank
         self._plan: tuple[BatchPlan, int] | None = None
         self._first_step = 0
         self._steps = list[list[MicroBatch]]()
+
+    def resident_bytes(self, memory: int) -> int:
+        """Return the bytes of the text that stay on a GPU with `memory` bytes: all or none."""
+        return self.nbytes if self.nbytes <= memory * MAX_RESIDENT_FRACTION else 0
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:
         """Return the micro-batches of a rank in a step; steps count from 1."""

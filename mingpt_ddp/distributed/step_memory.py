@@ -45,7 +45,9 @@ class ParameterSize:
     state: list[TensorSize]
     has_average: bool
     is_trained: bool
-    block: int | None  # its index in `model.blocks`
+    is_buffer: bool = False
+    block: int | None = None  # its index in `model.blocks`
+    matrices: int = 0  # that Muon orthogonalizes
 
     @property
     def gradient(self) -> int:

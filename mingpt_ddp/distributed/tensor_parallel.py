@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # How many matrices the weight of a layer of this name concatenates; each of them is split.
 FUSED_PARTS = {"qkv": 3}
+# Which dimension of the layers' weights is split, by their names in a block.
+SPLIT_DIMENSIONS = {"attention.qkv": 0, "attention.proj": 1, "up": 0, "down": 1}
 
 
 def check_tensor_parallel(config: Config) -> None:
@@ -79,15 +81,14 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        ParallelStyle,
         RowwiseParallel,
         parallelize_module,
     )
 
-    styles = {
-        "attention.qkv": ColwiseParallel(),
-        "attention.proj": RowwiseParallel(),
-        "up": ColwiseParallel(),
-        "down": RowwiseParallel(),
+    styles: dict[str, ParallelStyle] = {
+        name: ColwiseParallel() if dimension == 0 else RowwiseParallel()
+        for name, dimension in SPLIT_DIMENSIONS.items()
     }
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -97,6 +98,20 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         block.attention.n_head //= mesh.size()  # those of this rank
         parallelize_module(block, mesh, styles)
     return model
+
+
+def keep_part(model: nn.Module, ranks: int) -> None:
+    """Leave a GPT the matrices that one of some ranks holds, without a process group."""
+    for block in model.get_submodule("blocks").children():
+        assert isinstance(block, Block)
+        block.attention.n_head //= ranks
+        for name, dimension in SPLIT_DIMENSIONS.items():
+            layer = block.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            part = layer.weight.detach().chunk(ranks, dimension)[0]
+            layer.weight = nn.Parameter(part.clone())
+            if dimension == 0 and layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[0].clone())
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":

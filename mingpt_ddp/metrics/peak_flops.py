@@ -33,7 +33,12 @@ def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the vendor's FLOP/s for products of this type; None on a CPU or an unlisted GPU."""
     if device.type != "cuda":
         return None
-    name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", torch.cuda.get_device_name(device))
+    return peak_flops_of(torch.cuda.get_device_name(device), dtype)
+
+
+def peak_flops_of(name: str, dtype: torch.dtype) -> float | None:
+    """Return the vendor's FLOP/s of the GPU that CUDA reports by this name; None if unlisted."""
+    name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", name)
     for pattern, (half, tf32, fp32) in PEAK_TFLOPS.items():
         if not re.fullmatch(pattern, name):
             continue

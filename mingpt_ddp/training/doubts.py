@@ -17,16 +17,15 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
     """List the doubtful settings of a configuration.
 
     Args:
-        plan: what `mingpt_ddp.training.run_plan.make_plan` returns.
+        plan: what `make_plan` or `make_gpu_plan` return.
         cores: of this machine.
     """
-    found = [
-        *_of_length(config, plan),
-        *_of_batch(config, plan["batch"]),
-        *_of_memory(plan["memory"]),
-        *_of_snapshots(plan["snapshots"]),
-        *_of_times(plan["time"]),
-    ]
+    found = [*_of_length(config, plan), *_of_batch(config, plan["batch"])]
+    if "gpu" in plan:
+        return found
+    found += _of_memory(plan["memory"])
+    found += _of_snapshots(plan["snapshots"])
+    found += _of_times(plan["time"])
     workers = config.ddp.local_workers
     if config.trainer.device == "cpu" and workers > cores:
         found.append(

@@ -81,7 +81,7 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
     warm = warm_start(config, newest and newest.state, typed, runtime.group)
     given = warm.config if warm else config
-    config, batch = _at(given, ranks)
+    config, batch = divide_batch(given, ranks)
     task = build_task(_alone(config), runtime.group, warm.state if warm else {})
     with task.discarded_if_refused():
         if warm:
@@ -98,7 +98,7 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         "run": str(run_directory(config)),
         "data": task.describe_data(),
         "device": f"{device_name(runtime.device)} in {runtime.precision}",
-        "model": _model(config, measured, items),
+        "model": describe_model(config, measured.parameters, measured.flops, items),
         "length": {
             "steps": steps,
             "epochs": steps / loader.steps_per_epoch,
@@ -113,21 +113,23 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
             "items_per_s": loader.items_per_step / step_s,
             **_totals(config, measured, batch, steps, step_s, snapshots["count"]),
         },
-        "world_sizes": [_row(given, n) for n in sorted({*WORLD_SIZES, ranks})],
+        "world_sizes": [ranks_row(given, n) for n in sorted({*WORLD_SIZES, ranks})],
     }
     runtime.close()
     plan["doubts"] = find_doubts(config, plan, os.cpu_count() or 1)
     return plan
 
 
-def _model(config: Config, measured: Measured, items: int) -> dict[str, Any]:
+def describe_model(
+    config: Config, parameters: int, flops: float | None, items: int
+) -> dict[str, Any]:
     """Return the size of the model, and its work on the items of a run."""
     return {
         "name": config.model.name,
-        "parameters": measured.parameters,
-        "flops_per_item": measured.flops,
-        "flops": measured.flops and measured.flops * items,
-        "items_per_parameter": items / measured.parameters,
+        "parameters": parameters,
+        "flops_per_item": flops,
+        "flops": flops and flops * items,
+        "items_per_parameter": items / parameters,
     }
 
 
@@ -159,7 +161,7 @@ def _totals(
     }
 
 
-def _at(config: Config, ranks: int) -> tuple[Config, BatchOnRanks]:
+def divide_batch(config: Config, ranks: int) -> tuple[Config, BatchOnRanks]:
     """Return the configuration, and how its batch is divided, on a number of ranks.
 
     Raises:
@@ -184,9 +186,9 @@ def _at(config: Config, ranks: int) -> tuple[Config, BatchOnRanks]:
     )
 
 
-def _row(config: Config, ranks: int) -> dict[str, Any]:
+def ranks_row(config: Config, ranks: int) -> dict[str, Any]:
     try:
-        return asdict(_at(config, ranks)[1])
+        return asdict(divide_batch(config, ranks)[1])
     except ConfigError as error:
         return {"ranks": ranks, "error": str(error.args[0])}
 

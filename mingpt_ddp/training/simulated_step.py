@@ -5,6 +5,7 @@ otherwise is replaced by torch's function modes: its autocast computes more in f
 dropout and RMS norm are one kernel each.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -196,9 +197,9 @@ def runtime_without_data(config: Config) -> Runtime:
 
     Its precision is the one that a GPU resolves `auto` to; fp16 takes the memory of bf16.
     """
-    is_half = config.trainer.precision != "fp32"
-    precision = "bf16" if is_half else "fp32"
-    trainer = replace(config.trainer, device="cpu", precision=precision, compile=False)
+    trainer = replace(config.trainer, device="cpu", compile=False)
+    if trainer.precision != "fp32":
+        trainer = replace(trainer, precision="bf16")
     ddp = for_one_rank(config.ddp)
     runtime = Runtime(replace(config, trainer=trainer, ddp=ddp), DistEnv())
     strategy = runtime.strategy
@@ -262,7 +263,7 @@ def _without_data() -> Iterator[Allocations]:
 
 
 def _compute_again_as_cuda(model: nn.Module) -> None:
-    """Let blocks compute as on a GPU in the backward pass too, which runs without function modes."""
+    """Let blocks that compute again in the backward pass, without function modes, do so as CUDA."""
     for block in getattr(model, "blocks", []):
         block.forward = partial(_call_as_cuda, block.forward)
 
@@ -297,7 +298,7 @@ def _kinds_of_state(allocations: Allocations, trainable: Trainable) -> dict[int,
 
 def _sizes(trainable: Trainable) -> list[ParameterSize]:
     """Return the sizes of the parameters and the buffers, in the order of the model."""
-    blocks = {}
+    blocks: dict[int, int] = {}
     for index, block in enumerate(getattr(trainable.model, "blocks", [])):
         blocks |= dict.fromkeys(map(id, block.parameters()), index)
     averaged = trainable.average.state().get("ema", {})
@@ -312,11 +313,19 @@ def _sizes(trainable: Trainable) -> list[ParameterSize]:
                 has_average=name in averaged,
                 is_trained=parameter.requires_grad,
                 block=blocks.get(id(parameter)),
+                matrices=_matrices(trainable.optimizer, parameter),
             )
         )
     for name, buffer in trainable.model.named_buffers():
-        sizes.append(ParameterSize(name, _size(buffer), [], False, False, None))
+        sizes.append(ParameterSize(name, _size(buffer), [], False, False, is_buffer=True))
     return sizes
+
+
+def _matrices(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    """Return how many matrices of a parameter Muon orthogonalizes."""
+    if not isinstance(optimizer, Muon) or "momentum" not in optimizer.state[parameter]:
+        return 0
+    return math.prod(parameter.shape[:-2]) * optimizer.parts[parameter]
 
 
 def _size(tensor: Tensor) -> TensorSize:

@@ -4,6 +4,8 @@ Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tri
 Models" (arXiv:1910.02054).
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,13 +18,17 @@ from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 
 def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
-    """Assign the trainable parameters to ranks: largest first, each to the least loaded rank."""
+    """Assign the trainable parameters of a model to ranks."""
+    return share_out({n: p.numel() for n, p in model.named_parameters() if p.requires_grad}, ranks)
+
+
+def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
+    """Assign what has these sizes to ranks: largest first, each to the least loaded rank."""
     loads = [0] * ranks
     owners = {}
-    trainable = [(name, p.numel()) for name, p in model.named_parameters() if p.requires_grad]
-    for name, numel in sorted(trainable, key=lambda item: (-item[1], item[0])):
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         owners[name] = loads.index(min(loads))
-        loads[owners[name]] += numel
+        loads[owners[name]] += size
     return owners
 
 

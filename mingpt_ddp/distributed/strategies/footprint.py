@@ -1,0 +1,337 @@
+"""What each strategy needs of every rank: bytes of memory, and bytes on the wire in a step.
+
+Counted from the sizes of the parameters and the memory of a step of a rank that holds everything;
+no rank runs. Collectives send as ring algorithms do. Source: Patarasuk and Yuan 2009, "Bandwidth
+optimal all-reduce algorithms for clusters of workstations" (JPDC 69(2)).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mingpt_ddp.config.schema import StrategyName
+from mingpt_ddp.distributed.step_memory import Bytes, ParameterSize, StepMemory, TensorSize
+from mingpt_ddp.distributed.strategies.zero1 import share_out
+from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
+
+FP32 = 4  # bytes
+BF16 = 2
+HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of GPUs. Rates are what a GPU, or a node, sends while it receives as much."""
+
+    nodes: int
+    ranks_per_node: int
+    link: float  # bytes/s of a GPU to those of its node
+    network: float  # bytes/s of a node to others
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    def seconds(self, sent: float, ranks: int, rings_per_node: int = 1) -> float:
+        """Return the least time of a ring in which each rank sends some bytes.
+
+        Args:
+            ranks: of the ring; with more than a node has, it crosses the network.
+            rings_per_node: those that share a node's network.
+        """
+        crosses = self.nodes > 1 and ranks * rings_per_node > self.ranks_per_node
+        rate = min(self.link, self.network / rings_per_node) if crosses else self.link
+        return sent / rate
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank sends in a step."""
+
+    sent: int  # bytes
+    seconds: float  # at the rates of the cluster
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.sent + other.sent, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a rank does in a step."""
+
+    passes: int  # forward and backward passes
+    activations: TensorSize  # between two blocks, of a micro-batch
+    recomputes: bool  # trainer.activation_checkpointing
+    comm_hook: str  # ddp.comm_hook
+    tensor_parallel: int  # ranks that hold a copy of the model together
+
+
+def all_reduce(size: int, ranks: int) -> int:
+    """Return the bytes that a rank sends in a ring all-reduce of `size` bytes."""
+    return 2 * all_gather(size, ranks)
+
+
+def all_gather(size: int, ranks: int) -> int:
+    """Return the bytes that a rank sends in an all-gather, or reduce-scatter, of `size` in all."""
+    return size * (ranks - 1) // ranks
+
+
+class Footprint:
+    """One rank alone; the base of the others."""
+
+    name = "single"
+    key: StrategyName = "single"  # ddp.strategy
+    divides_muon = False  # over the ranks
+
+    def __init__(
+        self, parameters: Sequence[ParameterSize], cluster: Cluster, work: StepWork
+    ) -> None:
+        """
+        Args:
+            parameters: and buffers, of the whole model; with tensor parallelism, of a rank.
+        """
+        self.parameters = parameters
+        self.trained = [each for each in parameters if each.is_trained]
+        self.cluster = cluster
+        self.work = work
+
+    # Bytes of the state, in each step.
+
+    def weights(self) -> int:
+        return sum(each.weight.nbytes for each in self.parameters)
+
+    def optimizer(self) -> int:
+        return sum(tensor.nbytes for each in self.trained for tensor in each.state)
+
+    def average(self) -> int:
+        return sum(each.weight.nbytes for each in self.parameters if each.has_average)
+
+    # Bytes after each allocation of a step.
+
+    def gradients(self, memory: StepMemory) -> Bytes:
+        return memory.of("block_gradients", "other_gradients")
+
+    def gathered(self, memory: StepMemory) -> Bytes:
+        """Return what a rank holds of others, and copies that it sends."""
+        return memory.during(passes=0, update=0)
+
+    def peak(self, memory: StepMemory) -> dict[str, int]:
+        """Return the bytes at the peak of a step, by kind."""
+        kinds = {
+            "weights": memory.during(self.weights(), self.weights()),
+            "gradients": self.gradients(memory),
+            "optimizer": memory.during(self.optimizer(), self.optimizer()),
+            "average": memory.during(self.average(), self.average()),
+            "activations": memory.of("activations"),
+            "temporaries": memory.of("temporaries"),
+            "gathered": self.gathered(memory),
+        }
+        peak = int(np.argmax(sum(kinds.values())))
+        return {kind: int(live[peak]) for kind, live in kinds.items()}
+
+    def traffic(self) -> Traffic:
+        """Return what a rank sends in a step; flags, norms and losses are left out."""
+        return Traffic(0, 0.0)
+
+    def gradient_bytes(self) -> int:
+        return sum(each.gradient for each in self.trained)
+
+    def traffic_of_muon(self) -> Traffic:
+        """Return the all-gather of the matrices that the ranks orthogonalize, each some of them."""
+        stacks = Counter[tuple[int, int]]()
+        for each in self.trained:
+            if each.matrices:
+                columns = each.weight.shape[-1]
+                stacks[each.numel // each.matrices // columns, columns] += each.matrices
+        numel = sum(count * rows * columns for (rows, columns), count in stacks.items())
+        if not self.divides_muon or numel < MIN_NUMEL_TO_SHARD:
+            return Traffic(0, 0.0)
+        ranks = self.cluster.ranks
+        padded = 0
+        for (rows, columns), count in stacks.items():
+            padded += math.ceil(count / ranks) * ranks * rows * columns
+        return self.in_ring(all_gather(padded * BF16, ranks))
+
+    def in_ring(self, sent: int) -> Traffic:
+        """Return the traffic of a ring through all ranks."""
+        return Traffic(sent, self.cluster.seconds(sent, self.cluster.ranks))
+
+
+class ManualFootprint(Footprint):
+    """All gradients are copied into one message after the passes."""
+
+    name = "manual"
+    key: StrategyName = "manual"
+    divides_muon = True
+
+    def gathered(self, memory: StepMemory) -> Bytes:
+        copies = memory.during(passes=0, update=0)
+        copies[memory.passes - 1] = self.gradient_bytes()
+        return copies
+
+    def traffic(self) -> Traffic:
+        gradients = self.in_ring(all_reduce(self.gradient_bytes(), self.cluster.ranks))
+        return gradients + self.traffic_of_muon()
+
+
+class DDPFootprint(Footprint):
+    """The buckets of gradients, of which the gradients are views, stay allocated."""
+
+    name = "ddp"
+    key: StrategyName = "ddp"
+    divides_muon = True
+
+    def gradients(self, memory: StepMemory) -> Bytes:
+        return memory.during(self.gradient_bytes(), self.gradient_bytes())
+
+    def traffic(self) -> Traffic:
+        size = self.gradient_bytes()
+        if self.work.comm_hook in HALVING_HOOKS:
+            size = size * BF16 // FP32
+        return self.in_ring(all_reduce(size, self.cluster.ranks)) + self.traffic_of_muon()
+
+
+class Zero1Footprint(DDPFootprint):
+    """The rank that owns the most; owners broadcast their parameters, each as one message."""
+
+    name = "zero1"
+    key: StrategyName = "zero1"
+    divides_muon = False
+
+    def _of_owners(self, sizes: Mapping[str, int]) -> list[int]:
+        """Return the sum of the sizes, by parameter, of each owner."""
+        owners = share_out({each.name: each.numel for each in self.trained}, self.cluster.ranks)
+        sums = [0] * self.cluster.ranks
+        for name, owner in owners.items():
+            sums[owner] += sizes[name]
+        return sums
+
+    def optimizer(self) -> int:
+        states = {each.name: sum(t.nbytes for t in each.state) for each in self.trained}
+        return max(self._of_owners(states))
+
+    def gathered(self, memory: StepMemory) -> Bytes:
+        messages = self._of_owners({each.name: each.weight.nbytes for each in self.trained})
+        return memory.during(passes=0, update=max(messages))
+
+    def traffic(self) -> Traffic:
+        weights = sum(each.weight.nbytes for each in self.trained)
+        # the last rank of a broadcast's ring sends nothing: the mean of a rank
+        return super().traffic() + self.in_ring(all_gather(weights, self.cluster.ranks))
+
+
+class FSDPFootprint(Footprint):
+    """A part of the rows of everything, and the gathered weights of the rest and of two blocks.
+
+    Its step is simulated with gathered weights, in the type of the products.
+    """
+
+    name = "fsdp"
+    key: StrategyName = "fsdp"
+
+    @property
+    def shards(self) -> int:
+        return self.cluster.ranks
+
+    def _shard(self, tensors: Iterable[TensorSize], itemsize: int = FP32) -> int:
+        """Return the bytes of the largest part of some tensors, in a type of this size."""
+        return sum(replace(each, itemsize=itemsize).shard(self.shards) for each in tensors)
+
+    def weights(self) -> int:
+        buffers = sum(each.weight.nbytes for each in self.parameters if each.is_buffer)
+        return buffers + self._shard(each.weight for each in self.parameters if not each.is_buffer)
+
+    def optimizer(self) -> int:
+        return self._shard(tensor for each in self.trained for tensor in each.state)
+
+    def average(self) -> int:
+        return self._shard(each.weight for each in self.parameters if each.has_average)
+
+    def gradients(self, memory: StepMemory) -> Bytes:
+        whole = self._shard(each.weight for each in self.trained)
+        if self.work.passes > 1:
+            return memory.during(whole, whole)
+        # they are reduced block by block
+        reduced = memory.of("block_gradients", "other_gradients") / max(1, self.gradient_bytes())
+        return np.rint(reduced * whole).astype(np.int64)
+
+    def gathered(self, memory: StepMemory) -> Bytes:
+        blocks = Counter[int]()
+        rest = 0
+        for each in self.parameters:
+            if each.block is None:
+                rest += each.weight.nbytes
+            else:
+                blocks[each.block] += each.weight.nbytes
+        block = max(blocks.values(), default=0)
+        itemsize = self.parameters[0].weight.itemsize
+        # the block that computes and the next one; a gradient, and its copy to reduce in fp32
+        in_passes = rest + 2 * block + block + block * FP32 // itemsize
+        live = memory.during(in_passes, update=0) + memory.of("other_gradients")
+        live[memory.passes - 1] += rest * FP32 // itemsize
+        return live
+
+    def padded(self, itemsize: int) -> int:
+        """Return the bytes of all parameters, padded to shards of equal size."""
+        weights = (each.weight for each in self.parameters if not each.is_buffer)
+        return self.shards * self._shard(weights, itemsize)
+
+    def traffic(self) -> Traffic:
+        """Gather the weights before each forward and each backward pass, then reduce gradients."""
+        itemsize = self.parameters[0].weight.itemsize
+        size = self.work.passes * (2 * self.padded(itemsize) + self.padded(FP32))
+        sent = all_gather(size, self.shards)
+        return Traffic(sent, self.cluster.seconds(sent, self.shards))
+
+
+class HSDPFootprint(FSDPFootprint):
+    """The shards are those of a node, or of half of a single node."""
+
+    name = "hsdp"
+    key: StrategyName = "hsdp"
+
+    @property
+    def shards(self) -> int:
+        ranks = self.cluster.ranks_per_node
+        return ranks if self.cluster.nodes > 1 else ranks // 2
+
+    def traffic(self) -> Traffic:
+        part = self.work.passes * self.padded(FP32) // self.shards
+        replicas = self.cluster.ranks // self.shards
+        sent = all_reduce(part, replicas)
+        seconds = self.cluster.seconds(sent, replicas, rings_per_node=self.shards)
+        return super().traffic() + Traffic(sent, seconds)
+
+
+class TensorParallelFootprint(Footprint):
+    """Part of the matrices; its step is simulated with them."""
+
+    name = "tensor_parallel"
+    key: StrategyName = "auto"
+
+    def traffic(self) -> Traffic:
+        """All-reduce activations twice a block forward, and in fp32 twice backward."""
+        blocks = len({each.block for each in self.parameters if each.block is not None})
+        forward = 3 if self.work.recomputes else 2  # the last one is not needed again
+        elements = self.work.activations.nbytes // self.work.activations.itemsize
+        message = forward * self.work.activations.nbytes + 2 * elements * FP32
+        sent = all_reduce(self.work.passes * blocks * message, self.work.tensor_parallel)
+        traffic = Traffic(sent, self.cluster.seconds(sent, self.work.tensor_parallel))
+        copies = self.cluster.ranks // self.work.tensor_parallel
+        sent = all_reduce(self.gradient_bytes(), copies)
+        seconds = self.cluster.seconds(sent, copies, rings_per_node=self.work.tensor_parallel)
+        return traffic + Traffic(sent, seconds)
+
+
+FOOTPRINTS: tuple[type[Footprint], ...] = (
+    Footprint,
+    DDPFootprint,
+    ManualFootprint,
+    Zero1Footprint,
+    FSDPFootprint,
+    HSDPFootprint,
+    TensorParallelFootprint,
+)

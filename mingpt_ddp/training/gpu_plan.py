@@ -1,0 +1,331 @@
+"""What a configuration needs of GPUs that this machine does not have, for every strategy.
+
+Memory comes from a step that is simulated without data, traffic from the strategies' own
+arithmetic, and the bound of the time from data sheets. Nothing is measured.
+"""
+
+import math
+import os
+from collections.abc import Callable, Container
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.data.dataloader import Loader, TokenLoader
+from mingpt_ddp.distributed.logs import progress_bar
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize, on_the_line
+from mingpt_ddp.distributed.strategies.footprint import (
+    FOOTPRINTS,
+    Cluster,
+    Footprint,
+    FSDPFootprint,
+    StepWork,
+    TensorParallelFootprint,
+)
+from mingpt_ddp.distributed.tensor_parallel import keep_part
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.gpus import GPUS, Machine
+from mingpt_ddp.metrics.peak_flops import peak_flops_of
+from mingpt_ddp.models import count_parameters, flops_per_token
+from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.doubts import find_doubts
+from mingpt_ddp.training.preflight import newest_snapshot
+from mingpt_ddp.training.run_plan import (
+    WORLD_SIZES,
+    BatchOnRanks,
+    describe_model,
+    divide_batch,
+    ranks_row,
+)
+from mingpt_ddp.training.simulated_step import MICRO_BATCHES, runtime_without_data, simulate
+from mingpt_ddp.training.train_step import count_steps
+from mingpt_ddp.training.warm_start import warm_start
+
+ROWS = (2, 3)  # of the micro-batches that are simulated; others lie on a line with them
+CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
+MOST_ROWS = 1 << 20  # of a micro-batch
+GIB = 2**30
+Simulated: TypeAlias = tuple[StepMemory, list[ParameterSize]]
+LEFT_OUT = (
+    "the memory of CUDA's context and libraries (0.5 GiB are reserved), fragmentation, and what a "
+    "kernel allocates for itself",
+    "torch.compile, which fuses operations and keeps less",
+    "in the bound: waiting, launching kernels, and everything but products at the vendor's peak, "
+    "one reading and writing of the state and the activations, and the wire",
+)
+
+
+class Simulations:
+    """Simulated steps of one configuration: those of two sizes give the memory of all others."""
+
+    def __init__(self, task: Task, runtime: Runtime, loader: Loader) -> None:
+        self.task = task
+        self.runtime = runtime
+        self.loader = loader
+        self.bar = progress_bar(runtime.group.env, 3 * len(ROWS), "simulating", "step")
+        self._done: dict[tuple[int, int, type[Footprint] | None], Simulated] = {}
+
+    def step(self, strategy: type[Footprint], rows: int, passes: int, parts: int) -> Simulated:
+        """Return the memory of a step and the sizes of its state, as the strategy computes them.
+
+        Args:
+            rows: sequences of a micro-batch.
+            passes: forward and backward passes of a step.
+            parts: ranks that hold a copy of the model together.
+        """
+        variant: type[Footprint] | None = None
+        prepare: Callable[[nn.Module], None] = _leave
+        if issubclass(strategy, FSDPFootprint):
+            passes = 1  # each reduces its own gradients
+            variant = FSDPFootprint
+            prepare = partial(_gather, dtype=self.runtime.dtype)
+        if strategy is TensorParallelFootprint:
+            variant = strategy
+            prepare = partial(keep_part, ranks=parts)
+        passes = min(passes, MICRO_BATCHES)
+        simulated = []
+        for each in ROWS:
+            if (each, passes, variant) not in self._done:
+                result = simulate(self.task, self.runtime, self.loader, each, passes, prepare)
+                self._done[each, passes, variant] = result
+                self.bar.update()
+            simulated.append(self._done[each, passes, variant])
+        (few, sizes), (more, _) = simulated
+        return on_the_line((ROWS[0], few), (ROWS[1], more), rows), sizes
+
+
+def _leave(model: nn.Module) -> None:
+    """Leave a model as it is."""
+
+
+def _gather(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model its weights as FSDP gathers them, in the type of the products.
+
+    Batch normalization stays in fp32.
+    """
+    gathered: dict[nn.Parameter, nn.Parameter] = {}  # modules may share one
+    for module in model.modules():
+        if hasattr(module, "running_mean"):
+            continue
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in gathered:
+                data = parameter.detach().to(dtype)
+                gathered[parameter] = nn.Parameter(data, parameter.requires_grad)
+            setattr(module, name, gathered[parameter])
+
+
+class GPUPlan:
+    """The figures of one configuration on some GPUs."""
+
+    def __init__(self, simulations: Simulations, cluster: Cluster, machine: Machine) -> None:
+        self.simulations = simulations
+        self.task = simulations.task
+        self.config = self.task.config
+        self.cluster = cluster
+        self.gpu = GPUS[machine.device]
+        with torch.device("meta"):  # allocates nothing
+            model = self.task.build_model()
+        self.parameters = count_parameters(model)
+        self.flops_per_item = flops_per_token(model)
+        loader = simulations.loader
+        self.data = 0  # bytes of the text that stay on the GPU
+        if isinstance(loader, TokenLoader):
+            self.data = loader.resident_bytes(self.gpu.memory)
+
+    def of(self, strategy: type[Footprint]) -> dict[str, Any]:
+        """Return the figures of a strategy; None for each, and the reason, if it cannot run."""
+        try:
+            parts = self._parts(strategy)
+            batch = self._divide(strategy, parts)
+        except ConfigError as error:
+            return {**dict.fromkeys(FIGURES), "reason": str(error.args[0])}
+        rows = batch.micro_batch_size
+        passes = batch.micro_batches_per_rank
+        step = partial(self.simulations.step, strategy, passes=passes, parts=parts)
+        memory, sizes = step(rows)
+        footprint = strategy(sizes, self.cluster, self._work(rows, passes, parts))
+
+        def needed(rows: int) -> int:
+            peak = footprint.peak(step(rows)[0])
+            return sum(peak.values()) + self.data + CONTEXT
+
+        peak = {**footprint.peak(memory), "data": self.data}
+        times = self._times(footprint, memory)
+        reason = None
+        if needed(rows) > self.gpu.memory:
+            reason = f"needs {needed(rows) / GIB:.1f} GiB of {self.gpu.memory / GIB:.1f}"
+        bound = max(filter(None, times.values()))
+        return {
+            "peak_bytes": sum(peak.values()),
+            **{f"{kind}_bytes": size for kind, size in peak.items()},
+            "micro_batch_size": rows,
+            "passes": passes,
+            "largest_micro_batch_size": _largest(lambda rows: needed(rows) <= self.gpu.memory),
+            "wire_bytes_per_step": footprint.traffic().sent,
+            "flops_per_step": self._flops(footprint.work),
+            **times,
+            "step_s_bound": None if reason else bound,
+            "reason": reason,
+        }
+
+    def _parts(self, strategy: type[Footprint]) -> int:
+        """Return the ranks that hold a copy of the model together.
+
+        Raises:
+            ConfigError: there is no such number.
+        """
+        if strategy is not TensorParallelFootprint:
+            return 1
+        own = self.config.ddp.tensor_parallel
+        if own > 1:
+            return own
+        heads = getattr(self.config.model, "n_head", 1)
+        parts = math.gcd(heads, self.cluster.ranks_per_node)
+        check(parts > 1, f"model.n_head={heads} cannot be divided by the ranks of a node")
+        return parts
+
+    def _divide(self, strategy: type[Footprint], parts: int) -> BatchOnRanks:
+        """Return how the batch is divided.
+
+        Raises:
+            ConfigError: the strategy does not work.
+        """
+        is_alone = self.cluster.ranks == 1 and strategy is not Footprint
+        check(not is_alone, "on one rank it is single")
+        ddp = replace(self.config.ddp, strategy=strategy.key, tensor_parallel=parts)
+        return divide_batch(replace(self.config, ddp=ddp), self.cluster.ranks)[1]
+
+    def _work(self, rows: int, passes: int, parts: int) -> StepWork:
+        width = getattr(self.config.model, "n_embd", 0)
+        length = getattr(self.config.data, "block_size", 1)
+        itemsize = self.simulations.runtime.dtype.itemsize
+        return StepWork(
+            passes=passes,
+            activations=TensorSize((rows, length, width), itemsize),
+            recomputes=self.config.trainer.activation_checkpointing,
+            comm_hook=self.config.ddp.comm_hook,
+            tensor_parallel=parts,
+        )
+
+    def _times(self, footprint: Footprint, memory: StepMemory) -> dict[str, float | None]:
+        """Return the least seconds of the products, of the memory and of the wire in a step.
+
+        Each pass reads the weights twice, and writes and reads what it keeps; each step reads and
+        writes the state.
+        """
+        work = footprint.work
+        dtype = self.simulations.runtime.dtype
+        flops = self._flops(work)
+        peak = peak_flops_of(self.gpu.name, dtype)
+        weights = sum(each.numel for each in footprint.parameters) * dtype.itemsize
+        kept = int(memory.of("activations").max())
+        state = footprint.weights() + footprint.optimizer() + footprint.average()
+        moved = work.passes * 2 * (weights + kept) + 2 * state
+        return {
+            "compute_s": flops / peak if flops and peak else None,
+            "memory_s": moved / self.gpu.bandwidth,
+            "wire_s": footprint.traffic().seconds,
+        }
+
+    def _flops(self, work: StepWork) -> float | None:
+        """Return the operations of a rank in a step, without those that are repeated."""
+        if self.flops_per_item is None:
+            return None
+        rows = work.passes * work.activations.shape[0]
+        items = rows * self.simulations.loader.items_per_step / self.config.trainer.batch_size
+        return items * self.flops_per_item / work.tensor_parallel
+
+
+FIGURES = (
+    *("peak_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes"),
+    *("activations_bytes", "temporaries_bytes", "gathered_bytes", "data_bytes"),
+    *("micro_batch_size", "passes", "largest_micro_batch_size", "wire_bytes_per_step"),
+    *("flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
+)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Return the largest number of rows that fits, 0 if one does not."""
+    if not fits(1):
+        return 0
+    low = 1
+    while low < MOST_ROWS and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def make_gpu_plan(config: Config, machine: Machine, typed: Container[str] = ()) -> dict[str, Any]:
+    """Return what a configuration means and needs on other GPUs, as JSON values.
+
+    Args:
+        typed: the keys that the command line sets.
+
+    Raises:
+        UserError: training would refuse the configuration too, or it has several GPUs a rank.
+    """
+    check(config.model.devices == 1, "device= needs model.devices=1; leave out one of them")
+    gpu = GPUS[machine.device]
+    network = machine.network_gbps * 1e9 / 8
+    cluster = Cluster(machine.nodes, config.ddp.local_workers or 1, gpu.link, network)
+    runtime = runtime_without_data(config)
+    newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
+    warm = warm_start(config, newest and newest.state, typed, runtime.group)
+    given = warm.config if warm else config
+    config, batch = divide_batch(given, cluster.ranks)
+    on_cpu = replace(config, trainer=runtime.strategy.config.trainer)
+    task = build_task(on_cpu, runtime.group, warm.state if warm else {})
+    if machine.vocab_size is not None:
+        is_text = isinstance(task, LanguageModel)
+        check(is_text, f"vocab_size={machine.vocab_size} needs task=language_model")
+        task.shape = (machine.vocab_size, config.data.block_size)
+    with task.discarded_if_refused():
+        loader = task.train_loader(runtime.device)
+    task.config = replace(config, trainer=replace(config.trainer, device="cpu"))
+    simulations = Simulations(task, runtime, loader)
+    plan = GPUPlan(simulations, cluster, machine)
+    steps = count_steps(config, loader.steps_per_epoch)
+    items = steps * loader.items_per_step
+    with simulations.bar:
+        strategies = {strategy.name: plan.of(strategy) for strategy in FOOTPRINTS}
+    loader.close()
+    runtime.close()
+    described: dict[str, Any] = {
+        "run": str(run_directory(config)),
+        "data": task.describe_data(),
+        "device": f"{cluster.ranks} x {gpu.name} in {runtime.precision}",
+        "model": describe_model(config, plan.parameters, plan.flops_per_item, items),
+        "length": {
+            "steps": steps,
+            "epochs": steps / loader.steps_per_epoch,
+            "items": items,
+            "unit": task.unit,
+        },
+        "batch": {**asdict(batch), "items": loader.items_per_step},
+        "gpu": {
+            "device": machine.device,
+            "ranks": cluster.ranks,
+            "nodes": cluster.nodes,
+            "memory_bytes": gpu.memory,
+            "strategies": strategies,
+            "left_out": LEFT_OUT,
+        },
+        "world_sizes": [ranks_row(given, n) for n in sorted({*WORLD_SIZES, cluster.ranks})],
+    }
+    described["doubts"] = find_doubts(config, described, os.cpu_count() or 1)
+    return described
