@@ -43,7 +43,7 @@ class Runtime:
         self.precision = resolve_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = self._new_scaler()
-        self.compiles = should_compile(config, self.device)
+        self.compiles = should_compile(config, self.device, env.world_size)
         set_up_device(self.device, config.trainer.deterministic)
         self.group = ProcessGroup(env, self.devices, config.ddp, job)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
