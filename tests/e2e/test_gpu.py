@@ -17,7 +17,7 @@ from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.inference.decoding import prepare
-from mingpt_ddp.inference.generate import SamplingParams, generate
+from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
@@ -167,6 +167,17 @@ def test_sampling_in_bf16_is_reproducible() -> None:
         prompt = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
         texts.append(torch.stack(list(generate(model, prompt, 40, SamplingParams(), generator))))
     assert torch.equal(*texts)
+
+
+def test_sampling_a_token_does_not_wait() -> None:
+    logits = torch.zeros(3, 17, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = sample_token(logits, SamplingParams(top_k=5, top_p=0.9), generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.shape == (3,)
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
