@@ -28,7 +28,15 @@ FILES = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
 # By function: the private names of torch that it uses, and their modules.
 NAMES = {
     "cpu_is_fast_at_bf16": (torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-    "for_each": (torch, "_foreach_mul_", "_foreach_add_", "_foreach_lerp_", "_foreach_lerp"),
+    "for_each": (
+        torch,
+        "_foreach_mul_",
+        "_foreach_add_",
+        "_foreach_lerp_",
+        "_foreach_lerp",
+        "_foreach_sub",
+        "_foreach_norm",
+    ),
     "leave_overflow_to_scaler": (
         torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True),
         "_step_supports_amp_scaling",
