@@ -51,8 +51,9 @@ class LayerNorms:
         before = [local_tensor(p.detach()).clone() for p in parameters]
         gradients = []
         for parameter in parameters:
-            missing = parameter.grad is None
-            gradients.append(before[0].new_zeros(()) if missing else local_tensor(parameter.grad))
+            gradient = parameter.grad
+            missing = before[0].new_zeros(())
+            gradients.append(missing if gradient is None else local_tensor(gradient))
         measured = [*_norms(before), *_norms(gradients)]
         yield
         after = [local_tensor(p.detach()) for p in parameters]

@@ -265,8 +265,13 @@ def test_communication_is_timed(wrapped, there, monkeypatch):
     internals.time_communication(wrapped, every=1)
     for _ in range(3):
         wrapped(torch.randn(8, 64)).sum().backward()
-    total, hidden = internals.communication_times(wrapped)
-    assert (0 < total < 60 and 0 <= hidden < 60) if there else (total, hidden) == (0, 0)
+    times = internals.communication_times(wrapped)
+    if not there:
+        assert times == internals.CommunicationTimes(iteration=0, total_s=0, hidden_s=0)
+        return
+    assert times.iteration == 2  # a forward pass shows the times of the iteration before it
+    assert 0 < times.total_s < 60
+    assert 0 <= times.hidden_s < 60
 
 
 def test_the_process_group_outlives_ddp(wrapped):
