@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -94,6 +95,16 @@ class Runtime:
             "transport": self.group.transport,
             "comm_hook": self.strategy.config.ddp.comm_hook,
         }
+
+    def now(self) -> float:
+        """Return the time in seconds, once the GPUs have done what is queued on their streams.
+
+        The streams are those of this thread, not those that copy a snapshot.
+        """
+        for device in dict.fromkeys(self.devices):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which matrix products are computed in `dtype`."""
