@@ -31,6 +31,9 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
     weights eagerly. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, by default in the
     directory for temporary files.
 
+    Args:
+        world_size: ranks that train.
+
     Raises:
         ConfigError: trainer.compile cannot work on this machine.
     """

@@ -243,8 +243,8 @@ def test_only_allowed_tokens_are_drawn_in_proportion(settings, kept):
 def test_an_exponential_race_draws_by_the_probabilities():
     """Pearson's chi-square with 4 degrees of freedom exceeds 18.5 once in a thousand."""
     generator = torch.Generator().manual_seed(0)
-    drawn = exponential_race(PROBABILITIES.repeat(DRAWS, 1), generator)
-    found = torch.bincount(drawn, minlength=5)
+    indices = exponential_race(PROBABILITIES.repeat(DRAWS, 1), generator)
+    found = torch.bincount(indices, minlength=5)
     expected = PROBABILITIES * DRAWS
     assert float(((found - expected) ** 2 / expected).sum()) < 18.5
 
