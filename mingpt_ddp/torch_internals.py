@@ -9,6 +9,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -123,15 +124,24 @@ def time_communication(wrapped: DistributedDataParallel, every: int) -> None:
     getattr(wrapped, "_set_ddp_runtime_logging_sample_rate", id)(every)
 
 
-def communication_times(model: nn.Module) -> tuple[float, float]:
-    """Return the seconds of the latest timed reduction of gradients, and those hidden by backward.
+@dataclass(frozen=True)
+class CommunicationTimes:
+    """What DDP measured of a reduction of gradients, in seconds."""
 
-    Fallback: 0, 0, which is also the answer for a model without DDP.
+    iteration: int  # which backward pass of those that reduce gradients it was, from 1
+    total_s: float
+    hidden_s: float  # of total_s, while the backward pass computed
+
+
+def communication_times(model: nn.Module) -> CommunicationTimes:
+    """Return the times of the latest timed reduction of gradients.
+
+    Fallback: zeros, which are also the answer for a model without DDP.
     """
-    data: dict[str, float] = getattr(model, "_get_ddp_logging_data", dict)()
-    names = ("backward_comm_time", "backward_compute_comm_overlap_time")
-    total, hidden = (data.get(name, 0) / 1e9 for name in names)  # nanoseconds
-    return total, hidden
+    data: dict[str, int] = getattr(model, "_get_ddp_logging_data", dict)()
+    total_ns = data.get("backward_comm_time", 0)
+    hidden_ns = data.get("backward_compute_comm_overlap_time", 0)
+    return CommunicationTimes(data.get("iteration", 0), total_ns / 1e9, hidden_ns / 1e9)
 
 
 def keep_process_group(wrapped: DistributedDataParallel) -> None:

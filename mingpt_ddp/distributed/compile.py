@@ -21,7 +21,7 @@ MIN_CAPABILITY = (7, 0)  # of a GPU, for Triton
 NOT_COMPILED = ("dp", "fsdp", "hsdp")  # strategies: threads, and hooks that a graph cannot hold
 
 
-def should_compile(config: Config, device: torch.device) -> bool:
+def should_compile(config: Config, device: torch.device, world_size: int = 1) -> bool:
     """Return whether to compile the model.
 
     auto: built-in models on a GPU, if all requirements are installed.
@@ -30,6 +30,9 @@ def should_compile(config: Config, device: torch.device) -> bool:
     into one graph of static shapes; evaluation and sampling have varying shapes and run the same
     weights eagerly. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, by default in the
     directory for temporary files.
+
+    Args:
+        world_size: ranks that train.
 
     Raises:
         ConfigError: trainer.compile cannot work on this machine.
@@ -42,16 +45,11 @@ def should_compile(config: Config, device: torch.device) -> bool:
                 f"ddp.strategy={config.ddp.strategy}; set it to false, or use ddp.strategy=zero1"
             )
         return False
-    splits = {
-        "model.devices": config.model.devices,
-        "ddp.tensor_parallel": config.ddp.tensor_parallel,
-    }
-    for key, count in splits.items():
-        if count == 1:
-            continue
+    needed = _needed_setting(config, device, world_size)
+    if needed is not None:
         if wanted in (True, "cuda_graphs"):
             raise ConfigError(
-                f"trainer.compile={str(wanted).lower()} needs {key}=1; set one of them"
+                f"trainer.compile={str(wanted).lower()} needs {needed}; set one of them"
             )
         return False
     missing = _missing_requirement(device) if wanted else None
@@ -66,6 +64,19 @@ def should_compile(config: Config, device: torch.device) -> bool:
     if wanted == "cuda_graphs" and device.type != "cuda":
         raise ConfigError("trainer.compile=cuda_graphs needs a GPU; set it to auto")
     return bool(wanted)
+
+
+def _needed_setting(config: Config, device: torch.device, world_size: int) -> str | None:
+    """Return a setting that compiling into one graph needs and the configuration lacks."""
+    if config.model.devices > 1:
+        return "model.devices=1"
+    if config.ddp.tensor_parallel > 1:
+        return "ddp.tensor_parallel=1"
+    # torch's SyncBatchNorm indexes with a mask, so the shapes depend on values; ours for CPUs, and
+    # the plain normalization that SyncBatchNorm computes on one rank, have static shapes
+    if config.ddp.sync_batchnorm and device.type == "cuda" and world_size > 1:
+        return "ddp.sync_batchnorm=false on several GPUs"
+    return None
 
 
 def _missing_requirement(device: torch.device) -> str | None:

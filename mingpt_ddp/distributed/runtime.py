@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -43,7 +44,7 @@ class Runtime:
         self.precision = resolve_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = self._new_scaler()
-        self.compiles = should_compile(config, self.device)
+        self.compiles = should_compile(config, self.device, env.world_size)
         set_up_device(self.device, config.trainer.deterministic)
         self.group = ProcessGroup(env, self.devices, config.ddp, job)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
@@ -94,6 +95,16 @@ class Runtime:
             "transport": self.group.transport,
             "comm_hook": self.strategy.config.ddp.comm_hook,
         }
+
+    def now(self) -> float:
+        """Return the time in seconds, once the GPUs have done what is queued on their streams.
+
+        The streams are those of this thread, not those that copy a snapshot.
+        """
+        for device in dict.fromkeys(self.devices):
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        return time.perf_counter()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return a context in which matrix products are computed in `dtype`."""

@@ -46,6 +46,9 @@ def generate(
             a KV cache (`SupportsKVCache`) and without.
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.
+
+    Raises:
+        RuntimeError: the logits of the first token are not finite.
     """
     block_size = cast(int, vars(model).get("block_size"))  # of the instance, see build_model
     window = tokens[:, -block_size:]
@@ -53,8 +56,11 @@ def generate(
     with eval_mode(model):
         positions = min(block_size, tokens.shape[1] + max_new_tokens)
         session = DecodeSession(model, len(tokens), positions)
-        for _ in range(max_new_tokens):
-            new = sample_token(session.logits(window, prefill), sampling, rng)
+        for index in range(max_new_tokens):
+            logits = session.logits(window, prefill)
+            if index == 0:  # checking every token would wait for a GPU each time
+                check_logits(logits)
+            new = sample_token(logits, sampling, rng)
             yield new
             prefill = window.shape[1] == block_size
             if prefill:
@@ -103,6 +109,16 @@ class DecodeSession:
         return self.model.decode(window[:, -1:], self.cache, position)
 
 
+def check_logits(logits: Tensor) -> None:
+    """Check that logits (B, V) have a largest one in each row.
+
+    Raises:
+        RuntimeError: some row has none, because a weight is not finite, say.
+    """
+    if not logits.amax(dim=-1).isfinite().all():
+        raise RuntimeError("its logits are not finite")
+
+
 def sample_token(
     logits: Tensor, sampling: SamplingParams, rng: torch.Generator | None = None
 ) -> Tensor:
@@ -124,7 +140,30 @@ def sample_token(
         excluded = excluded.scatter(-1, order, excluded)  # by token again
         logits = logits.masked_fill(excluded, -torch.inf)
     probabilities = logits.softmax(dim=-1)
+    if probabilities.is_cuda:  # where multinomial waits for the device, twice
+        return exponential_race(probabilities, rng)
     return torch.multinomial(probabilities, 1, generator=rng)[:, 0]
+
+
+def exponential_race(probabilities: Tensor, rng: torch.Generator | None) -> Tensor:
+    """Draw an index per row of probabilities (B, V) without waiting for the device; (B,).
+
+    Of independent events with rates p, event i is the first with probability p[i]: the Gumbel-max
+    trick without logarithms, as in https://github.com/meta-pytorch/gpt-fast.
+    """
+    return first_arrival(probabilities, torch.empty_like(probabilities).exponential_(generator=rng))
+
+
+def first_arrival(probabilities: Tensor, times: Tensor) -> Tensor:
+    """Return which event is the first in each row, (B,); event i is at times[i] / p[i].
+
+    Args:
+        probabilities: (B, V); events of probability 0 never happen.
+        times: (B, V), independent, exponential of rate 1.
+    """
+    rates = probabilities / times
+    # 0 / 0 is not a number, and 1 / inf is 0, too
+    return rates.masked_fill(probabilities == 0, -1).argmax(dim=-1)
 
 
 def generate_text(

@@ -1,7 +1,9 @@
 """Averages over training steps, MFU, and the matmul rate of the device."""
 
-import time
 import timeit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,17 @@ SATURATED_S = 0.004  # a product that takes this long saturates the device
 REPETITIONS = 5  # per measurement; the fastest counts
 
 
+@dataclass
+class Pause:
+    """Time that is not spent on steps."""
+
+    seconds: float = 0.0  # once it has ended
+
+
 class Meter:
     """Accumulate losses and times without waiting for the device.
 
-    Only `read` and `state` synchronize.
+    Only `read`, `state` and `paused` synchronize.
     """
 
     def __init__(self, runtime: Runtime, items_per_step: int, unit: str) -> None:
@@ -39,7 +48,7 @@ class Meter:
         self._steps = 0
         self._timed_steps = 0
         self._data_s = 0.0
-        self._since = time.perf_counter()
+        self._since = self.runtime.now()
 
     def record(self, losses: dict[str, Tensor], grad_norm: Tensor, data_time_s: float) -> None:
         """Add one step.
@@ -58,9 +67,19 @@ class Meter:
         self._steps += 1
         self._timed_steps += 1
 
-    def pause(self, seconds: float) -> None:
-        """Exclude time not spent on steps."""
-        self._since += seconds
+    @contextmanager
+    def paused(self) -> Iterator[Pause]:
+        """Exclude the time in this context, which is not spent on steps.
+
+        It begins when a GPU has done the steps queued before, and ends when the GPU has done what
+        is queued in it. A pause within another is a part of that one.
+        """
+        pause = Pause()
+        since = self._since
+        begin = self.runtime.now()
+        yield pause
+        pause.seconds = self.runtime.now() - begin
+        self._since = since + pause.seconds
 
     def read(self) -> dict[str, float]:
         """Return the metrics since the last reading by tag, and reset; {} without steps.
@@ -70,7 +89,7 @@ class Meter:
         sums, steps = self.state()
         if steps == 0:
             return {}
-        elapsed = max(time.perf_counter() - self._since, 1e-9)
+        elapsed = max(self.runtime.now() - self._since, 1e-9)
         divisor = max(1, self._timed_steps)
         metrics = {f"train/{name}": total / steps for name, total in sums.items()}
         metrics["train/grad_norm"] = float(self.grad_norm)

@@ -1,7 +1,7 @@
 """Norms per layer around an optimizer step: of the weights, the gradients and the update."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.tensor_parallel import is_dtensor, local_tensor
+from mingpt_ddp.torch_internals import for_each
 
 KINDS = ("weights", "gradients", "update")
 
@@ -29,7 +30,9 @@ class LayerNorms:
         self.group = group
         self.every = every
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.layers = list(dict.fromkeys(map(layer_of, self._parameters)))
+        of_parameters = list(map(layer_of, self._parameters))
+        self.layers = list(dict.fromkeys(of_parameters))
+        self._indices = torch.tensor([self.layers.index(layer) for layer in of_parameters])
 
     @contextmanager
     @torch.no_grad()
@@ -46,29 +49,36 @@ class LayerNorms:
             return
         parameters = self._parameters.values()
         before = [local_tensor(p.detach()).clone() for p in parameters]
-        gradients = [None if p.grad is None else local_tensor(p.grad) for p in parameters]
-        sums = [self._squares(before), self._squares(gradients)]
+        gradients = []
+        for parameter in parameters:
+            gradient = parameter.grad
+            missing = before[0].new_zeros(())
+            gradients.append(missing if gradient is None else local_tensor(gradient))
+        measured = [*_norms(before), *_norms(gradients)]
         yield
-        update = [local_tensor(p.detach()) - old for p, old in zip(parameters, before, strict=True)]
-        sums.append(self._squares(update))
-        norms = self.group.all_reduce(torch.stack(sums)).sqrt().tolist()
+        after = [local_tensor(p.detach()) for p in parameters]
+        measured += _norms(for_each("sub", after, before))
+        norms = self.group.all_reduce(self._sum_squares(measured)).sqrt().tolist()
         metrics = {}
         for kind, row in zip(KINDS, norms, strict=True):
             for layer, norm in zip(self.layers, row, strict=True):
                 metrics[f"norms/{kind}/{layer}"] = norm
         log(step, metrics)
 
-    def _squares(self, tensors: list[Tensor] | list[Tensor | None]) -> Tensor:
-        """Return this rank's share of the sums of squares by layer.
+    def _sum_squares(self, norms: list[Tensor]) -> Tensor:
+        """Return this rank's share of the sums of squares by kind and layer.
 
-        All shares add up to the whole model.
+        All shares add up to the whole model. This alone waits for the device, for one copy.
+
+        Args:
+            norms: of the parameters' tensors, one kind after the other.
         """
-        sums = torch.zeros(len(self.layers), dtype=torch.float64)
-        for (name, parameter), tensor in zip(self._parameters.items(), tensors, strict=True):
-            if tensor is not None and tensor.numel():
-                square = float(torch.linalg.vector_norm(tensor.float())) ** 2
-                sums[self.layers.index(layer_of(name))] += square * self._share(parameter)
-        return sums
+        device = norms[0].device
+        on_host = torch.stack([norm.to(device) for norm in norms]).cpu().double()
+        shares = [self._share(parameter) for parameter in self._parameters.values()]
+        squares = on_host.view(len(KINDS), -1) ** 2 * torch.tensor(shares, dtype=torch.float64)
+        sums = squares.new_zeros(len(KINDS), len(self.layers))
+        return sums.index_add(1, self._indices, squares)
 
     def _share(self, parameter: Tensor) -> float:
         """Return the weight of one rank's part in the sum; several ranks may hold the same part."""
@@ -78,3 +88,10 @@ class LayerNorms:
                 if placement.is_shard():
                     parts *= parameter.device_mesh.size(dimension)
         return parts / self.group.world_size
+
+
+def _norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor in fp32, a scalar on its device; 0 of an empty one."""
+    values = [tensor if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+    norms: Sequence[Tensor] = for_each("norm", [tensor.float() for tensor in values])
+    return norms

@@ -5,15 +5,16 @@ import re
 import torch
 
 # By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources:
-# NVIDIA's data sheets of V100, T4, A100, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200 and HGX
-# B200, and its white papers on GA102 (RTX 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). Where
-# a sheet has rates with sparsity only, half of them; for GeForce the rates with fp32 accumulation.
-# None: the GPU lacks TF32, and bf16 with it.
+# NVIDIA's data sheets of V100, T4, A100, A800, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200,
+# GH200, H20, HGX B200, HGX B300 and GB200 NVL72 (a GPU of it), and its white papers on GA102 (RTX
+# 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). A800 and H800 are A100 and H100 with slower
+# NVLink. Where a sheet has rates with sparsity only, half of them; for GeForce the rates with fp32
+# accumulation. None: the GPU lacks TF32, and bf16 with it.
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     r"V100-SXM[23]-(16|32)GB": (125, None, 15.7),
     r"V100-PCIE-(16|32)GB": (112, None, 14),
     r"T4": (65, None, 8.1),
-    r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe": (312, 156, 19.5),
+    r"A[18]00-(SXM4|PCIE)-(40|80)GB|A[18]00 80GB PCIe": (312, 156, 19.5),
     r"A10": (125, 62.5, 31.2),
     r"A10G": (70, 35, 31.5),
     r"RTX 3090": (71, 35.6, 35.6),
@@ -22,10 +23,12 @@ PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     r"L40S": (362, 183, 91.6),
     r"RTX 4090": (165.2, 82.6, 82.6),
     r"RTX 5090": (209.5, 104.8, 104.8),
-    r"H100 80GB HBM3|H200": (989.5, 494.5, 67),
-    r"H100 PCIe": (756, 378, 51),
+    r"H100 80GB HBM3|H800|H200|GH200 \d+GB?( HBM3e)?": (989.5, 494.5, 67),
+    r"H[18]00 PCIe": (756, 378, 51),
     r"H100 NVL|H200 NVL": (835.5, 417.5, 60),
-    r"B200": (2250, 1100, 75),
+    r"H20": (148, 74, 44),
+    r"B200|B300 SXM6 AC": (2250, 1100, 75),
+    r"GB200": (2500, 1250, 80),
 }
 
 

@@ -94,12 +94,13 @@ class MetricsProcessor:
 
     def step_done(self, step: int) -> None:
         """Show that a step is done."""
-        begin = time.perf_counter()
-        self.panel.advance(step)
-        if self._started_at is not None:
+        if self._started_at is None:
+            self.panel.advance(step)
+            return
+        with self.meter.paused():  # the panel imports rich
+            self.panel.advance(step)
             log.info("the first step was done after %.2f s", time.monotonic() - self._started_at)
-            self._started_at = None
-            self.meter.pause(time.perf_counter() - begin)  # the panel imports rich
+        self._started_at = None
 
     def _set_up(self) -> None:
         """Open TensorBoard and measure the matmul rate.
@@ -108,14 +109,13 @@ class MetricsProcessor:
         """
         if self._is_set_up:
             return
-        begin = time.perf_counter()
-        self.tensorboard.open()
-        step = self.steps.start + 1
-        config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
-        env = self.runtime.group.env
-        env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
-        self.utilization.measure()
-        self.meter.pause(time.perf_counter() - begin)
+        with self.meter.paused():
+            self.tensorboard.open()
+            step = self.steps.start + 1
+            config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
+            env = self.runtime.group.env
+            env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
+            self.utilization.measure()
         self._is_set_up = True
 
     def rollback(self, step: int) -> None:

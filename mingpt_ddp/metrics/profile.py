@@ -3,13 +3,13 @@
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.autograd import DeviceType
 from torch.optim import Optimizer
 
 from mingpt_ddp import torch_internals
@@ -25,12 +25,13 @@ from mingpt_ddp.storage.run_dir import run_directory
 
 log = logging.getLogger(__name__)
 
-Pause: TypeAlias = Callable[[float], None]
+Paused: TypeAlias = Callable[[], AbstractContextManager[object]]
 STEP = "training step "  # begins the name of the event of a step
 COMMUNICATION = re.compile(rf"nccl|gloo:|mpi:|c10d::|record_param_comms|{ALL_REDUCE}|{WAITING}")
 TOP = 10  # operators in the summary
 LONGEST = 44  # characters of an operator's name
-HEADINGS = ("operator, by its own time", "ms per step", "share", "calls per step")
+OF_KIND = {"cpu": "operator, by its own time", "device": "kernel, by its time"}
+HEADINGS = ("ms per step", "share", "calls per step")
 WIDTHS = (-LONGEST, 12, 6, 15)
 DIRECTORY = "profile"  # in the run directory
 
@@ -45,17 +46,17 @@ class Profiler:
         model: nn.Module,
         optimizer: Optimizer,
         steps: range,
-        pause: Pause,
+        paused: Paused,
     ) -> None:
         """
         Args:
             steps: range(steps done so far, steps of the whole run).
-            pause: takes the seconds that this takes between steps.
+            paused: a context for what takes time between steps.
         """
         self.runtime = runtime
         self.model = model
         self.optimizer = optimizer
-        self._pause = pause
+        self._paused = paused
         self._directory = run_directory(config) / DIRECTORY
         self._profile: torch.profiler.profile | None = None  # while profiling
         self._seconds: list[float] = []  # of each profiled step
@@ -77,20 +78,19 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Profile this step if it is one of those."""
+        """Profile this step if it is one of those; wait for the device at both of its ends."""
         if step not in self._window:
             yield
             return
         if self._profile is None:
-            begin = time.perf_counter()
             self._profile = torch.profiler.profile(profile_memory=True)
-            with torch_internals.without_profiler_marks():
+            with self._paused(), torch_internals.without_profiler_marks():
                 self._profile.start()
-            self._pause(time.perf_counter() - begin)
-        begin = time.perf_counter()
+        begin = self.runtime.now()
         with torch.profiler.record_function(f"{STEP}{step}"):
             yield
-        self._seconds.append(time.perf_counter() - begin)
+            end = self.runtime.now()  # within the event, which holds all kernels of the step
+        self._seconds.append(end - begin)
         if step == self._window[-1]:
             self.close()
 
@@ -100,7 +100,10 @@ class Profiler:
         self._profile = None
         if profile is None:
             return
-        begin = time.perf_counter()
+        with self._paused():
+            self._stop(profile)
+
+    def _stop(self, profile: torch.profiler.profile) -> None:
         with torch_internals.without_profiler_marks():
             profile.stop()
         rank = self.runtime.group.rank
@@ -115,7 +118,6 @@ class Profiler:
         env = self.runtime.group.env
         env.call_on_rank_zero(lambda: log.info("%s", self._summary(profile, str(path))))
         self._seconds.clear()
-        self._pause(time.perf_counter() - begin)
 
     def _summary(self, profile: torch.profiler.profile, path: str) -> str:
         """Return what took the time and the memory of the profiled steps, on one screen."""
@@ -134,7 +136,7 @@ class Profiler:
             f"  data wait {per_step(wait)}, communication {per_step(communication)}, "
             f"exposed {per_step(exposed)}",
             f"  {self._memory(events, kind)}",
-            f"  {columns(HEADINGS, WIDTHS, gap=' ')}",
+            f"  {columns((OF_KIND[kind], *HEADINGS), WIDTHS, gap=' ')}",
         ]
         for name, own in slowest_operators(events, kind):
             cells = [
@@ -178,14 +180,27 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     return held
 
 
-def slowest_operators(events: Iterable[Any], kind: str) -> list[tuple[str, list[float]]]:
-    """Return the operators that take the most time, with the own microseconds of each call.
+def of_kind(events: Iterable[Any], kind: str) -> list[Any]:
+    """Return the events that count.
 
     Args:
-        kind: `cpu` or `device`, where the time is spent.
+        kind: `cpu`: those of the host, or `device`: a GPU's kernels and copies. What the host calls
+            around them has spans on the GPU too, from the first to the last kernel: annotations.
+    """
+    if kind == "cpu":
+        return [event for event in events if event.device_type == DeviceType.CPU]
+    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
+    return [event for event in on_gpu if not event.is_user_annotation]
+
+
+def slowest_operators(events: Iterable[Any], kind: str) -> list[tuple[str, list[float]]]:
+    """Return what takes the most time, with the own microseconds of each call.
+
+    Args:
+        kind: `cpu`: operators, or `device`: kernels.
     """
     operators: dict[str, list[float]] = {}
-    for event in events:
+    for event in of_kind(events, kind):
         if event.name in (FETCH, "[memory]") or COMMUNICATION.search(event.name):
             continue
         own = getattr(event, f"self_{kind}_time_total")
@@ -195,7 +210,8 @@ def slowest_operators(events: Iterable[Any], kind: str) -> list[tuple[str, list[
 
 def events_in_steps(events: list[Any]) -> list[Any]:
     """Return what happens in the profiled steps, without logging and evaluations between them."""
-    steps = [event.time_range for event in events if event.name.startswith(STEP)]
+    marks = [event for event in of_kind(events, "cpu") if event.name.startswith(STEP)]
+    steps = [mark.time_range for mark in marks]
     found = []
     for event in events:
         if event.name.startswith(STEP):
@@ -215,9 +231,8 @@ def communication_times(events: Iterable[Any], kind: str = "cpu") -> tuple[float
     """
     communicating = []
     computing = []
-    for event in events:
-        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
-        if is_kernel != (kind == "device") or event.name == "[memory]":
+    for event in of_kind(events, kind):
+        if event.name == "[memory]":
             continue
         span = (event.time_range.start, event.time_range.end)
         if COMMUNICATION.search(event.name):

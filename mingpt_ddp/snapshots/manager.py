@@ -186,6 +186,11 @@ class SnapshotManager:
         self._save = AsyncSave(self.runtime, self.stores, self._buffers, step, parts, retain)
         self._save.start()
 
+    @property
+    def is_staging(self) -> bool:
+        """Return whether the tensors of the save in progress are still being copied."""
+        return self._save is not None and not self._save.staged.is_set()
+
     def wait_for_staging(self) -> None:
         """Return when the tensors of the save in progress may change."""
         if self._save is not None:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.text_cache import TextCache
 from mingpt_ddp.data.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
@@ -44,6 +44,7 @@ class LanguageModel(Task):
     unit = "tokens"
     comparable = ("bits_per_byte", "bits_per_char")  # between tokenizers
     _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
+    _lengths: "_TokenLengths | None" = None  # of the tokenizer, once it is needed
 
     def __init__(self, config: Config, group: ProcessGroup, state: Any = None) -> None:
         """Encode the texts once per node.
@@ -204,8 +205,9 @@ class LanguageModel(Task):
         bits = nats / NATS_PER_BIT
 
         tokenizer = self.dataset.tokenizer
-        n_bytes = _sum_of_entries(tokenizer.token_sizes, targets)
-        n_characters = _sum_of_entries(tokenizer.token_characters, targets)
+        if self._lengths is None or self._lengths.tokenizer is not tokenizer:
+            self._lengths = _TokenLengths(tokenizer)
+        n_bytes, n_characters = self._lengths.total(targets)
         return {
             "loss": (nats, n),
             "accuracy": (correct, n),
@@ -256,7 +258,19 @@ class LanguageModel(Task):
             check_shapes(model, name, vocab_size, tokens, targets)
 
 
-def _sum_of_entries(table: np.ndarray, tokens: Tensor) -> Tensor:
-    """Return the sum of a table's entries, one per id, over all tokens."""
-    entries = torch.from_numpy(table).to(tokens.device)
-    return entries[tokens].sum()
+class _TokenLengths:
+    """The bytes and characters of tokens; the tables stay on the device of the latest tokens.
+
+    Copying them for each batch would wait for a GPU each time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._sizes = torch.from_numpy(tokenizer.token_sizes)  # (V,)
+        self._characters = torch.from_numpy(tokenizer.token_characters)  # (V,)
+
+    def total(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bytes and the characters of all tokens together."""
+        self._sizes = self._sizes.to(tokens.device)
+        self._characters = self._characters.to(tokens.device)
+        return self._sizes[tokens].sum(), self._characters[tokens].sum()

@@ -116,7 +116,13 @@ class SaveSchedule:
         return minutes is not None and elapsed >= 60 * minutes
 
     def wait_for_staging(self) -> None:
-        """Wait until the tensors are staged, so that the weights may change."""
+        """Wait until the tensors are staged, so that the weights may change.
+
+        What a GPU computes meanwhile is no stall; nor does the host wait for it unless the tensors
+        are being staged.
+        """
+        if not self.manager.is_staging:
+            return
         with self._stall():
             self.manager.wait_for_staging()
 
@@ -135,8 +141,10 @@ class SaveSchedule:
             self._is_due = True
         if not self._is_due:
             return
-        with self._stall():
-            can_start = self.manager.wait(until=self.manager.quick_deadline)
+        until = self.manager.quick_deadline
+        waits = time.monotonic() < until  # else it only asks, which is no reason to wait for a GPU
+        with self._stall() if waits else contextlib.nullcontext():
+            can_start = self.manager.wait(until=until)
         if not can_start:
             return
         with self._stall():
@@ -196,13 +204,14 @@ class SaveSchedule:
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
-        """Count the time in this context as a stall of training."""
-        begin = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - begin
-        self.context.metrics.meter.pause(seconds)
-        self.context.state.stall_seconds += seconds
-        self._cost_s += seconds
+        """Count the time in this context as a stall of training.
+
+        It begins when a GPU has done what is queued: that is training.
+        """
+        with self.context.metrics.meter.paused() as pause:
+            yield
+        self.context.state.stall_seconds += pause.seconds
+        self._cost_s += pause.seconds
 
     def _capture(self) -> tuple[int, dict[str, Any], dict[str, dict[str, Tensor]], int | None]:
         """Return what SnapshotManager.save takes.

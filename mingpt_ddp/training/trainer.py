@@ -1,7 +1,6 @@
 """The training loop: train a step, log, evaluate, sample, save."""
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,7 +59,7 @@ class Trainer:
             context.trainable.model,
             context.trainable.optimizer,
             range(self.state.step, self.steps),
-            self.metrics.meter.pause,
+            self.metrics.meter.paused,
         )
 
     def fit(self) -> Trained:
@@ -113,9 +112,8 @@ class Trainer:
 
     def _warm_up(self) -> None:
         """Run the warm-up passes, which the meters exclude."""
-        begin = time.perf_counter()
-        self.train_step.warm_up()
-        self.metrics.meter.pause(time.perf_counter() - begin)
+        with self.metrics.meter.paused():
+            self.train_step.warm_up()
 
     def _finish_resumed_step(self) -> RunStatus | None:
         """Evaluate the resumed step if a signal interrupted that; then prune, stop and save."""

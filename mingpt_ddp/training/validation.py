@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,9 +49,8 @@ class Validation:
         state = self.state
         if state.val_step == state.step:
             return Evaluated()
-        begin = time.perf_counter()
-        metrics = self._measure("val")
-        self.context.metrics.meter.pause(time.perf_counter() - begin)
+        with self.context.metrics.meter.paused():
+            metrics = self._measure("val")
         if metrics is None:
             return Evaluated(end=RunStatus.PREEMPTED)
         loss = metrics["loss"]

@@ -17,10 +17,11 @@ from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.inference.decoding import prepare
-from mingpt_ddp.inference.generate import SamplingParams, generate
+from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
+from mingpt_ddp.models.placement import is_split
 from mingpt_ddp.snapshots.async_writer import AsyncSave
 from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
@@ -168,6 +169,17 @@ def test_sampling_in_bf16_is_reproducible() -> None:
     assert torch.equal(*texts)
 
 
+def test_sampling_a_token_does_not_wait() -> None:
+    logits = torch.zeros(3, 17, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        tokens = sample_token(logits, SamplingParams(top_k=5, top_p=0.9), generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tokens.shape == (3,)
+
+
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_sample_on_a_gpu(precision: str, tmp_path: Path) -> None:
     assert (
@@ -230,14 +242,17 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
     """Return the losses and norms of some steps on the devices of one rank, and the last snapshot's
     tensors.
     """
+    eager = "trainer.compile=false"  # a graph is for one device
     config = from_mapping(
-        configure("trainer.device=cuda", "model=gpt_nano", "trainer.batch_size=4", *options)
+        configure("trainer.device=cuda", "model=gpt_nano", "trainer.batch_size=4", eager, *options)
     )
     runtime = Runtime(config, DistEnv())
-    runtime.devices = devices
+    runtime.devices = devices  # of the snapshot
+    runtime.strategy.devices = devices  # of the model
     task = text_task(config, vocab_size=65)
     trainable = build_trainable(runtime, task)
     model = trainable.model
+    assert is_split(model) == (len(devices) > 1)
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
     train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     numbers = []

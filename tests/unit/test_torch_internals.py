@@ -28,7 +28,15 @@ FILES = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
 # By function: the private names of torch that it uses, and their modules.
 NAMES = {
     "cpu_is_fast_at_bf16": (torch.cpu, "_is_avx512_bf16_supported", "_is_amx_tile_supported"),
-    "for_each": (torch, "_foreach_mul_", "_foreach_add_", "_foreach_lerp_", "_foreach_lerp"),
+    "for_each": (
+        torch,
+        "_foreach_mul_",
+        "_foreach_add_",
+        "_foreach_lerp_",
+        "_foreach_lerp",
+        "_foreach_sub",
+        "_foreach_norm",
+    ),
     "leave_overflow_to_scaler": (
         torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True),
         "_step_supports_amp_scaling",
@@ -257,8 +265,13 @@ def test_communication_is_timed(wrapped, there, monkeypatch):
     internals.time_communication(wrapped, every=1)
     for _ in range(3):
         wrapped(torch.randn(8, 64)).sum().backward()
-    total, hidden = internals.communication_times(wrapped)
-    assert (0 < total < 60 and 0 <= hidden < 60) if there else (total, hidden) == (0, 0)
+    times = internals.communication_times(wrapped)
+    if not there:
+        assert times == internals.CommunicationTimes(iteration=0, total_s=0, hidden_s=0)
+        return
+    assert times.iteration == 2  # a forward pass shows the times of the iteration before it
+    assert 0 < times.total_s < 60
+    assert 0 <= times.hidden_s < 60
 
 
 def test_the_process_group_outlives_ddp(wrapped):

@@ -40,6 +40,9 @@ class DDPStrategy(Strategy):
     ) -> None:
         super().__init__(config, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
+        self._iteration = 0  # of DDP: backward passes that reduce gradients
+        # seconds in the hook by iteration, of the latest ones: DDP shows an older one's times
+        self._hook_s: dict[int, float] = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ddp = self.config.ddp
@@ -78,11 +81,15 @@ class DDPStrategy(Strategy):
         The order of the buckets is the same on every rank. Hooks are stateless, so snapshots need
         not hold them.
         """
+        if bucket.index() == 0:
+            self.all_reduce_s = 0.0
+            self._iteration += 1
+            self._hook_s.pop(self._iteration - 2 * TIMED_EVERY, None)
         start = time.perf_counter()
         with torch.profiler.record_function(ALL_REDUCE):
             future = all_reduce(bucket)
-        before = self.all_reduce_s if bucket.index() else 0.0  # of the earlier buckets
-        self.all_reduce_s = before + time.perf_counter() - start
+        self.all_reduce_s += time.perf_counter() - start
+        self._hook_s[self._iteration] = self.all_reduce_s
         return future
 
     def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
@@ -91,7 +98,8 @@ class DDPStrategy(Strategy):
         return parallel_model.no_sync()
 
     def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
-        total, hidden = torch_internals.communication_times(parallel_model)
+        times = torch_internals.communication_times(parallel_model)
+        hidden_s = times.hidden_s
         if self.device.type == "cpu":  # DDP counts time in a hook as computation
-            hidden = max(0.0, hidden - self.all_reduce_s)
-        return total, max(0.0, total - hidden)
+            hidden_s = max(0.0, hidden_s - self._hook_s.get(times.iteration, 0.0))
+        return times.total_s, max(0.0, times.total_s - hidden_s)

@@ -8,11 +8,17 @@ import os
 import platform
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from multiprocess.ranks import configure
 
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import device
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
 
 SCRIPT = """
 import resource, torch
@@ -60,3 +66,23 @@ def test_deterministic_runs_do_not_fill_new_tensors():
         assert not torch.utils.deterministic.fill_uninitialized_memory
     finally:
         device.set_up_device(torch.device("cpu"), deterministic=False)
+
+
+def test_the_time_is_that_after_the_work_queued_on_each_gpu(monkeypatch):
+    """torch's streams are replaced, for want of GPUs: the work on each takes 10 ms."""
+    runtime = Runtime(from_mapping(configure("trainer.device=cpu")), DistEnv())
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    runtime.devices = [gpus[0], gpus[1], gpus[0]]
+    waited = []
+
+    def current_stream(gpu: torch.device) -> SimpleNamespace:
+        def synchronize() -> None:
+            time.sleep(0.01)
+            waited.append((gpu, time.perf_counter()))
+
+        return SimpleNamespace(synchronize=synchronize)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    now = runtime.now()
+    assert [gpu for gpu, _ in waited] == gpus
+    assert now >= max(at for _, at in waited)

@@ -12,6 +12,7 @@ from multiprocess.ranks import configure
 from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.distributed import compile as compiling
 from mingpt_ddp.distributed.compile import should_compile
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -75,6 +76,21 @@ def test_strategies_that_are_not_compiled(name):
         ConfigError, match=f"trainer.compile=true does not work with ddp.strategy={name}"
     ):
         should_compile(config(f"ddp.strategy={name}", "trainer.compile=true"), CPU)
+
+
+def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled(monkeypatch):
+    """torch's has shapes that depend on values; ours for CPUs has none."""
+    monkeypatch.setattr(compiling, "_missing_requirement", lambda device: None)
+    auto = config("ddp.sync_batchnorm=true")
+    wanted = config("ddp.sync_batchnorm=true", "trainer.compile=true")
+    assert not should_compile(auto, GPU, world_size=2)
+    assert should_compile(auto, GPU, world_size=1)
+    assert should_compile(wanted, CPU, world_size=2)
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer.compile=true needs ddp.sync_batchnorm=false on several GPUs; set one of",
+    ):
+        should_compile(wanted, GPU, world_size=2)
 
 
 @pytest.mark.parametrize(

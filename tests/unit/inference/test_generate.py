@@ -11,7 +11,14 @@ from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.inference import generate as module
-from mingpt_ddp.inference.generate import SamplingParams, generate, generate_text, sample_token
+from mingpt_ddp.inference.generate import (
+    SamplingParams,
+    exponential_race,
+    first_arrival,
+    generate,
+    generate_text,
+    sample_token,
+)
 from mingpt_ddp.models import GPT, build_model
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
@@ -231,6 +238,37 @@ def test_only_allowed_tokens_are_drawn_in_proportion(settings, kept):
     found = frequencies(**settings)
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected, atol=0.015, rtol=0)
+
+
+def test_an_exponential_race_draws_by_the_probabilities():
+    """Pearson's chi-square with 4 degrees of freedom exceeds 18.5 once in a thousand."""
+    generator = torch.Generator().manual_seed(0)
+    indices = exponential_race(PROBABILITIES.repeat(DRAWS, 1), generator)
+    found = torch.bincount(indices, minlength=5)
+    expected = PROBABILITIES * DRAWS
+    assert float(((found - expected) ** 2 / expected).sum()) < 18.5
+
+
+TINY = 1.4e-45  # the smallest number of fp32 above 0
+
+
+@pytest.mark.parametrize("others", [0.0, TINY, 1.0, torch.inf])
+@pytest.mark.parametrize("own", [0.0, TINY, 1.0, torch.inf])
+def test_what_has_no_probability_never_arrives(own, others):
+    """Whatever the times: 0 / 0 is not a number."""
+    probabilities = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, TINY]])
+    times = torch.tensor([[others, own, others], [others, others, own]])
+    assert first_arrival(probabilities, times).tolist() == [1, 2]
+
+
+def test_a_model_without_finite_logits_is_refused(model):
+    """Where torch.multinomial does not say so."""
+    for value in (torch.nan, torch.inf):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        with pytest.raises(RuntimeError, match="its logits are not finite"):
+            drawn(model, prompt(), 1, temperature=0)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])

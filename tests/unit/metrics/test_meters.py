@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from multiprocess.ranks import configure
+from queued_device import QueuedDevice
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
@@ -51,12 +52,42 @@ def test_time_and_throughput(runtime):
 
 def test_a_pause_does_not_count(runtime):
     """An evaluation or a snapshot must not look like slow steps."""
-    meter = Meter(runtime, 768, "tokens")
+    device = QueuedDevice(runtime)
+    meter = Meter(device, 768, "tokens")
     record(meter, 1.0)
-    begin = time.perf_counter()
-    time.sleep(0.8)
-    meter.pause(time.perf_counter() - begin)
-    assert meter.read()["speed/step_ms"] < 600
+    device.wait_until(3.0)
+    with meter.paused() as pause:
+        device.wait_until(7.0)
+    assert pause.seconds == 4.0
+    assert meter.read()["speed/step_ms"] == 3e3
+
+
+def test_steps_that_are_queued_at_a_pause_count(runtime):
+    """Their time is not the pause's, though it passes while the host waits there."""
+    device = QueuedDevice(runtime)
+    meter = Meter(device, 768, "tokens")
+    record(meter, 1.0, 1.0)
+    device.queue(10.0)  # two steps
+    with meter.paused() as pause:
+        device.queue(2.0)  # an evaluation
+    assert pause.seconds == 2.0
+    reading = meter.read()
+    assert reading["speed/step_ms"] == 5e3
+    assert reading["speed/tokens_per_s"] == 2 * 768 / 10
+
+
+def test_a_pause_within_another_does_not_count_twice(runtime):
+    """An evaluation of averaged weights waits for a snapshot first."""
+    device = QueuedDevice(runtime)
+    meter = Meter(device, 768, "tokens")
+    record(meter, 1.0)
+    device.queue(1.0)
+    with meter.paused() as outer:
+        with meter.paused() as inner:
+            device.wait_until(3.0)
+        device.queue(4.0)
+    assert (outer.seconds, inner.seconds) == (6.0, 2.0)
+    assert meter.read()["speed/step_ms"] == 1e3
 
 
 def test_an_interval_split_by_a_snapshot(runtime):

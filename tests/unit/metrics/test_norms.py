@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt_ddp.metrics.norms import LayerNorms, layer_of
 
@@ -50,6 +51,31 @@ def test_norms_around_an_update(model, world_size):
     assert measure(model, 4, world_size) == pytest.approx(
         {f"norms/{k}": v for k, v in expected.items()}
     )
+
+
+class Reads(TorchDispatchMode):
+    """Count the numbers that the host reads, each of which would wait for a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_no_number_by_itself(model):
+    """All come in one copy, however many parameters there are."""
+    with Reads() as reads:
+        assert measure(model, 4)
+    assert reads.count == 0
+
+
+def test_empty_parameters_have_no_norm(model):
+    """As a rank has without rows of a parameter."""
+    model.append(nn.Linear(1, 1, bias=False))
+    model[2].weight = nn.Parameter(torch.empty(0, 1))
+    found = measure(model, 4)
+    assert [found[f"norms/{kind}/2"] for kind in ("weights", "gradients", "update")] == [0, 0, 0]
 
 
 def test_other_steps_are_not_measured(model):

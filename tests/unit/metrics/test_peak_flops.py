@@ -41,16 +41,35 @@ def peak(monkeypatch):
         ("NVIDIA H200", 989.5),
         ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA B200", 2250),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA GH200 144G HBM3e", 989.5),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA H20", 148),
+        ("NVIDIA H800", 989.5),
+        ("NVIDIA H800 PCIe", 756),
+        ("NVIDIA A800-SXM4-80GB", 312),
+        ("NVIDIA A800 80GB PCIe", 312),
         ("Tesla V100-SXM2-16GB", None),  # without bf16
         ("Tesla T4", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # another chip
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),  # a seventh of one
+        ("NVIDIA GH200 480GB MIG 1g.12gb", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
         ("AMD Instinct MI300X", None),
         ("", None),
     ],
 )
 def test_names(name, tflops, peak):
     assert peak(name) == tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "tf32"), [("NVIDIA GB200", 1250), ("NVIDIA B200", 1100), ("NVIDIA H20", 74)]
+)
+def test_a_name_within_another_is_another_gpu(name, tf32, peak, monkeypatch):
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak(name, torch.float32) == tf32
 
 
 def test_precisions(peak, monkeypatch):

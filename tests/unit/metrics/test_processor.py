@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from multiprocess.ranks import configure
+from queued_device import QueuedDevice
 from tasks import text_task
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -20,7 +20,6 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.metrics import meters
-from mingpt_ddp.metrics import processor as processor_module
 from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.models import build_model, flops_per_token
@@ -134,18 +133,18 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
     monkeypatch.setattr(
         runtime.group, "all_gather_async", lambda row: lambda: torch.stack([row, row])
     )
-    monkeypatch.setattr(
-        meters, "measured_matmul_flops", lambda device, dtype: {torch.float32: 1e9}[dtype]
-    )
-    begin = time.perf_counter()
-    monkeypatch.setattr(
-        processor_module, "time", SimpleNamespace(perf_counter=iter([begin, begin + 1.0]).__next__)
-    )
-    processor = make(config, runtime, tmp_path, model)
+
+    def measure(of: torch.device, dtype: torch.dtype) -> float:
+        device.queue(1.0)
+        return {torch.float32: 1e9}[dtype]
+
+    monkeypatch.setattr(meters, "measured_matmul_flops", measure)
+    device = QueuedDevice(runtime)
+    processor = make(config, device, tmp_path, model)
     for step in (1, 2):
-        train(processor, step)
-        since = processor.meter._since - time.perf_counter()
-        assert (since > 0.5) == (step == 1), "the measurement counted as training time"
+        device.queue(2.0)
+        assert train(processor, step)["speed/step_ms"] == 2e3, "the measurement counted as a step"
+    assert device.time == 5.0
     processor.close()
     lines = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()][1:]
     expected = [flops_per_token(model) * line["tokens_per_s"] / 2 / 1e9 for line in lines]

@@ -1,16 +1,25 @@
 """Daly's snapshot interval against the paper and numbers by hand; test_availability.py simulates
-it.
+it. And what counts as a stall of training on a device that works behind the host.
 """
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from multiprocess.ranks import configure
+from queued_device import QueuedDevice
 
-from mingpt_ddp.training.save_schedule import best_interval
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.training.save_schedule import SaveSchedule, best_interval
+from mingpt_ddp.training.train_state import TrainState
 
 MINUTE, HOUR = 60.0, 3600.0
 costs = st.floats(1e-3, 1e3)
@@ -75,3 +84,57 @@ def test_the_unit_does_not_matter(cost, mtbf, factor):
 def test_impossible_times_are_refused(bad):
     with pytest.raises(ValueError, match="must"):
         best_interval(*bad)
+
+
+class Staging:
+    """A manager whose save is staged, or its save in progress done, at a time of the host."""
+
+    quick_deadline = math.inf
+
+    def __init__(self, device: QueuedDevice, staged_at: float) -> None:
+        self.device = device
+        self.staged_at = staged_at
+
+    @property
+    def is_staging(self) -> bool:
+        return self.device.time < self.staged_at
+
+    def wait_for_staging(self) -> None:
+        self.device.wait_until(self.staged_at)
+
+    def wait(self, until: float) -> bool:
+        self.wait_for_staging()
+        return False
+
+
+def schedule_of(staged_at: float) -> tuple[SaveSchedule, QueuedDevice]:
+    """Return the schedule of a run that has queued the passes of a step, of 10 seconds."""
+    config = from_mapping(configure("trainer.device=cpu", "snapshot.every_steps=1"))
+    device = QueuedDevice(Runtime(config, DistEnv()))
+    meter = Meter(device, 1, "tokens")
+    context = SimpleNamespace(
+        config=config, state=TrainState(step=1), metrics=SimpleNamespace(meter=meter)
+    )
+    meter.record({"loss": torch.zeros(())}, torch.zeros(()), data_time_s=0.0)
+    device.queue(10.0)
+    return SaveSchedule(context, Staging(device, staged_at), None, 1, 100), device
+
+
+@pytest.mark.parametrize(("staged_at", "stall_s"), [(4.0, 0.0), (13.0, 3.0)])
+@pytest.mark.parametrize("call", ["wait_for_staging", "maybe_save"])
+def test_passes_that_a_device_still_computes_are_no_stall(call, staged_at, stall_s):
+    schedule, _ = schedule_of(staged_at)
+    if call == "wait_for_staging":
+        schedule.wait_for_staging()
+    else:
+        schedule.maybe_save(is_due=True)
+    assert schedule.context.state.stall_seconds == schedule._cost_s == stall_s
+    assert schedule.context.metrics.meter.read()["speed/step_ms"] == 10e3
+
+
+def test_the_host_waits_for_the_device_only_if_it_must_wait_anyway():
+    schedule, device = schedule_of(staged_at=0.0)
+    schedule.wait_for_staging()
+    schedule.manager.quick_deadline = 0.0  # a slow save is asked, not waited for
+    schedule.maybe_save(is_due=True)
+    assert device.time == 0.0

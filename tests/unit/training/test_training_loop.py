@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
@@ -39,6 +41,14 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.validation.test.return_value = {"loss": 1.0}
     parts.metrics.log_train.return_value = {"train/loss": 3.0, "train/grad_norm": 2.0}
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
+
+    @contextlib.contextmanager
+    def paused() -> Iterator[None]:
+        parts.pause()
+        yield
+        parts.go_on()
+
+    parts.metrics.meter.paused = paused
     context = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),
@@ -88,7 +98,7 @@ def test_the_order_of_a_run():
     assert trainer.fit() == Trained(COMPLETE, {"loss": 1.0})
     evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
     assert names(parts) == [
-        *["step.warm_up", "metrics.meter.pause", *DECIDE],
+        *["pause", "step.warm_up", "go_on", *DECIDE],
         *[*EVERY_STEP, *DECIDE, "saves.maybe_save", *cover],
         *[*EVERY_STEP, *evaluate, *DECIDE, *sample, "saves.maybe_save", *cover],
         *[*EVERY_STEP, *LOG, *DECIDE, "saves.maybe_save", *cover],
@@ -120,6 +130,7 @@ def test_signals_are_deferred_and_ranks_watched_while_a_run_trains(monkeypatch):
         trainer.fit()
     assert names(parts) == [
         "watchdog",
+        "pause",
         "step.warm_up",
         "watchdog().stop",
         "profiler.close",
@@ -129,12 +140,10 @@ def test_signals_are_deferred_and_ranks_watched_while_a_run_trains(monkeypatch):
     assert interrupt.deferred is False
 
 
-def test_the_meters_exclude_the_warm_up(monkeypatch):
+def test_the_meters_exclude_the_warm_up():
     trainer, parts = trainer_of()
-    clock = SimpleNamespace(perf_counter=iter([30.0, 32.5]).__next__)
-    monkeypatch.setattr(trainer_module, "time", clock)
     trainer._warm_up()
-    assert parts.mock_calls == [call.step.warm_up(), call.metrics.meter.pause(2.5)]
+    assert parts.mock_calls == [call.pause(), call.step.warm_up(), call.go_on()]
 
 
 def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
@@ -143,9 +152,9 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
     state = TrainState(step=2, loss_sum=5.0, loss_part_sums={"aux": 1.0}, loss_steps=3)
     trainer, parts = trainer_of(state=state)
     context = trainer.context
-    pause = parts.metrics.meter.pause
+    paused = parts.metrics.meter.paused
     assert profiler.mock_calls == [
-        call(context.config, context.runtime, "model", "optimizer", range(2, 6), pause)
+        call(context.config, context.runtime, "model", "optimizer", range(2, 6), paused)
     ]
     assert trainer.lr == 0.0
     trainer._load_meter()

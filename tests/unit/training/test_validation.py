@@ -14,7 +14,6 @@ import pytest
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training import validation as validation_module
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.validation import Evaluated, Validation
 
@@ -32,6 +31,14 @@ def validation_of(
     parts = Mock()
     parts.evaluator.run.return_value = metrics
     parts.evaluator.sample.return_value = "a text"
+
+    @contextlib.contextmanager
+    def paused() -> Iterator[None]:
+        parts.pause()
+        yield
+        parts.go_on()
+
+    parts.metrics.meter.paused = paused
 
     @contextlib.contextmanager
     def applied() -> Iterator[None]:
@@ -67,16 +74,15 @@ def test_a_step_is_evaluated_once():
     assert validation.evaluate() == Evaluated(improved=True)
 
 
-def test_an_evaluation_is_recorded_logged_and_given_to_the_hooks(monkeypatch):
+def test_an_evaluation_is_recorded_logged_and_given_to_the_hooks():
     """The meters exclude its seconds."""
-    clock = SimpleNamespace(perf_counter=iter([30.0, 32.5]).__next__)
-    monkeypatch.setattr(validation_module, "time", clock)
     validation, parts = validation_of()
     assert validation.evaluate() == Evaluated(improved=True)
     state = validation.state
     assert (state.val_loss, state.val_step, state.val_metrics) == (2.0, 4, METRICS)
+    assert names(parts)[0] == "pause"
     assert parts.mock_calls[-3:] == [
-        call.metrics.meter.pause(2.5),
+        call.go_on(),
         call.metrics.log_evaluation(4, "val", METRICS),
         call.hooks.call("evaluate", 4, METRICS),
     ]
@@ -86,7 +92,7 @@ def test_a_signal_during_an_evaluation_preempts_the_run():
     validation, parts = validation_of(metrics=None)
     assert validation.evaluate() == Evaluated(improved=False, end=RunStatus.PREEMPTED)
     assert validation.state == TrainState(step=4)
-    assert names(parts)[-1] == "metrics.meter.pause"
+    assert names(parts)[-1] == "go_on"
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -198,7 +204,8 @@ def test_averaged_weights_wait_for_the_staging_of_a_snapshot(decay):
     for use, used in (("evaluate", "run"), ("test", "run"), ("log_sample", "sample")):
         validation, parts = validation_of(decay=decay)
         getattr(validation, use)()
-        order = [name for name in names(parts) if not name.startswith(("group.", "metrics."))]
+        others = ("group.", "metrics.", "pause", "go_on")
+        order = [name for name in names(parts) if not name.startswith(others)]
         assert order[: len(waits) + 3] == [
             *waits,
             "average_in",
