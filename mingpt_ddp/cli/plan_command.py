@@ -139,7 +139,7 @@ def describe(plan: dict[str, Any]) -> str:
 
 def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
     """Describe what each strategy needs of a rank."""
-    rows = [("strategy", "peak", *PEAK_KINDS, "fits", "sends", "least step")]
+    rows = [("strategy", "peak", *PEAK_KINDS, "largest", "sends", "least step")]
     reasons = []
     for name, figures in gpu["strategies"].items():
         if figures["reason"]:
@@ -160,7 +160,7 @@ def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
         )
     lines = table_lines(rows, left=(0,))
     lines += ["", *reasons] if reasons else []
-    lines += ["", "fits: the largest micro-batch; sends: a rank in a step; not counted:"]
+    lines += ["", "largest: micro-batch that fits; sends: a rank in a step; not counted:"]
     lines += [f"* {text}" for text in gpu["left_out"]]
     return lines
 

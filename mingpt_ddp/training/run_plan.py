@@ -195,7 +195,8 @@ def ranks_row(config: Config, ranks: int) -> dict[str, Any]:
 
 def _alone(config: Config) -> Config:
     """Return the configuration of one rank that trains as each of several does."""
-    compiles = should_compile(config, resolve_device(config.trainer.device, "trainer.device"))
+    device = resolve_device(config.trainer.device, "trainer.device")
+    compiles = should_compile(config, device, config.ddp.local_workers or 1)
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)
     return replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
 

@@ -1,0 +1,270 @@
+"""A plan for GPUs that are not here: numbers worked out by hand, what cannot run, and no memory."""
+
+from __future__ import annotations
+
+import math
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from multiprocess.ranks import configure
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.validation import build
+from mingpt_ddp.distributed.step_memory import on_the_line
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.gpus import GPUS, Machine
+from mingpt_ddp.metrics.peak_flops import PEAK_TFLOPS, peak_flops_of
+from mingpt_ddp.models.ops import DTYPES
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.training import gpu_plan
+from mingpt_ddp.training.gpu_plan import CONTEXT, _leave, make_gpu_plan
+from mingpt_ddp.training.simulated_step import runtime_without_data, simulate
+
+LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 2, 48, 3, 64, 8, 4
+GPT = [
+    *("model=gpt_nano", "data.path=a.txt", "trainer.precision=bf16", "model.dropout=0"),
+    *(f"model.n_layer={LAYERS}", f"trainer.micro_batch_size={ROWS}"),
+]
+PARAMETERS = (VOCABULARY + LENGTH) * WIDTH + LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
+TENSORS = 3 + LAYERS * 6
+RESIDENT = 7200  # bytes of the text, a byte per token, that stay on the GPU
+
+
+@pytest.fixture(autouse=True)
+def cwd(tmp_path, monkeypatch) -> Path:
+    """The working directory, with a text of 7,200 + 800 characters, 8 of them distinct."""
+    (tmp_path / "a.txt").write_text("abcdefgh" * 1000)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configuration(*overrides: str) -> Config:
+    return from_mapping(configure(*overrides))
+
+
+def strategies(*overrides: str, ranks: int = 1, nodes: int = 1, **machine: Any) -> dict[str, Any]:
+    """Return the figures by strategy on H100s, with a micro-batch of each rank per step."""
+    words = [f"trainer.batch_size={ROWS * ranks * nodes}", f"ddp.nproc_per_node={ranks}"]
+    config = configuration(*GPT, *words, *overrides)
+    plan = make_gpu_plan(config, Machine("h100", nodes, **machine))
+    assert plan["gpu"]["ranks"] == ranks * nodes
+    return plan["gpu"]["strategies"]
+
+
+def kept_by_a_block(rows: int, itemsize: int) -> int:
+    """Return the bytes that a GPT block keeps for its backward pass, worked out by hand."""
+    vectors = rows * LENGTH
+    elements = vectors * WIDTH
+    residual = 2 * elements * 4  # before each norm, in fp32
+    statistics = 2 * 2 * vectors * 4  # mean and deviation of both norms, in fp32
+    inputs = 2 * elements * itemsize  # of qkv and up; that of down is counted below
+    attention = (3 + 1) * elements * itemsize  # q, k and v, and what proj gets
+    weights_of_queries = rows * HEADS * LENGTH * 4  # logarithms of the sums of attention weights
+    mlp = 2 * 4 * elements * itemsize  # before and after the activation function
+    return residual + statistics + inputs + attention + weights_of_queries + mlp
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("fp32", 4)])
+def test_activations_of_a_block_match_a_count_by_hand(precision, itemsize):
+    kept = {}
+    for layers in (1, 2):
+        figures = strategies(f"trainer.precision={precision}", f"model.n_layer={layers}")
+        kept[layers] = figures["single"]["activations_bytes"]
+    # autocast keeps a copy of each matrix until the end of the backward pass
+    matrices = 12 * WIDTH**2 * 2 if precision == "bf16" else 0
+    hand = kept_by_a_block(ROWS, itemsize)
+    assert kept[2] - kept[1] == hand + matrices
+
+
+def test_the_state_of_one_rank_is_exact():
+    single = strategies()["single"]
+    assert single["weights_bytes"] == 4 * PARAMETERS
+    assert single["optimizer_bytes"] == 8 * PARAMETERS + 4 * TENSORS  # AdamW counts its steps
+    assert single["average_bytes"] == single["wire_bytes_per_step"] == single["gathered_bytes"] == 0
+    assert single["data_bytes"] == RESIDENT
+    assert strategies("trainer.ema=0.9")["single"]["average_bytes"] == 4 * PARAMETERS
+    parts = ("weights", "gradients", "optimizer", "average", "activations", "temporaries")
+    total = sum(single[f"{part}_bytes"] for part in (*parts, "gathered", "data"))
+    assert single["peak_bytes"] == total
+
+
+def test_the_state_of_eight_ranks_is_divided():
+    figures = strategies(ranks=8)
+    matrices = 12 * WIDTH**2
+    vectors = 2 * WIDTH
+    assert figures["ddp"]["optimizer_bytes"] == 8 * PARAMETERS + 4 * TENSORS
+    assert figures["ddp"]["gradients_bytes"] == 4 * PARAMETERS, "the buckets stay allocated"
+    # all rows of a GPT with these sizes divide by 8
+    own = 4 * PARAMETERS // 8
+    assert figures["fsdp"]["weights_bytes"] == own
+    assert figures["fsdp"]["optimizer_bytes"] == 2 * own + 4 * TENSORS
+    assert figures["hsdp"]["weights_bytes"] == 2 * own, "half of the ranks of one node"
+    # the four largest matrices, up and down of both blocks, lead; no rank owns two of them
+    largest = 4 * WIDTH**2
+    assert figures["zero1"]["optimizer_bytes"] >= 8 * largest
+    assert figures["zero1"]["optimizer_bytes"] < 8 * (matrices + vectors)
+    assert figures["single"]["reason"].startswith("ddp.strategy=single trains in one process")
+    assert figures["single"]["peak_bytes"] is figures["single"]["step_s_bound"] is None
+
+
+def test_bytes_on_the_wire_match_a_count_by_hand():
+    ranks = 8
+    figures = strategies(ranks=ranks)
+    sent = {name: values["wire_bytes_per_step"] for name, values in figures.items()}
+    ring = (ranks - 1) / ranks
+    assert sent["ddp"] == sent["manual"] == int(2 * ring * 4 * PARAMETERS)
+    assert sent["zero1"] == int(3 * ring * 4 * PARAMETERS)
+    # weights in 16 bits before the forward and before the backward pass, then fp32 gradients
+    assert sent["fsdp"] == int(ring * (2 + 2 + 4) * PARAMETERS)
+    half = int(3 / 4 * (2 + 2 + 4) * PARAMETERS) + int(2 * 1 / 2 * 4 * PARAMETERS / 4)
+    assert sent["hsdp"] == half
+    parts = math.gcd(HEADS, ranks)
+    assert parts == 1
+    assert figures["tensor_parallel"]["reason"]
+    halved = strategies("ddp.comm_hook=bf16", ranks=ranks)["ddp"]["wire_bytes_per_step"]
+    assert halved == sent["ddp"] // 2
+
+
+def test_tensor_parallelism_divides_matrices_and_sends_activations():
+    figures = strategies("model.n_head=4", ranks=4)["tensor_parallel"]
+    assert figures["passes"] == 4, "the ranks of a copy take the same micro-batches"
+    split = LAYERS * 12 * WIDTH**2
+    own = PARAMETERS - split + split // 4
+    assert figures["weights_bytes"] == 4 * own
+    assert figures["optimizer_bytes"] == 8 * own + 4 * TENSORS
+    elements = ROWS * LENGTH * WIDTH
+    message = 2 * elements * (2 + 4)  # forward in bf16, backward in fp32
+    assert figures["wire_bytes_per_step"] == 2 * 3 * (4 * LAYERS * message) // 4
+
+
+def test_muon_gathers_the_matrices_that_the_ranks_share(monkeypatch):
+    from mingpt_ddp.distributed.strategies import footprint
+
+    ranks = 8
+    without = strategies("optimizer=muon", ranks=ranks)["ddp"]["wire_bytes_per_step"]
+    assert without == int(2 * 7 / 8 * 4 * PARAMETERS), "too few elements to share"
+    monkeypatch.setattr(footprint, "MIN_NUMEL_TO_SHARD", 1)
+    shared = strategies("optimizer=muon", ranks=ranks)["ddp"]["wire_bytes_per_step"]
+    # two of each of four shapes (qkv, proj, up, down), padded to one for each rank
+    padded = ranks * 12 * WIDTH**2
+    assert shared - without == int(7 / 8 * 2 * padded)
+
+
+def test_a_network_between_nodes_bounds_the_step():
+    near = strategies(ranks=8)["ddp"]
+    far = strategies(ranks=8, nodes=4, network_gbps=100)["ddp"]
+    assert near["wire_s"] == pytest.approx(near["wire_bytes_per_step"] / 450e9)
+    assert far["wire_bytes_per_step"] == int(2 * 31 / 32 * 4 * PARAMETERS)
+    assert far["wire_s"] == pytest.approx(far["wire_bytes_per_step"] / (100e9 / 8))
+    # of hsdp only a part of the gradients leaves a node, over a ring for each of its ranks
+    hsdp = strategies(ranks=8, nodes=4, network_gbps=100)["hsdp"]
+    inside = int(7 / 8 * (2 + 2 + 4) * PARAMETERS)
+    between = int(2 * 3 / 4 * 4 * PARAMETERS / 8)
+    assert hsdp["wire_bytes_per_step"] == inside + between
+    seconds = inside / 450e9 + between / (100e9 / 8 / 8)
+    assert hsdp["wire_s"] == pytest.approx(seconds)
+
+
+def test_the_bound_is_the_largest_of_its_parts():
+    figures = strategies()["single"]
+    items = ROWS * LENGTH
+    flops = 6 * (PARAMETERS - LENGTH * WIDTH) + 12 * LAYERS * WIDTH * LENGTH
+    assert figures["flops_per_step"] == items * flops
+    assert figures["compute_s"] == pytest.approx(items * flops / 989.5e12)
+    moved = 2 * (2 * PARAMETERS + figures["activations_bytes"])  # each pass: weights in bf16
+    moved += 2 * (figures["weights_bytes"] + figures["optimizer_bytes"])
+    assert figures["memory_s"] == pytest.approx(moved / 3.35e12, rel=0.05)
+    assert figures["step_s_bound"] == max(figures["compute_s"], figures["memory_s"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trainer.activation_checkpointing=true"],
+        ["optimizer=muon", "trainer.ema=0.9"],
+        ["model=modern_nano", "model.dropout=0.1"],
+        ["optimizer=sgd", "trainer.precision=fp32", "trainer.batch_size=8"],
+    ],
+)
+def test_other_micro_batches_lie_on_a_line(words):
+    config = configuration(*GPT, "trainer.batch_size=4", *words)
+    runtime = runtime_without_data(config)
+    task = build_task(config, runtime.group, {})
+    loader = task.train_loader(runtime.device)
+    passes = config.trainer.batch_size // ROWS
+
+    def simulated(rows: int):
+        return simulate(task, runtime, loader, rows, passes, _leave)[0]
+
+    line = on_the_line((2, simulated(2)), (3, simulated(3)), 7)
+    direct = simulated(7)
+    assert (line.live == direct.live).all()
+    assert line.passes == direct.passes
+
+
+def test_the_largest_micro_batch_is_the_last_that_fits(monkeypatch):
+    memory = CONTEXT + (40 << 20)
+    monkeypatch.setitem(GPUS, "h100", replace(GPUS["h100"], memory=memory))
+    largest = strategies()["single"]["largest_micro_batch_size"]
+    assert largest > ROWS
+    for rows, fits in ((largest, True), (largest + 1, False)):
+        words = [f"trainer.micro_batch_size={rows}", f"trainer.batch_size={rows}"]
+        figures = strategies(*words)["single"]
+        assert (figures["peak_bytes"] + CONTEXT <= memory) is fits
+        assert (figures["reason"] is None) is fits
+        assert (figures["step_s_bound"] is not None) is fits
+    assert figures["reason"] == "needs 0.5 GiB of 0.5"
+
+
+def test_nothing_of_the_model_is_allocated():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    figures = strategies("model.n_embd=12288", "model.n_head=96", ranks=1)["single"]
+    assert figures["weights_bytes"] > 12 << 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # in KiB: 1 GiB
+
+
+def test_another_vocabulary():
+    figures = strategies(vocab_size=50257)["single"]
+    assert figures["weights_bytes"] == 4 * (PARAMETERS + (50257 - VOCABULARY) * WIDTH)
+    config = configuration("experiment=toy")
+    with pytest.raises(ConfigError, match=r"vocab_size=9 needs task=language_model"):
+        make_gpu_plan(config, Machine("h100", vocab_size=9))
+
+
+def test_a_task_without_text_is_planned_too():
+    plan = make_gpu_plan(configuration("experiment=digits_convnet"), Machine("l40s"))
+    single = plan["gpu"]["strategies"]["single"]
+    assert single["weights_bytes"] > 0
+    assert single["compute_s"] is None, "the model does not count its operations"
+    assert single["step_s_bound"] == single["memory_s"]
+
+
+def test_the_devices_are_known():
+    with pytest.raises(ConfigError, match=r"device=h1000 is not known; use one of a100-40gb, "):
+        build(Machine, {"device": "h1000"}, "")
+    with pytest.raises(ConfigError, match="nodes=0"):
+        build(Machine, {"device": "h100", "nodes": 0}, "")
+    for gpu in GPUS.values():
+        assert peak_flops_of(gpu.name, DTYPES["bf16"]), PEAK_TFLOPS
+
+
+def test_several_gpus_of_a_rank_are_refused():
+    config = configuration(*GPT, "trainer.batch_size=4", "model.devices=2")
+    with pytest.raises(ConfigError, match=r"device= needs model.devices=1"):
+        make_gpu_plan(config, Machine("h100"))
+
+
+def test_the_simulation_counts_on_a_progress_bar(monkeypatch):
+    bars = []
+    progress_bar = gpu_plan.progress_bar
+
+    def record(*arguments):
+        bars.append(progress_bar(*arguments))
+        return bars[-1]
+
+    monkeypatch.setattr(gpu_plan, "progress_bar", record)
+    strategies(ranks=4)
+    assert [bar.total for bar in bars] == [6]
