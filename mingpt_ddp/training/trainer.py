@@ -101,15 +101,18 @@ class Trainer:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Defer signals to the end of a step, and detect ranks that hang, in this context."""
-        watchdog = Watchdog(self.context.runtime.group)
-        self.context.interrupt.deferred = True
+        interrupt = self.context.interrupt
+        watchdog = Watchdog(
+            self.context.runtime.group, interrupt.exits, lambda: self.saves.manager.is_writing
+        )
+        interrupt.deferred = True
         try:
             yield
         finally:
             watchdog.stop()
             self.profiler.close()
             self.metrics.close()
-            self.context.interrupt.deferred = False
+            interrupt.deferred = False
 
     def _warm_up(self) -> None:
         """Run the warm-up passes, which the meters exclude."""

@@ -45,7 +45,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
         metrics=parts.metrics,
         runtime=SimpleNamespace(group=SimpleNamespace(store=None, timeout_s=9.0)),
         trainable=SimpleNamespace(model="model", optimizer="optimizer"),
-        interrupt=SimpleNamespace(deferred=False),
+        interrupt=SimpleNamespace(exits="exits", deferred=False),
     )
     parts.saves.update_wall_time.side_effect = lambda: context.state
     trainer = Trainer(
@@ -125,7 +125,11 @@ def test_signals_are_deferred_and_ranks_watched_while_a_run_trains(monkeypatch):
         "profiler.close",
         "metrics.close",
     ]
-    assert parts.watchdog.mock_calls[0] == call(trainer.context.runtime.group)
+    (group, exits, is_writing), _ = parts.watchdog.call_args
+    assert (group, exits) == (trainer.context.runtime.group, interrupt.exits)
+    for writes in (True, False):
+        parts.saves.manager.is_writing = writes
+        assert is_writing() is writes
     assert interrupt.deferred is False
 
 
