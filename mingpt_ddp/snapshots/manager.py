@@ -188,7 +188,9 @@ class SnapshotManager:
 
     def wait_for_staging(self) -> None:
         """Return when the tensors of the save in progress may change."""
-        if self._save is not None:
+        if self._save is None:
+            return
+        with self.runtime.group.waiting():  # reading waits for a GPU
             self._save.staged.wait()
 
     @property

@@ -72,7 +72,7 @@ class Evaluator:
                 stopped = self.runtime.strategy.any_in_pass(stop())
                 if stopped:
                     break
-                group.set_activity("evaluating")
+                group.set_activity("evaluating", self.runtime.strategy.waits_in_passes)
                 with self.runtime.autocast():
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
                 if is_own:
@@ -80,7 +80,8 @@ class Evaluator:
                         sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
                         counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
-        own = {name: (float(total), int(counts[name])) for name, total in sums.items()}
+        with group.waiting():  # reading waits for a GPU
+            own = {name: (float(total), int(counts[name])) for name, total in sums.items()}
         parts = group.all_gather((stopped, own))
         if any(was_stopped for was_stopped, _ in parts):
             return None

@@ -210,3 +210,31 @@ def test_a_blocked_rank_first_commits_its_snapshot(tmp_path):
     assert paused.wait(120) == 0, paused.job.text()
     assert "resuming from the snapshot of step 8" in paused.job.text()
     assert "rank 0 is blocked here" in (run / "main.rank0.log").read_text()
+
+
+# Rank 1 hangs in its update of step 9, while rank 0 waits for what it sends, and has for longer.
+SLEEP_IN_UPDATE = """
+def patch(step_control):
+    original = step_control.RunControl.find_anomaly
+    steps = []
+    def find_anomaly(self, flags, grad_norm):
+        steps.append(flags)
+        group = self.context.runtime.group
+        if len(steps) == 9 and group.rank == 1:
+            time.sleep(1)
+            group.set_activity(group.heartbeat["activity"])
+            while True:
+                time.sleep(1)
+        return original(self, flags, grad_norm)
+    step_control.RunControl.find_anomaly = find_anomaly
+PATCHES["mingpt_ddp.training.step_control"] = patch
+"""
+
+
+@pytest.mark.parametrize("options", [["ddp.strategy=zero1"], ["optimizer=muon", "model.n_embd=96"]])
+def test_a_rank_that_hangs_in_its_update_is_named(tmp_path, options):
+    command = [*python_main(), "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
+    paused = PausedJob(command, tmp_path, patches(SLEEP_IN_UPDATE), *OPTIONS, *options)
+    assert paused.wait(60) == 1
+    reason = r"error: rank 1 has stalled for [4-7] s while in the backward pass of step 9"
+    assert re.search(reason, paused.job.text()), paused.job.text()

@@ -96,6 +96,16 @@ def test_a_stopped_process_is_killed(find, waiting):
     assert killed == [1]
 
 
+def test_a_rank_that_reads_behind_a_late_rank_is_not_blamed(find):
+    """Ranks 0 and 2 wait for what rank 1 broadcasts, and have done so for longer."""
+    waits, late = (1, 1, True), (1, 1, False)
+    assert find(0, waits, late, waits) == (None, [])
+    assert find(1, (1, 2, True), (2, 2, False), (1, 2, True)) == (None, [])
+    assert find(8.5, (1, 9, True), (2, 9, False), (1, 9, True)) == (None, [])
+    reason, _ = find(9.5, (1, 10, True), (2, 10, False), (1, 10, True))
+    assert reason == "rank 1 has stalled for 8 s while training"
+
+
 def test_all_wait(find):
     assert find(0, (1, 1, True), (1, 1, True)) == (None, [])
     reason, killed = find(9, (1, 9, True), (1, 9, True))

@@ -83,6 +83,35 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
     assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
 
 
+@pytest.mark.parametrize("strategy", ["single", "sharded"])
+def test_the_heartbeat_says_where_an_evaluation_waits(runtime, monkeypatch, strategy):
+    """In passes that are collectives, and where it reads from a GPU, whose queue may hold some."""
+    if strategy == "sharded":
+        monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
+    in_pass: list[bool] = []
+    evaluating = evaluator(text(T + 1), runtime)
+
+    class OnGPU:
+        def double(self) -> OnGPU:
+            return self
+
+        def __radd__(self, other: int) -> OnGPU:
+            return self
+
+        def __float__(self) -> float:
+            assert runtime.group.heartbeat["waiting"]
+            return 3.0
+
+    def metrics(*args: object) -> dict[str, tuple[object, int]]:
+        in_pass.append(runtime.group.heartbeat["waiting"])
+        return {"loss": (OnGPU(), 1)}
+
+    monkeypatch.setattr(evaluating.task, "metrics", metrics)
+    monkeypatch.setattr(torch, "as_tensor", lambda value: value)
+    assert evaluating.run(MeanOfTargets(), "val") == {"loss": 3.0}
+    assert in_pass == [strategy == "sharded"]
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_evaluation_must_fit_into_memory(runtime, monkeypatch, is_first):
     """Later, other processes may have taken the memory."""
