@@ -210,12 +210,13 @@ def record_gpu_allocations() -> None:
 def dump_gpu_memory(path: str) -> bool:
     """Write all blocks of GPU memory, a pickle that nothing here reads; return whether.
 
-    Fallback: False.
+    Fallback: False, as without a GPU.
     """
     dump = getattr(torch.cuda.memory, "_dump_snapshot", None)
-    if dump is not None:
-        dump(path)
-    return dump is not None
+    if dump is None or not torch.cuda.is_initialized():
+        return False
+    dump(path)
+    return True
 
 
 # torch.compile.

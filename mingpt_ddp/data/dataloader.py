@@ -23,6 +23,8 @@ SHUFFLE_CHUNK = 1 << 13  # positions of an epoch permuted at a time
 GATHER_TOKENS = 1 << 15
 TOKENS_PER_BATCH = 4096  # in evaluation
 MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
+# tokens copied to a GPU at a time: on the host a rank holds no more of the memory-mapped text
+RESIDENT_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,7 @@ class TokenWindows:
         signed = tokens.view(f"i{tokens.itemsize}")
         # (n - T, T + 1), no copy
         self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)
-        self._resident = torch.from_numpy(np.array(signed)).to(device) if resident else None
+        self._resident = _copy_to(device, signed) if resident else None
         self._within = torch.arange(length, device=device)
 
     def gather(self, starts: Ints) -> tuple[Tensor, Tensor]:
@@ -264,6 +266,17 @@ class TokenWindows:
         if self._device.type == "cuda":
             host = host.pin_memory()
         return host.to(self._device, non_blocking=True)
+
+
+def _copy_to(device: torch.device, tokens: Ints) -> Tensor:
+    """Return the tokens on a device, copied chunk by chunk."""
+    dtype = torch.from_numpy(np.empty(0, tokens.dtype)).dtype
+    copy = torch.empty(len(tokens), dtype=dtype, device=device)
+    for begin in range(0, len(tokens), RESIDENT_CHUNK):
+        # a copy, because torch takes no read-only array
+        chunk = np.array(tokens[begin : begin + RESIDENT_CHUNK])
+        copy[begin : begin + len(chunk)].copy_(torch.from_numpy(chunk))
+    return copy
 
 
 class TokenSplit:

@@ -17,6 +17,8 @@ from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device
 
+# In a RuntimeError of torch: of CUDA and NCCL, cuBLAS and cuDNN, the CPU's allocator, C++.
+OUT_OF_MEMORY = ("out of memory", "status_alloc_failed", "can't allocate memory", "bad_alloc")
 M_TRIM_THRESHOLD = -1  # of <malloc.h>
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
@@ -149,6 +151,14 @@ def total_memory(devices: list[torch.device]) -> int:
     if devices[0].type == "cuda":
         return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
     return installed_memory()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that an allocation has failed, on a GPU or on the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(text in message for text in OUT_OF_MEMORY)
 
 
 def peak_memory(devices: list[torch.device]) -> int:

@@ -212,6 +212,14 @@ class ProcessExit:
             time.sleep(AGENT_POLL_S)  # torchrun blames the first exit: let it be the failed rank
         exit_process(None, FAILURE)
 
+    def blocked(self, cause: "Failure") -> NoReturn:
+        """Log why another rank failed, and exit while the training thread of this one is blocked.
+
+        Called from another thread: the handler of a signal would not run.
+        """
+        self._log_peer_failure(cause)
+        exit_process(None, FAILURE)
+
     def on_signal(self, number: int) -> NoReturn:
         """Exit. If the signal comes from an agent after another rank failed, log the root cause."""
         try:

@@ -33,7 +33,7 @@ class StepPhases:
         """
         strategy = self.strategy
         if name != "fetch":
-            waiting = waiting or strategy.shards_model  # each pass gathers weights
+            waiting = waiting or strategy.waits_in_passes
             strategy.group.set_activity(ACTIVITIES[name].format(step), waiting)
             yield
             return

@@ -295,6 +295,18 @@ class ProcessGroup:
         }
 
     @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Mark in the heartbeat that this rank waits for others in this context.
+
+        For a collective of torch that blocks, and for reading from a GPU, whose queue may hold
+        collectives: else the watchdog would blame this rank for one that is late.
+        """
+        was_waiting = self.heartbeat["waiting"]
+        self.set_activity(self.heartbeat["activity"], waiting=True)
+        yield
+        self.set_activity(self.heartbeat["activity"], waiting=was_waiting)
+
+    @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
         self.set_activity(self.heartbeat["activity"], waiting=True)
         with torch.profiler.record_function(WAITING):

@@ -1,4 +1,7 @@
-"""The watchdog: ranks write heartbeats to the store and read those of all, to find a hang."""
+"""The watchdog: ranks write heartbeats to the store and read those of all, to find a hang.
+
+It also ends a rank that is blocked outside of Python after another one has failed.
+"""
 
 import contextlib
 import json
@@ -10,10 +13,13 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, exit_process
+from mingpt_ddp.distributed import failures
+from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, ProcessExit, exit_process
+from mingpt_ddp.distributed.failures import FailureReports
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.torch_internals import clone_store
 
@@ -24,18 +30,31 @@ TIMEOUT_FRACTION = 0.8
 HANG = "hang"  # key in the store: which rank hangs
 UNRESPONSIVE = "; its process does not respond"
 PERIOD_S = 0.25  # between two heartbeats
+# After a failure of another rank, for which a training thread stands still until it is known to be
+# blocked: the handler of its agent's SIGTERM, or an error of its collective, ends it earlier.
+BLOCKED_S = 2.0
 
 
 class Watchdog:
     """A thread that ends the process when a rank hangs; all ranks agree on which one."""
 
-    def __init__(self, group: ProcessGroup) -> None:
+    def __init__(
+        self, group: ProcessGroup, exits: ProcessExit, is_writing: Callable[[], bool]
+    ) -> None:
+        """
+        Args:
+            is_writing: returns whether this rank writes a snapshot.
+        """
         self.group = group
+        self.exits = exits
+        self.is_writing = is_writing
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value
         # and when it changed.
         self._latest: dict[tuple[int, str], tuple[float, float]] = {}
+        # After a failure: the heartbeat of this rank, and since when it has been that.
+        self._still: tuple[dict[str, Any], float] | None = None
         self._stopped = threading.Event()
         if group.store is not None:
             self._store = clone_store(group.store)
@@ -50,6 +69,7 @@ class Watchdog:
         while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
             with contextlib.suppress(Exception):  # of a lost store; collectives report that
                 self._send_heartbeat()
+                self._leave_if_blocked()
                 self._check()
 
     def _send_heartbeat(self) -> None:
@@ -60,6 +80,32 @@ class Watchdog:
             "beat": time.monotonic(),
         }
         self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
+
+    def _leave_if_blocked(self) -> None:
+        """Exit if another rank has failed and the training thread cannot run a signal handler.
+
+        In a CUDA call or a collective that waits for the failed rank, it would wait for the SIGKILL
+        of its agent. A failure ends the attempt: only the snapshot that is being written counts.
+        """
+        if not self._store.check([failures.FAILURE]):
+            return
+        now = time.monotonic()
+        heartbeat = self.group.heartbeat  # a new one at every change
+        if self._still is None or self._still[0] is not heartbeat:
+            self._still = (heartbeat, now)
+        if now - self._still[1] < BLOCKED_S or self.is_writing():
+            return
+        failure = FailureReports(self._store, self.group.rank, self.group.world_size).first(0.0)
+        if failure is None or failure.rank == self.group.rank or self._stopped.is_set():
+            return
+        self._log_stack("is blocked here after another rank failed")
+        self.exits.blocked(failure)
+
+    def _log_stack(self, what: str) -> None:
+        """Log where the training thread is."""
+        frame = sys._current_frames().get(self._training_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
+        log.error("rank %d %s:\n%s", self.group.rank, what, stack, extra={"file_only": True})
 
     def _check(self) -> None:
         keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
@@ -76,9 +122,7 @@ class Watchdog:
     def _exit_for(self, reason: str, heartbeats: list[dict[str, Any]]) -> NoReturn:
         """Log why, kill a stopped process of this machine, and exit."""
         if reason.startswith(f"rank {self.group.rank} "):
-            frame = sys._current_frames().get(self._training_thread)
-            stack = "".join(traceback.format_stack(frame)) if frame else "the thread has ended"
-            log.error("rank %d hangs here:\n%s", self.group.rank, stack, extra={"file_only": True})
+            self._log_stack("hangs here")
         log.error("error: %s", reason)
         time.sleep(AGENT_POLL_S)  # so that the other ranks log the reason too
         for rank, heartbeat in enumerate(heartbeats):

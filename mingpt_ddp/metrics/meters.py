@@ -106,7 +106,10 @@ class Meter:
 
         A collective.
         """
-        totals = self.runtime.group.all_reduce(torch.stack([*self._sums.values()]).cpu())
+        group = self.runtime.group
+        with group.waiting():  # reading waits for a GPU
+            own = torch.stack([*self._sums.values()]).cpu()
+        totals = group.all_reduce(own)
         return dict(zip(self._sums, totals.tolist(), strict=True)), self._steps
 
     def load_state(self, sums: dict[str, float], steps: int) -> None:

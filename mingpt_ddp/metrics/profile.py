@@ -267,7 +267,10 @@ def snapshot_when_out_of_memory(config: Config, runtime: Runtime) -> Iterator[No
     """Write which blocks fill the GPU when an allocation fails in this context."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        # as it is, or refused as a ConfigError
+        if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
+            raise
         path = run_directory(config) / DIRECTORY / f"rank{runtime.group.rank}.memory.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -275,6 +278,6 @@ def snapshot_when_out_of_memory(config: Config, runtime: Runtime) -> Iterator[No
                 log.error(
                     "%s shows what fills the GPU: open it in https://pytorch.org/memory_viz", path
                 )
-        except (OSError, RuntimeError) as error:
-            log.warning("cannot write %s: %s", path, error)
+        except (OSError, RuntimeError) as failure:
+            log.warning("cannot write %s: %s", path, failure)
         raise

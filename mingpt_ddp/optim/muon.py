@@ -11,6 +11,8 @@ Regularization" (arXiv:1711.05101).
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -122,6 +124,8 @@ class Muon(torch.optim.AdamW):
         # Set to shard each step over ranks; all must call `step` together, with the same gradients.
         self.rank = 0
         self.world_size = 1
+        # A context around a collective.
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.parts: dict[nn.Parameter, int] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
@@ -186,8 +190,9 @@ class Muon(torch.optim.AdamW):
 
         sent = torch.cat(own)
         received = sent.new_empty(self.world_size, len(sent))
-        # as bytes: gloo lacks bf16
-        dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
+        with self.waiting():
+            # as bytes: gloo lacks bf16
+            dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
 
         whole = []
         by_stack = received.split([len(shard) for shard in own], dim=1)  # each (world_size, ...)

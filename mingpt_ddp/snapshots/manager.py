@@ -193,13 +193,20 @@ class SnapshotManager:
 
     def wait_for_staging(self) -> None:
         """Return when the tensors of the save in progress may change."""
-        if self._save is not None:
+        if self._save is None:
+            return
+        with self.runtime.group.waiting():  # reading waits for a GPU
             self._save.staged.wait()
 
     @property
     def save_in_progress(self) -> bool:
         """Return whether this rank's thread is running."""
         return self._save is not None and self._save.is_alive()
+
+    @property
+    def is_writing(self) -> bool:
+        """Return whether this rank's thread writes what it has staged, or waits for the others."""
+        return self._save is not None and self._save.staged.is_set() and self._save.is_alive()
 
     @property
     def quick_deadline(self) -> float:

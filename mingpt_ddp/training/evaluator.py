@@ -1,6 +1,7 @@
 """Evaluate a model: the task's metrics over a split, every item once, over all ranks; a sample."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import eval_mode
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.memory import refuse_out_of_memory
 
 
 class Evaluator:
@@ -19,9 +21,9 @@ class Evaluator:
     def __init__(self, task: Task, runtime: Runtime) -> None:
         self.task = task
         self.runtime = runtime
+        self._has_run = False
         self.splits = {name: task.split(name, runtime.device) for name in task.split_names()}
 
-    @torch.no_grad()
     def run(
         self, model: nn.Module, name: str, stop: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
@@ -31,7 +33,19 @@ class Evaluator:
             name: of the split, `val` or `test`, with which further ones are measured; {} is
                 returned if there is none.
             stop: polled before every batch; if it returns True on any rank, all ranks return None.
+
+        Raises:
+            ConfigError: the first evaluation does not fit into memory.
         """
+        fits = refuse_out_of_memory(self.runtime, "the first evaluation")
+        with nullcontext() if self._has_run else fits, torch.no_grad():
+            metrics = self._run(model, name, stop)
+        self._has_run = True
+        return metrics
+
+    def _run(
+        self, model: nn.Module, name: str, stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
         metrics: dict[str, float] = {}
         for other, split in self.splits.items():
             if split is None or not (other == name or other.startswith(f"{name}_")):
@@ -58,7 +72,7 @@ class Evaluator:
                 stopped = self.runtime.strategy.any_in_pass(stop())
                 if stopped:
                     break
-                group.set_activity("evaluating")
+                group.set_activity("evaluating", self.runtime.strategy.waits_in_passes)
                 with self.runtime.autocast():
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
                 if is_own:
@@ -66,7 +80,8 @@ class Evaluator:
                         sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
                         counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
-        own = {name: (float(total), int(counts[name])) for name, total in sums.items()}
+        with group.waiting():  # reading waits for a GPU
+            own = {name: (float(total), int(counts[name])) for name, total in sums.items()}
         parts = group.all_gather((stopped, own))
         if any(was_stopped for was_stopped, _ in parts):
             return None

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from mingpt_ddp.data.dataloader import Split, plan_batches
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
 from mingpt_ddp.tasks.task import Task, named_losses
+from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.step_control import StepControl
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
@@ -54,15 +54,8 @@ def measure(runtime: Runtime, task: Task, size: int) -> Measured:
     task = copy.copy(task)
     trainer = replace(task.config.trainer, batch_size=size, micro_batch_size=size)
     task.config = replace(task.config, trainer=trainer)
-    try:
+    with refuse_out_of_memory(runtime, f"a micro-batch of {size}"):
         return _measure(runtime, task)
-    except (MemoryError, RuntimeError) as error:
-        if "memory" not in str(error):
-            raise
-        raise ConfigError(
-            f"a micro-batch of {size} does not fit into the memory here; lower "
-            "trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
-        ) from error
 
 
 def _measure(runtime: Runtime, task: Task) -> Measured:

@@ -76,7 +76,9 @@ class RunControl(StepControl):
     def find_anomaly(self, flags: StepFlags, grad_norm: Tensor) -> str | None:
         if not self.anomaly.checks_every_step:
             return None
-        return self.anomaly.find_anomaly(flags.loss, float(grad_norm))
+        with self.context.runtime.group.waiting():  # reading waits for a GPU
+            norm = float(grad_norm)
+        return self.anomaly.find_anomaly(flags.loss, norm)
 
     def measure_norms(self, step: int) -> AbstractContextManager[None]:
         metrics = self.context.metrics

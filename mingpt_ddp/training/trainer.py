@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
 from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_control import StepFlags
 from mingpt_ddp.training.train_state import Context
@@ -52,6 +53,7 @@ class Trainer:
         self.anomaly = anomaly
         self.hooks = hooks
         self.lr = 0.0  # of the latest step
+        self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
         self._load_meter()
         self.profiler = Profiler(
             self.config,
@@ -73,7 +75,7 @@ class Trainer:
             end = self._finish_resumed_step()
             while end is None and self.state.step < self.steps:
                 step = self.state.step + 1
-                with self.profiler.step(step):
+                with self.profiler.step(step), self._refuse_out_of_memory(step):
                     flags = self._train(step)
                 if flags is None:  # rolled back
                     continue
@@ -100,20 +102,30 @@ class Trainer:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Defer signals to the end of a step, and detect ranks that hang, in this context."""
-        watchdog = Watchdog(self.context.runtime.group)
-        self.context.interrupt.deferred = True
+        interrupt = self.context.interrupt
+        watchdog = Watchdog(
+            self.context.runtime.group, interrupt.exits, lambda: self.saves.manager.is_writing
+        )
+        interrupt.deferred = True
         try:
             yield
         finally:
             watchdog.stop()
             self.profiler.close()
             self.metrics.close()
-            self.context.interrupt.deferred = False
+            interrupt.deferred = False
 
     def _warm_up(self) -> None:
         """Run the warm-up passes, which the meters exclude."""
-        with self.metrics.meter.paused():
+        with self.metrics.meter.paused(), self._refuse_out_of_memory(self._first_steps.start):
             self.train_step.warm_up()
+
+    def _refuse_out_of_memory(self, step: int) -> AbstractContextManager[None]:
+        """Return a context that refuses a run that does not fit into memory, in its first steps."""
+        if step not in self._first_steps:
+            return nullcontext()
+        size = self.train_step.plan.micro_batch_size
+        return refuse_out_of_memory(self.context.runtime, f"a micro-batch of {size}")
 
     def _finish_resumed_step(self) -> RunStatus | None:
         """Evaluate the resumed step if a signal interrupted that; then prune, stop and save."""

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from launching import committed, is_running, python_main, wait_for
+from launching import committed, is_running, python_main, torchrun, wait_for
 from multiprocess.ranks import configure, run_ranks
 from pause_points import SETTINGS, STEPS, PausedJob, patches, train, weights, worker
 
@@ -137,3 +137,104 @@ def test_a_stopped_worker_is_killed_and_the_run_resumes(tmp_path, uninterrupted)
     assert "restart 1 of 1" in paused.job.text()
     assert committed(run)[-1] == STEPS
     assert weights(run) == uninterrupted(2)
+
+
+# Rank 1 fails in step 9, once over all attempts, while rank 0 is where the handler of SIGTERM,
+# which is Python, cannot run: as in a CUDA call, which waits for the failed rank.
+BLOCKED = """
+import ctypes
+
+def block():
+    lock = ctypes.CDLL(None).pthread_mutex_lock  # no signal interrupts it
+    mutex = ctypes.create_string_buffer(256)
+    lock(mutex)
+    touch("blocked")
+    lock(mutex)
+
+def patch(loader):
+    original = loader.TokenLoader.get_batch
+    warming_up = [True]
+    def get_batch(self, step, plan, rank):
+        if step == 9 and not warming_up[0] and not (HERE / "failed").exists():
+            if rank == 0:
+                block()
+            while not (HERE / "<after>").exists():
+                time.sleep(0.01)
+            touch("failed")
+            raise RuntimeError("broken")
+        warming_up[0] = False
+        return original(self, step, plan, rank)
+    loader.TokenLoader.get_batch = get_batch
+PATCHES["mingpt_ddp.data.dataloader"] = patch
+"""
+# The snapshot of step 8 is committed seconds after the failure.
+SLOW_COMMIT = """
+def patch_store(store):
+    original = store.SnapshotStore.commit
+    def commit(self, step, files):
+        if step == 8 and not (HERE / "failed").exists():
+            touch("committing")
+            while not (HERE / "failed").exists():
+                time.sleep(0.01)
+            time.sleep(6)
+        return original(self, step, files)
+    store.SnapshotStore.commit = commit
+PATCHES["mingpt_ddp.snapshots.store"] = patch_store
+"""
+LAUNCHERS = {
+    "nproc_per_node": [*python_main(), "ddp.nproc_per_node=2", "ddp.max_restarts=1"],
+    "torchrun": torchrun(2, "--max-restarts=1"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_blocked_outside_of_python_leaves_after_a_failure(tmp_path, launcher, uninterrupted):
+    """Its launcher would kill it 30 s later."""
+    run = tmp_path / "outputs" / "run"
+    text = patches(BLOCKED, after="blocked")
+    paused = PausedJob(LAUNCHERS[launcher], tmp_path, text, "snapshot.every_steps=4")
+    assert paused.wait(120) == 0, paused.job.text()
+    log = (run / "main.rank0.log").read_text()
+    assert "rank 0 is blocked here after another rank failed" in log
+    assert "pthread" not in paused.job.text(), "the stack belongs into the file"
+    assert re.search(r"ERROR error: rank 1: RuntimeError: broken", log)
+    assert log.count("RuntimeError: broken") == 1
+    assert weights(run) == uninterrupted(2)
+
+
+def test_a_blocked_rank_first_commits_its_snapshot(tmp_path):
+    run = tmp_path / "outputs" / "run"
+    text = patches(BLOCKED + SLOW_COMMIT, after="committing")
+    command = LAUNCHERS["nproc_per_node"]
+    paused = PausedJob(command, tmp_path, text, "snapshot.every_steps=4")
+    assert paused.wait(120) == 0, paused.job.text()
+    assert "resuming from the snapshot of step 8" in paused.job.text()
+    assert "rank 0 is blocked here" in (run / "main.rank0.log").read_text()
+
+
+# Rank 1 hangs in its update of step 9, while rank 0 waits for what it sends, and has for longer.
+SLEEP_IN_UPDATE = """
+def patch(step_control):
+    original = step_control.RunControl.find_anomaly
+    steps = []
+    def find_anomaly(self, flags, grad_norm):
+        steps.append(flags)
+        group = self.context.runtime.group
+        if len(steps) == 9 and group.rank == 1:
+            time.sleep(1)
+            group.set_activity(group.heartbeat["activity"])
+            while True:
+                time.sleep(1)
+        return original(self, flags, grad_norm)
+    step_control.RunControl.find_anomaly = find_anomaly
+PATCHES["mingpt_ddp.training.step_control"] = patch
+"""
+
+
+@pytest.mark.parametrize("options", [["ddp.strategy=zero1"], ["optimizer=muon", "model.n_embd=96"]])
+def test_a_rank_that_hangs_in_its_update_is_named(tmp_path, options):
+    command = [*python_main(), "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
+    paused = PausedJob(command, tmp_path, patches(SLEEP_IN_UPDATE), *OPTIONS, *options)
+    assert paused.wait(60) == 1
+    reason = r"error: rank 1 has stalled for [4-7] s while in the backward pass of step 9"
+    assert re.search(reason, paused.job.text()), paused.job.text()

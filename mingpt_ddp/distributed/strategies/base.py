@@ -82,6 +82,7 @@ class Strategy:
     def configure(self, optimizer: Optimizer) -> None:
         """Let Muon divide its work over the ranks, if all update all parameters."""
         if isinstance(optimizer, Muon) and not self.is_sharded:
+            optimizer.waiting = self.group.waiting
             optimizer.rank = self.group.rank
             optimizer.world_size = self.group.world_size
 
@@ -95,8 +96,7 @@ class Strategy:
         Args:
             micro_batches: of a step, over all ranks.
         """
-        waits = self.config.ddp.sync_batchnorm or not self.holds_all_weights
-        self.clock.attach(model, self.passes(micro_batches), is_split=waits)
+        self.clock.attach(model, self.passes(micro_batches), is_split=self.waits_in_passes)
 
     def on_whole_model(
         self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]
@@ -110,7 +110,8 @@ class Strategy:
         """
         if self.holds_all_weights:
             return work(model)
-        tensors = self.gather_weights(model)
+        with self.group.waiting():
+            tensors = self.gather_weights(model)
 
         def work_on_copy() -> T:
             copy = build()
@@ -124,6 +125,11 @@ class Strategy:
         raise NotImplementedError
 
     # The batch.
+
+    @property
+    def waits_in_passes(self) -> bool:
+        """Return whether each forward and backward pass is a collective."""
+        return self.config.ddp.sync_batchnorm or not self.holds_all_weights
 
     def passes(self, total: int) -> int:
         """Return how many of `total` forward passes, divided over the ranks, this rank makes."""
@@ -226,7 +232,9 @@ class Strategy:
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast the buffers of rank zero, which snapshots hold."""
-        if self.group.world_size > 1:
+        if self.group.world_size == 1:
+            return
+        with self.group.waiting():
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 

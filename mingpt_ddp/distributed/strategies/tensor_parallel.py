@@ -36,7 +36,11 @@ class TensorParallelStrategy(Strategy):
         separate_groups(optimizer)
 
     def join_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {name: gather(name.partition(":")[0], tensor) for name, tensor in tensors.items()}
+        whole = {}
+        with self.group.waiting():
+            for name, tensor in tensors.items():
+                whole[name] = gather(name.partition(":")[0], tensor)
+        return whole
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         parameters = dict(model.named_parameters())

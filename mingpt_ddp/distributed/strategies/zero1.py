@@ -69,8 +69,9 @@ class Zero1Strategy(DDPStrategy):
                 parameter.grad = None
                 optimizer.state.pop(parameter, None)
         super().update(optimizer, scaler)
-        for owner, parameters in enumerate(self._parameters):
-            self._broadcast(parameters, owner)
+        with self.group.waiting():
+            for owner, parameters in enumerate(self._parameters):
+                self._broadcast(parameters, owner)
 
     @torch.no_grad()
     def _broadcast(self, parameters: list[nn.Parameter], owner: int) -> None:

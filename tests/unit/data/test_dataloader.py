@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,21 @@ def test_windows_are_gathered_for_every_dtype_and_device(dtype, resident):
     for part, first in zip(found, (starts, starts + 1), strict=True):
         assert part.tolist() == [tokens[start : start + 8].tolist() for start in first]
         assert part.dtype == torch.int64 and part.is_contiguous()
+
+
+def test_a_text_becomes_resident_in_chunks(tmp_path, monkeypatch):
+    """Memory-mapped as texts are; torch's memory is not counted, as that of a GPU."""
+    monkeypatch.setattr(dataloader, "RESIDENT_CHUNK", 10_000)
+    text = np.random.default_rng(0).integers(0, 1 << 16, 95_003).astype(np.uint16)
+    np.save(tmp_path / "text.npy", text)
+    tokens = np.load(tmp_path / "text.npy", mmap_mode="r")
+    tracemalloc.start()
+    windows = TokenWindows(tokens, 9, torch.device("cpu"), resident=True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50_000, "a chunk takes 20 kB, the text 190 kB"
+    x, _ = windows.gather(np.arange(0, len(text) - 8, 8))
+    assert x.flatten().tolist() == text[: x.numel()].tolist()
 
 
 def test_the_order_of_a_seed_never_changes():

@@ -84,3 +84,13 @@ def test_a_copy_of_the_model_has_as_many_ranks_as_asked():
     check_ranks(DDPConfig(tensor_parallel=2), 4)
     with pytest.raises(ConfigError, match="tensor_parallel=2 must divide the number of ranks, 3"):
         check_ranks(DDPConfig(tensor_parallel=2), 3)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_rank_waits_while_it_reads(before):
+    """Afterwards it does what it did before; in a backward pass it goes on waiting."""
+    group = ProcessGroup(DistEnv(), [torch.device("cpu")], DDPConfig(), job=0)
+    group.set_activity("evaluating", waiting=before)
+    with group.waiting():
+        assert group.heartbeat == {"count": 2, "activity": "evaluating", "waiting": True}
+    assert group.heartbeat == {"count": 3, "activity": "evaluating", "waiting": before}

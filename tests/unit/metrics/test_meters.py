@@ -9,6 +9,7 @@ import pytest
 import torch
 from multiprocess.ranks import configure
 from queued_device import QueuedDevice
+from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
@@ -117,6 +118,23 @@ def test_several_losses_are_averaged_each(runtime):
     readings = meter.read()
     assert [readings[f"train/{name}"] for name in ("loss", "loss_a", "loss_b")] == [6.0, 2.0, 4.0]
     assert "speed/samples_per_s" in readings
+
+
+def test_reading_the_state_waits_for_other_ranks(runtime, monkeypatch):
+    """On a GPU it waits for the collectives in the queue: the watchdog must not blame this rank."""
+    meter = Meter(runtime, 100, "tokens")
+    record(meter, 1.0)
+    seen: list[bool] = []
+    original = torch.stack
+
+    def stack(tensors: list[Tensor]) -> Tensor:
+        seen.append(runtime.group.heartbeat["waiting"])
+        return original(tensors)
+
+    monkeypatch.setattr(meters.torch, "stack", stack)
+    assert meter.state() == ({"loss": 1.0}, 1)
+    assert seen == [True]
+    assert runtime.group.heartbeat["waiting"] is False
 
 
 def test_reading_the_state_does_not_reset_the_interval(runtime):

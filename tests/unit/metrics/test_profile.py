@@ -132,8 +132,10 @@ def test_a_window_that_cannot_be_profiled_is_refused(window):
         configure(f"trainer.profile={window}")
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_an_out_of_memory_error_leaves_a_snapshot(fails, tmp_path, monkeypatch, log_lines):
+@pytest.mark.parametrize(("fails", "is_refused"), [(False, False), (True, False), (False, True)])
+def test_an_out_of_memory_error_leaves_a_snapshot(
+    fails, is_refused, tmp_path, monkeypatch, log_lines
+):
     """torch's dump is replaced, for want of a GPU."""
     config = from_mapping(configure("data.block_size=16"))
     config = replace(config, run=replace(config.run, root=str(tmp_path), name="run"))
@@ -145,9 +147,15 @@ def test_an_out_of_memory_error_leaves_a_snapshot(fails, tmp_path, monkeypatch, 
         open(path, "w").close()
 
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2 GiB")
+    cause = None
+    if is_refused:
+        cause = error
+        error = ConfigError("tried to allocate too much")
     kept = snapshot_when_out_of_memory(config, runtime)
-    with pytest.raises(torch.OutOfMemoryError, match="tried to allocate"), kept:
-        raise torch.OutOfMemoryError("CUDA out of memory: tried to allocate 2 GiB")
+    with pytest.raises(type(error), match="tried to allocate"), kept:
+        raise error from cause
     path = tmp_path / "run" / "profile" / "rank1.memory.pickle"
     assert path.exists() == (not fails)
     (line,) = log_lines

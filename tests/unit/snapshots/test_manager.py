@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -431,3 +432,22 @@ def test_a_lost_run_directory_ends_the_run_before_anything_is_written(tmp_path, 
         save(manager, TrainState(step=2), model, optim)
     assert not (tmp_path / "run").exists()
     owner.release()
+
+
+def test_when_a_rank_waits_for_staging_and_when_it_writes(config, tmp_path):
+    """After a failure it may write to the end, while staging may be blocked as training is."""
+    manager = SnapshotManager(config, Runtime(config, DistEnv()), [], tmp_path)
+    save = SimpleNamespace(staged=SimpleNamespace())
+    manager._save = save
+    heartbeats: list[bool] = []
+    save.staged.wait = lambda: heartbeats.append(manager.runtime.group.heartbeat["waiting"])
+    manager.wait_for_staging()
+    assert heartbeats == [True]
+    found = []
+    for is_alive, is_staged in ((True, False), (True, True), (False, True)):
+        save.is_alive = lambda is_alive=is_alive: is_alive
+        save.staged.is_set = lambda is_staged=is_staged: is_staged
+        found.append(manager.is_writing)
+    assert found == [False, True, False]
+    manager._save = None
+    assert not manager.is_writing

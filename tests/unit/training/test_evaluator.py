@@ -16,6 +16,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.training.evaluator import Evaluator
 
@@ -80,6 +81,51 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
     loss = evaluator(np.arange(length, dtype=np.uint16), runtime).run(model, "val")["loss"]
     assert model.seen == list(range(1, length))
     assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
+
+
+@pytest.mark.parametrize("strategy", ["single", "sharded"])
+def test_the_heartbeat_says_where_an_evaluation_waits(runtime, monkeypatch, strategy):
+    """In passes that are collectives, and where it reads from a GPU, whose queue may hold some."""
+    if strategy == "sharded":
+        monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
+    in_pass: list[bool] = []
+    evaluating = evaluator(text(T + 1), runtime)
+
+    class OnGPU:
+        def double(self) -> OnGPU:
+            return self
+
+        def __radd__(self, other: int) -> OnGPU:
+            return self
+
+        def __float__(self) -> float:
+            assert runtime.group.heartbeat["waiting"]
+            return 3.0
+
+    def metrics(*args: object) -> dict[str, tuple[object, int]]:
+        in_pass.append(runtime.group.heartbeat["waiting"])
+        return {"loss": (OnGPU(), 1)}
+
+    monkeypatch.setattr(evaluating.task, "metrics", metrics)
+    monkeypatch.setattr(torch, "as_tensor", lambda value: value)
+    assert evaluating.run(MeanOfTargets(), "val") == {"loss": 3.0}
+    assert in_pass == [strategy == "sharded"]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_evaluation_must_fit_into_memory(runtime, monkeypatch, is_first):
+    """Later, other processes may have taken the memory."""
+    evaluating = evaluator(text(T + 1), runtime)
+    if not is_first:
+        evaluating.run(MeanOfTargets(), "val")
+
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(evaluating.task, "metrics", fail)
+    expected = ConfigError if is_first else torch.OutOfMemoryError
+    with pytest.raises(expected, match="the first evaluation does" if is_first else "CUDA"):
+        evaluating.run(MeanOfTargets(), "val")
 
 
 @pytest.mark.parametrize("per_batch", [2 * T, 4096])

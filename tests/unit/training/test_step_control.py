@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +30,13 @@ class Gathering:
         self.others = others
         self.is_rank_zero = is_rank_zero
         self.sent: list[Tensor] = []
+        self.is_waiting = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.is_waiting = True
+        yield
+        self.is_waiting = False
 
     def all_gather_async(self, row: Tensor) -> Any:
         self.sent.append(row)
@@ -90,8 +99,18 @@ def test_the_loss_is_read_only_if_every_step_is_checked():
 
 
 def test_the_policy_gets_the_loss_of_all_ranks_and_the_norm():
-    control = control_of(Gathering())
-    assert control.find_anomaly(StepFlags(loss=2.5), torch.tensor(0.5)) == "found in (2.5, 0.5)"
+    group = Gathering()
+    control = control_of(group)
+
+    class Norm:
+        """A tensor on a GPU, whose queue may hold collectives."""
+
+        def __float__(self) -> float:
+            assert group.is_waiting, "the watchdog would blame this rank"
+            return 0.5
+
+    assert control.find_anomaly(StepFlags(loss=2.5), Norm()) == "found in (2.5, 0.5)"
+    assert not group.is_waiting
 
 
 @pytest.mark.parametrize(

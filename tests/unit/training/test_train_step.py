@@ -270,6 +270,18 @@ def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
     assert activities == [("fetching the batch of step 2",), *expected[1:4], expected[2]]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "holds_all_weights", "expected"),
+    [([], True, False), ([], False, True), (["ddp.sync_batchnorm=true"], True, True)],
+)
+def test_passes_that_are_collectives_wait(monkeypatch, overrides, holds_all_weights, expected):
+    """Of sharded and split models, and of synchronized batch normalization."""
+    train_step = step_of(Table(), *overrides)
+    monkeypatch.setattr(train_step.strategy, "holds_all_weights", holds_all_weights)
+    with train_step.phase("forward", 2):
+        assert train_step.runtime.group.heartbeat["waiting"] is expected
+
+
 def test_a_rank_fetches_its_own_micro_batches(monkeypatch):
     train_step = step_of(Table())
     asked: list[Any] = []

@@ -13,7 +13,7 @@ import torch
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training import trainer as trainer_module
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
@@ -55,7 +55,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
         metrics=parts.metrics,
         runtime=SimpleNamespace(group=SimpleNamespace(store=None, timeout_s=9.0)),
         trainable=SimpleNamespace(model="model", optimizer="optimizer"),
-        interrupt=SimpleNamespace(deferred=False),
+        interrupt=SimpleNamespace(exits="exits", deferred=False),
     )
     parts.saves.update_wall_time.side_effect = lambda: context.state
     trainer = Trainer(
@@ -136,8 +136,36 @@ def test_signals_are_deferred_and_ranks_watched_while_a_run_trains(monkeypatch):
         "profiler.close",
         "metrics.close",
     ]
-    assert parts.watchdog.mock_calls[0] == call(trainer.context.runtime.group)
+    (group, exits, is_writing), _ = parts.watchdog.call_args
+    assert (group, exits) == (trainer.context.runtime.group, interrupt.exits)
+    for writes in (True, False):
+        parts.saves.manager.is_writing = writes
+        assert is_writing() is writes
     assert interrupt.deferred is False
+
+
+@pytest.mark.parametrize("failing_step", [None, 3, 4, 5])
+def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
+    """The warm-up and two steps; later, other processes may have taken the memory."""
+    trainer, parts = trainer_of(state=TrainState(step=2))
+    group = SimpleNamespace(store=None, timeout_s=9.0, rank=0, world_size=1)
+    strategy = SimpleNamespace(config=trainer.config)
+    trainer.context.runtime = SimpleNamespace(group=group, strategy=strategy)
+    parts.step.plan.micro_batch_size = 3
+
+    def run(step: int | None = None) -> StepResult:
+        if step == failing_step:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return result_of(step or 0)
+
+    parts.step.warm_up.side_effect = run
+    parts.step.run.side_effect = run
+    expected = torch.OutOfMemoryError if failing_step == 5 else ConfigError
+    with pytest.raises(expected) as failed:
+        trainer.fit()
+    if expected is ConfigError:
+        assert "a micro-batch of 3 does not fit" in str(failed.value)
+    assert parts.step.run.call_count == (failing_step or 2) - 2
 
 
 def test_the_meters_exclude_the_warm_up():

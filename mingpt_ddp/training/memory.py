@@ -1,0 +1,53 @@
+"""Refuse a run that does not fit into memory: a restart would fail again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+from mingpt_ddp.distributed.device import is_out_of_memory
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies import check_strategy
+from mingpt_ddp.errors import ConfigError
+
+# Of an attempt: the first creates the optimizer's state, with which the second trains.
+FIRST_STEPS = 2
+
+
+@contextmanager
+def refuse_out_of_memory(runtime: Runtime, what: str) -> Iterator[None]:
+    """Raise an error as a ConfigError if there is too little memory in this context.
+
+    Args:
+        what: needs the memory.
+
+    Raises:
+        ConfigError: names the keys to change.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        changes = ["lower trainer.micro_batch_size"]
+        if not runtime.strategy.config.trainer.activation_checkpointing:
+            changes.append("set trainer.activation_checkpointing=true")
+        if _could_shard(runtime):
+            changes.append("set ddp.strategy=fsdp")
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"{what} does not fit into the memory of rank {runtime.group.rank}; "
+            f"{', or '.join(changes)} ({reason})"
+        ) from error
+
+
+def _could_shard(runtime: Runtime) -> bool:
+    """Return whether ddp.strategy=fsdp would divide the model over the ranks."""
+    group = runtime.group
+    strategy = runtime.strategy
+    if group.world_size == 1 or group.tensor_size > 1 or strategy.shards_model:
+        return False
+    config = strategy.config
+    with suppress(ConfigError):
+        check_strategy(replace(config, ddp=replace(config.ddp, strategy="fsdp")), group.world_size)
+        return True
+    return False

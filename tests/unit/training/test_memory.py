@@ -1,0 +1,92 @@
+"""A run that does not fit into memory is refused, with what to change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from multiprocess.ranks import configure
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.device import is_out_of_memory
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.training.memory import refuse_out_of_memory
+
+TOO_MUCH = 1 << 50  # bytes: no machine has them
+
+
+def runtime_of(*overrides: str, ranks: int = 1, shards_model: bool = False) -> Runtime:
+    config = from_mapping(configure(*overrides))
+    strategy = SimpleNamespace(config=config, shards_model=shards_model)
+    size = config.ddp.tensor_parallel
+    group = SimpleNamespace(rank=1, world_size=ranks, tensor_size=size)
+    return SimpleNamespace(strategy=strategy, group=group)
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(TOO_MUCH, dtype=torch.uint8),
+        lambda: np.empty(TOO_MUCH, dtype=np.uint8),
+        lambda: bytearray(TOO_MUCH),
+    ],
+    ids=["torch", "numpy", "Python"],
+)
+def test_a_failed_allocation_is_refused(allocate):
+    with (
+        pytest.raises(ConfigError, match=r"^config error: a step does not fit .* of rank 1; lower"),
+        refuse_out_of_memory(runtime_of(), "a step"),
+    ):
+        allocate()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (OSError("out of memory"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_are_of_memory(error, expected):
+    assert is_out_of_memory(error) is expected
+    with (
+        pytest.raises(ConfigError if expected else type(error)),
+        refuse_out_of_memory(runtime_of(), "a step"),
+    ):
+        raise error
+
+
+BATCH = "lower trainer.micro_batch_size"
+CHECKPOINTING = "set trainer.activation_checkpointing=true"
+FSDP = "set ddp.strategy=fsdp"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "state", "expected"),
+    [
+        ([], {}, [BATCH, CHECKPOINTING]),
+        ([], {"ranks": 2}, [BATCH, CHECKPOINTING, FSDP]),
+        (["trainer.activation_checkpointing=true"], {"ranks": 2}, [BATCH, FSDP]),
+        (["ddp.strategy=fsdp"], {"ranks": 2, "shards_model": True}, [BATCH, CHECKPOINTING]),
+        (["ddp.tensor_parallel=2"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
+        (["optimizer=muon"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
+        (["ddp.comm_hook=ring"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
+    ],
+)
+def test_what_helps(overrides, state, expected):
+    with (
+        pytest.raises(ConfigError) as refused,
+        refuse_out_of_memory(runtime_of(*overrides, **state), "a step"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out\nof memory")
+    assert str(refused.value) == (
+        "config error: a step does not fit into the memory of rank 1; "
+        f"{', or '.join(expected)} (CUDA out of memory)"
+    )
