@@ -18,6 +18,7 @@ step without data, on a machine without a GPU and without memory for the model.
 
 import json
 import sys
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -27,6 +28,7 @@ from omegaconf import DictConfig
 from mingpt_ddp.cli.arguments import echo, human_size, parse_value
 from mingpt_ddp.cli.train_command import checked_config, prepare
 from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
@@ -64,13 +66,13 @@ def main() -> None:
         prepare(DistEnv())
         form = own.pop("format", "text")
         check(form in FORMATS, f"format={form} must be text or json")
-        machine = _machine(own)
+        target = _target(own)
         check(not {"-m", "--multirun"} & {*words}, "a plan is of one run; leave out -m")
         composed: list[DictConfig] = []
 
         def plan(cfg: DictConfig) -> None:
             composed.append(cfg)
-            _print_plan(cfg, form == "json", machine)
+            _print_plan(cfg, form == "json", target)
 
         try:
             directory = str(hydra_utils.config_directory())
@@ -82,7 +84,14 @@ def main() -> None:
     exit_process(None, 0)
 
 
-def _machine(texts: dict[str, str]) -> Machine | None:
+@dataclass(frozen=True)
+class Target(Machine):
+    """The GPUs to plan for, and the model there."""
+
+    vocab_size: PositiveInt | None = None  # instead of the text's own
+
+
+def _target(texts: dict[str, str]) -> Target | None:
     """Return the GPUs to plan for, if any.
 
     Raises:
@@ -93,22 +102,22 @@ def _machine(texts: dict[str, str]) -> Machine | None:
     first, text = next(iter(texts.items()))
     check("device" in texts, f"{first}={text} is of a plan for GPUs; add device=h100")
     values = {key: text if key == "device" else parse_value(text) for key, text in texts.items()}
-    return build(Machine, values, "")
+    return build(Target, values, "")
 
 
-def _print_plan(cfg: DictConfig, as_json: bool, machine: Machine | None) -> None:
+def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
     with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
         config = checked_config(cfg)
         typed = hydra_utils.typed_keys()
         # torch takes a second to import: report a mistyped key first
-        if machine is None:
+        if target is None:
             from mingpt_ddp.training.run_plan import make_plan
 
             plan = make_plan(config, typed)
         else:
             from mingpt_ddp.training.gpu_plan import make_gpu_plan
 
-            plan = make_gpu_plan(config, machine, typed)
+            plan = make_gpu_plan(config, target, typed, target.vocab_size)
     echo(json.dumps(plan, indent=1) if as_json else describe(plan))
 
 

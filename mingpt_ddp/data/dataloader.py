@@ -7,7 +7,7 @@ Shapes: B sequences, T = block_size tokens, N windows of several steps.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -110,6 +110,14 @@ class Loader(Protocol):
         """Release what the loader holds besides memory."""
 
 
+@runtime_checkable
+class SupportsResidence(Protocol):
+    """Optional for a loader: data that stay on a GPU with enough memory."""
+
+    def resident_bytes(self, memory: int) -> int:
+        """Return the bytes that stay on a GPU with `memory` bytes: all or none."""
+
+
 class Split(Protocol):
     """Data to evaluate, every item once."""
 
@@ -168,7 +176,7 @@ class TokenLoader:
         self._steps = list[list[MicroBatch]]()
 
     def resident_bytes(self, memory: int) -> int:
-        """Return the bytes of the text that stay on a GPU with `memory` bytes: all or none."""
+        """Return the bytes of the tokens, if they stay on a GPU with `memory` bytes."""
         return self.nbytes if self.nbytes <= memory * MAX_RESIDENT_FRACTION else 0
 
     def get_batch(self, step: int, plan: BatchPlan, rank: int) -> list[MicroBatch]:

@@ -39,7 +39,6 @@ class Machine:
     device: str  # of GPUS
     nodes: PositiveInt = 1
     network_gbps: PositiveFloat = 400.0  # of a node, all its adapters together
-    vocab_size: PositiveInt | None = None  # instead of the text's own
 
     def __post_init__(self) -> None:
         check(

@@ -74,7 +74,9 @@ class LayerNorms:
             norms: of the parameters' tensors, one kind after the other.
         """
         device = norms[0].device
-        on_host = torch.stack([norm.to(device) for norm in norms]).cpu().double()
+        together = torch.stack([norm.to(device) for norm in norms])
+        with self.group.waiting():
+            on_host = together.cpu().double()
         shares = [self._share(parameter) for parameter in self._parameters.values()]
         squares = on_host.view(len(KINDS), -1) ** 2 * torch.tensor(shares, dtype=torch.float64)
         sums = squares.new_zeros(len(KINDS), len(self.layers))

@@ -107,6 +107,9 @@ class LanguageModel(Task):
             return WeightedLoader(tokens, sizes, data, batch_size, seed, device)
         return TokenLoader(tokens, data.block_size, data.stride, batch_size, seed, device)
 
+    def set_outputs(self, outputs: int) -> None:
+        self.shape = (outputs, self.shape[1])
+
     def split_names(self) -> list[str]:
         return [*super().split_names(), *self.val_texts]
 

@@ -150,6 +150,14 @@ class Task:
 
     # The model.
 
+    def set_outputs(self, outputs: int) -> None:
+        """Let the model have other outputs than the data needs, for a plan.
+
+        Raises:
+            ConfigError: they are those of the data.
+        """
+        raise ConfigError(f"vocab_size={outputs} is of texts; leave it out")
+
     def build_model(self) -> nn.Module:
         """Build the model of `config.model`; torch's global generator draws its weights."""
         return build_model(self.config.model, *self.shape)

@@ -16,7 +16,7 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.data.dataloader import Loader, TokenLoader
+from mingpt_ddp.data.dataloader import Loader, SupportsResidence
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize, on_the_line
@@ -35,20 +35,23 @@ from mingpt_ddp.metrics.peak_flops import peak_flops_of
 from mingpt_ddp.models import count_parameters, flops_per_token
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.doubts import find_doubts
-from mingpt_ddp.training.preflight import newest_snapshot
 from mingpt_ddp.training.run_plan import (
     WORLD_SIZES,
     BatchOnRanks,
+    describe_length,
     describe_model,
     divide_batch,
     ranks_row,
+    warm_start_of_plan,
 )
-from mingpt_ddp.training.simulated_step import MICRO_BATCHES, runtime_without_data, simulate
-from mingpt_ddp.training.train_step import count_steps
-from mingpt_ddp.training.warm_start import warm_start
+from mingpt_ddp.training.simulated_step import (
+    MICRO_BATCHES,
+    precision_of_gpu,
+    runtime_without_data,
+    simulate,
+)
 
 ROWS = (2, 3)  # of the micro-batches that are simulated; others lie on a line with them
 CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
@@ -137,8 +140,8 @@ class GPUPlan:
         self.parameters = count_parameters(model)
         self.flops_per_item = flops_per_token(model)
         loader = simulations.loader
-        self.data = 0  # bytes of the text that stay on the GPU
-        if isinstance(loader, TokenLoader):
+        self.data = 0  # bytes that stay on the GPU
+        if isinstance(loader, SupportsResidence):
             self.data = loader.resident_bytes(self.gpu.memory)
 
     def of(self, strategy: type[Footprint]) -> dict[str, Any]:
@@ -270,11 +273,14 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def make_gpu_plan(config: Config, machine: Machine, typed: Container[str] = ()) -> dict[str, Any]:
+def make_gpu_plan(
+    config: Config, machine: Machine, typed: Container[str] = (), outputs: int | None = None
+) -> dict[str, Any]:
     """Return what a configuration means and needs on other GPUs, as JSON values.
 
     Args:
         typed: the keys that the command line sets.
+        outputs: of the model, instead of those that the data needs.
 
     Raises:
         UserError: training would refuse the configuration too, or it has several GPUs a rank.
@@ -284,38 +290,29 @@ def make_gpu_plan(config: Config, machine: Machine, typed: Container[str] = ()) 
     network = machine.network_gbps * 1e9 / 8
     cluster = Cluster(machine.nodes, config.ddp.local_workers or 1, gpu.link, network)
     runtime = runtime_without_data(config)
-    newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
-    warm = warm_start(config, newest and newest.state, typed, runtime.group)
+    warm = warm_start_of_plan(config, typed, runtime)
     given = warm.config if warm else config
     config, batch = divide_batch(given, cluster.ranks)
-    on_cpu = replace(config, trainer=runtime.strategy.config.trainer)
-    task = build_task(on_cpu, runtime.group, warm.state if warm else {})
-    if machine.vocab_size is not None:
-        is_text = isinstance(task, LanguageModel)
-        check(is_text, f"vocab_size={machine.vocab_size} needs task=language_model")
-        task.shape = (machine.vocab_size, config.data.block_size)
+    # what decides where and how a run computes is not asked of this machine
+    trainer = replace(config.trainer, device="cpu", compile=False)
+    task = build_task(replace(config, trainer=trainer), runtime.group, warm.state if warm else {})
+    if outputs is not None:
+        task.set_outputs(outputs)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-    task.config = replace(config, trainer=replace(config.trainer, device="cpu"))
     simulations = Simulations(task, runtime, loader)
     plan = GPUPlan(simulations, cluster, machine)
-    steps = count_steps(config, loader.steps_per_epoch)
-    items = steps * loader.items_per_step
     with simulations.bar:
         strategies = {strategy.name: plan.of(strategy) for strategy in FOOTPRINTS}
     loader.close()
     runtime.close()
+    length = describe_length(config, task, loader)
     described: dict[str, Any] = {
         "run": str(run_directory(config)),
         "data": task.describe_data(),
-        "device": f"{cluster.ranks} x {gpu.name} in {runtime.precision}",
-        "model": describe_model(config, plan.parameters, plan.flops_per_item, items),
-        "length": {
-            "steps": steps,
-            "epochs": steps / loader.steps_per_epoch,
-            "items": items,
-            "unit": task.unit,
-        },
+        "device": f"{cluster.ranks} x {gpu.name} in {precision_of_gpu(config)}",
+        "model": describe_model(config, plan.parameters, plan.flops_per_item, length["items"]),
+        "length": length,
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "gpu": {
             "device": machine.device,

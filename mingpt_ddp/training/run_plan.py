@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataloader import plan_batches
+from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed.compile import should_compile
 from mingpt_ddp.distributed.device import device_name, total_memory
 from mingpt_ddp.distributed.env import DistEnv
@@ -33,12 +33,13 @@ from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.doubts import find_doubts
 from mingpt_ddp.training.measure import Measured, measure
 from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
 from mingpt_ddp.training.save_schedule import best_interval
 from mingpt_ddp.training.train_step import count_steps
-from mingpt_ddp.training.warm_start import warm_start
+from mingpt_ddp.training.warm_start import WarmStart, warm_start
 
 WRITTEN = 1 << 25  # bytes, to measure a disk
 WORLD_SIZES = (1, 2, 4, 8)
@@ -78,8 +79,7 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_worker(ranks))
     runtime = Runtime(_alone(config), DistEnv())
-    newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
-    warm = warm_start(config, newest and newest.state, typed, runtime.group)
+    warm = warm_start_of_plan(config, typed, runtime)
     given = warm.config if warm else config
     config, batch = divide_batch(given, ranks)
     task = build_task(_alone(config), runtime.group, warm.state if warm else {})
@@ -90,21 +90,16 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         loader = task.train_loader(runtime.device)
     loader.close()
     measured = measure(runtime, task, batch.micro_batch_size)
-    steps = count_steps(config, loader.steps_per_epoch)
-    items = steps * loader.items_per_step
+    length = describe_length(config, task, loader)
+    steps = length["steps"]
     step_s = batch.micro_batches_per_rank * measured.micro_s + measured.update_s
     snapshots = _snapshots(config, measured, steps, step_s, loader.steps_per_epoch)
     plan: dict[str, Any] = {
         "run": str(run_directory(config)),
         "data": task.describe_data(),
         "device": f"{device_name(runtime.device)} in {runtime.precision}",
-        "model": describe_model(config, measured.parameters, measured.flops, items),
-        "length": {
-            "steps": steps,
-            "epochs": steps / loader.steps_per_epoch,
-            "items": items,
-            "unit": task.unit,
-        },
+        "model": describe_model(config, measured.parameters, measured.flops, length["items"]),
+        "length": length,
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "memory": _memory(config, runtime, measured, ranks),
         "snapshots": snapshots,
@@ -118,6 +113,27 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     runtime.close()
     plan["doubts"] = find_doubts(config, plan, os.cpu_count() or 1)
     return plan
+
+
+def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) -> WarmStart | None:
+    """Return the weights that the run would start from, if any.
+
+    Args:
+        typed: the keys that the command line sets.
+    """
+    newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
+    return warm_start(config, newest and newest.state, typed, runtime.group)
+
+
+def describe_length(config: Config, task: Task, loader: Loader) -> dict[str, Any]:
+    """Return the length of a run in steps, epochs and items."""
+    steps = count_steps(config, loader.steps_per_epoch)
+    return {
+        "steps": steps,
+        "epochs": steps / loader.steps_per_epoch,
+        "items": steps * loader.items_per_step,
+        "unit": task.unit,
+    }
 
 
 def describe_model(

@@ -1,8 +1,7 @@
 """A step of one rank with tensors without data, as a GPU would take it: its memory.
 
 The tensors are those of a CPU, so nothing here needs a GPU or memory for the model. What CUDA does
-otherwise is replaced by torch's function modes: its autocast computes more in fp32, attention,
-dropout and RMS norm are one kernel each.
+otherwise is in models/cuda_functions.py.
 """
 
 import math
@@ -15,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader
@@ -24,10 +21,10 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime, map_tensors
 from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
+from mingpt_ddp.models.cuda_functions import CUDAFunctions
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.torch_internals import (
-    attend_in_one_kernel,
     outputs_of_operators,
     tensors_without_data,
 )
@@ -37,66 +34,6 @@ from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
 MICRO_BATCHES = 2  # at most: from the second on, gradients add up
-# Source: torch's documentation of automatic mixed precision, "CUDA Ops that can autocast to
-# float32"; those that a CPU computes in the type of their input.
-FP32_FUNCTIONS = {
-    *("exp", "log", "pow", "prod", "reciprocal", "rsqrt", "sum", "cumsum", "cumprod", "norm"),
-    *("layer_norm", "group_norm", "rms_norm", "softmax", "log_softmax", "softplus", "normalize"),
-    *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "kl_div"),
-}
-
-
-class CUDAFunctions(TorchFunctionMode):
-    """Let functions of torch keep and compute on a CPU what they do on a GPU."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "is_on_cpu":  # of models/ops.py
-            return False
-        if name == "scaled_dot_product_attention":
-            return _attend(*args, **kwargs)
-        if name == "dropout":
-            return _drop(*args, **kwargs)
-        if name in FP32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
-            args = tuple(map(_to_fp32, args))
-            kwargs = {key: _to_fp32(value) for key, value in kwargs.items()}
-        if name == "rms_norm":
-            # its kernel keeps what that of layer_norm does: its input, and numbers per row
-            return F.layer_norm(*args[:2])
-        return func(*args, **kwargs)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        q, k, v = (each.to(dtype) for each in (q, k, v))
-    if attn_mask is not None or options:
-        attend = F.scaled_dot_product_attention
-        return attend(q, k, v, attn_mask, is_causal=is_causal, **options)
-    return attend_in_one_kernel(q, k, v, is_causal)
-
-
-def _drop(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Keep a mask of a byte per element, as CUDA's kernel; a CPU keeps its factors."""
-    if not training or p == 0:
-        return input
-    return torch.native_dropout(input, p, training)[0]
-
-
-def _to_fp32(value: Any) -> Any:
-    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
 
 
 class Allocations:
@@ -192,11 +129,14 @@ class _InPlace(SingleStrategy):
         return model
 
 
-def runtime_without_data(config: Config) -> Runtime:
-    """Return the runtime of one rank for `simulate`.
+def precision_of_gpu(config: Config) -> str:
+    """Return fp32, bf16 or fp16; a GPU that is fast at bf16 resolves auto to it."""
+    wanted = config.trainer.precision
+    return "bf16" if wanted == "auto" else wanted
 
-    Its precision is the one that a GPU resolves `auto` to; fp16 takes the memory of bf16.
-    """
+
+def runtime_without_data(config: Config) -> Runtime:
+    """Return the runtime of one rank for `simulate`; fp16 takes the memory of bf16."""
     trainer = replace(config.trainer, device="cpu", compile=False)
     if trainer.precision != "fp32":
         trainer = replace(trainer, precision="bf16")

@@ -54,6 +54,26 @@ def test_a_plan_as_text_and_json(tmp_path):
     assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run directory"
 
 
+def test_a_plan_for_gpus_that_are_not_here(tmp_path):
+    words = [*TINY, "trainer.micro_batch_size=1", "--device=4090", "ddp.nproc_per_node=4"]
+    text = plan(tmp_path, *words, "nodes=2", "trainer.batch_size=8")
+    assert text.returncode == 0, text.stderr
+    assert "for 8 x NVIDIA GeForce RTX 4090 in fp32" in text.stdout
+    rows = [line.split()[0] for line in text.stdout.splitlines() if " MiB " in line]
+    assert {"ddp", "manual", "zero1", "fsdp", "hsdp"} <= {*rows}
+    assert "single: ddp.strategy=single trains in one process" in text.stdout
+    done = plan(tmp_path, "format=json", *words, "trainer.batch_size=4", "device=h100")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    gpu = values["gpu"]
+    assert (gpu["device"], gpu["ranks"], gpu["nodes"]) == ("h100", 4, 1)
+    ddp = gpu["strategies"]["ddp"]
+    assert ddp["weights_bytes"] == 4 * values["model"]["parameters"]
+    assert ddp["step_s_bound"] == max(ddp["compute_s"], ddp["memory_s"], ddp["wire_s"])
+    assert not {"memory", "snapshots", "time"} & {*values}, "nothing is measured"
+    assert not [path for path in tmp_path.iterdir() if path.name != "cache"], "no run directory"
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -62,6 +82,10 @@ def test_a_plan_as_text_and_json(tmp_path):
         (["-m", "optimizer.lr=1e-3,1e-4"], "config error: a plan is of one run; leave out -m"),
         (["data.path=nowhere.txt"], "data error: data.path=nowhere.txt: there is no such file"),
         (["plan"], "config error: plan is not of the form key=value"),
+        (["device=h1000"], "config error: device=h1000 is not known; use one of a100-40gb, "),
+        (["device=h100", "nodes=0"], "config error: nodes=0 must be at least 1"),
+        (["device=h100", "network_gbps=fast"], "config error: network_gbps='fast' must be "),
+        (["nodes=8"], "config error: nodes=8 is of a plan for GPUs; add device=h100"),
     ],
 )
 def test_errors_are_those_of_training(args, message, tmp_path):

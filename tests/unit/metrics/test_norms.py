@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,9 @@ def model():
 def measure(model: nn.Module, step: int, world_size: int = 1) -> dict[str, float]:
     """Update by -0.5 gradients; on several ranks that hold the same."""
     found: dict[str, float] = {}
-    group = SimpleNamespace(world_size=world_size, all_reduce=lambda values: values * world_size)
+    group = SimpleNamespace(
+        world_size=world_size, all_reduce=lambda values: values * world_size, waiting=nullcontext
+    )
     with LayerNorms(group, model, every=2).measure(step, lambda step, values: found.update(values)):
         torch.optim.SGD(model.parameters(), lr=0.5).step()
         model.zero_grad(set_to_none=True)

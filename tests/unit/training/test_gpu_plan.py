@@ -30,13 +30,13 @@ GPT = [
 ]
 PARAMETERS = (VOCABULARY + LENGTH) * WIDTH + LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 TENSORS = 3 + LAYERS * 6
-RESIDENT = 7200  # bytes of the text, a byte per token, that stay on the GPU
+RESIDENT = 36_000  # bytes of the text, a byte per token, that stay on the GPU
 
 
 @pytest.fixture(autouse=True)
 def cwd(tmp_path, monkeypatch) -> Path:
-    """The working directory, with a text of 7,200 + 800 characters, 8 of them distinct."""
-    (tmp_path / "a.txt").write_text("abcdefgh" * 1000)
+    """The working directory, with a text of 36,000 + 4,000 characters, 8 of them distinct."""
+    (tmp_path / "a.txt").write_text("abcdefgh" * 5000)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -45,11 +45,13 @@ def configuration(*overrides: str) -> Config:
     return from_mapping(configure(*overrides))
 
 
-def strategies(*overrides: str, ranks: int = 1, nodes: int = 1, **machine: Any) -> dict[str, Any]:
+def strategies(
+    *overrides: str, ranks: int = 1, nodes: int = 1, outputs: int | None = None, **machine: Any
+) -> dict[str, Any]:
     """Return the figures by strategy on H100s, with a micro-batch of each rank per step."""
     words = [f"trainer.batch_size={ROWS * ranks * nodes}", f"ddp.nproc_per_node={ranks}"]
     config = configuration(*GPT, *words, *overrides)
-    plan = make_gpu_plan(config, Machine("h100", nodes, **machine))
+    plan = make_gpu_plan(config, Machine("h100", nodes, **machine), outputs=outputs)
     assert plan["gpu"]["ranks"] == ranks * nodes
     return plan["gpu"]["strategies"]
 
@@ -227,11 +229,11 @@ def test_nothing_of_the_model_is_allocated():
 
 
 def test_another_vocabulary():
-    figures = strategies(vocab_size=50257)["single"]
+    figures = strategies(outputs=50257)["single"]
     assert figures["weights_bytes"] == 4 * (PARAMETERS + (50257 - VOCABULARY) * WIDTH)
     config = configuration("experiment=toy")
-    with pytest.raises(ConfigError, match=r"vocab_size=9 needs task=language_model"):
-        make_gpu_plan(config, Machine("h100", vocab_size=9))
+    with pytest.raises(ConfigError, match="vocab_size=9 is of texts"):
+        make_gpu_plan(config, Machine("h100"), outputs=9)
 
 
 def test_a_task_without_text_is_planned_too():
