@@ -83,7 +83,8 @@ class Profiler:
             return
         if self._profile is None:
             begin = time.perf_counter()
-            self._profile = torch.profiler.profile(profile_memory=True)
+            # one cycle; with acc_events torch 2.11 does not warn that others would be lost
+            self._profile = torch.profiler.profile(profile_memory=True, acc_events=True)
             with torch_internals.without_profiler_marks():
                 self._profile.start()
             self._pause(time.perf_counter() - begin)
