@@ -1,4 +1,4 @@
-"""Download the wheels that the package and its tests for a GPU need, all but torch, into a directory.
+"""Download the wheels that the package and its tests for a GPU need, all but torch.
 
     make wheels PYTHON_VERSION=3.12 DIR=wheels
     python -m pip install --no-index --find-links wheels -r wheels/requirements.txt   # over there
