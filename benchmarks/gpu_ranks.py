@@ -6,7 +6,6 @@ types, the streams and the hooks, and that the steps give the numbers of a singl
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -43,7 +42,7 @@ def ranks_on_one_gpu(part: Part) -> Table:
 
 def killed_over_gloo(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
     """Compare weights and moments of two ranks with and without kill -9 of one of them."""
-    setting = TINY if part.dry else replace(CHAR, log_every=10)
+    setting = TINY if part.dry else CHAR
     total, every, kill_at = (30, 5, 8) if part.dry else (200, 25, 60)  # steps
     words = ["ddp.nproc_per_node=2", "ddp.backend=gloo", "trainer.deterministic=true"]
     words += ["run.resume=auto", f"trainer.max_steps={total}", f"snapshot.every_steps={every}"]

@@ -21,8 +21,9 @@ PACKAGE = ROOT / "mingpt_ddp"
 MESSAGE = "called a synchronizing CUDA operation"
 COUNTED_STEPS = 2  # after the first, which allocates
 TOKENS = 16  # decoded
-# The phases of a run. A step has its own name where GradScaler reads whether a gradient overflowed.
-STEP, SCALED_STEP = "step", "step of Muon in fp16"
+# The phases of a run. A step has its own name where GradScaler reads whether a gradient overflowed;
+# AdamW's fused kernel does so itself.
+STEP, SCALED_STEP = "step", "step in fp16 without AdamW"
 EVALUATION, STAGING, DECODING, LOGGING = "evaluation", "staging", "decoding", "logging"
 # Why a place may wait, by phase, file below mingpt_ddp/ and function; a step may wait nowhere.
 PERMITTED = {
@@ -124,7 +125,7 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
     evaluator = Evaluator(task, runtime)
     meter = Meter(runtime, 64, "tokens")
     buffers: dict[str, Any] = {}
-    is_scaled = runtime.precision == "fp16" and config.optimizer.name == "muon"
+    is_scaled = runtime.precision == "fp16" and config.optimizer.name != "adamw"
 
     def steps(first: int, last: int) -> None:
         for step in range(first, last + 1):
