@@ -13,10 +13,12 @@ INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray trackers transformers)
 LOWEST := .venv-lowest
 CASES ?= 10000
 SEED ?= $(shell date +%Y%m%d)
+PYTHON_VERSION ?= 3.12
+DIR ?= wheels
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest lines clean
+.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest wheels lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -73,6 +75,9 @@ lowest:  ## run the unit tests with the lowest versions in setup.cfg, but torch 
 	@echo "installing the lowest versions, and torch $(TORCH), into $(LOWEST)"
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[test]'
 	@$(LOWEST)/bin/python -m pytest tests/unit $(ARGS)
+
+wheels:  ## download into DIR=wheels what a machine with torch, PYTHON_VERSION=3.12 and no network needs
+	@$(PYTHON) scripts/download_wheels.py --python-version $(PYTHON_VERSION) $(DIR)
 
 lines:  ## count the package's tokens and lines of code: without blanks, comments and docstrings
 	@$(PYTHON) scripts/count_lines.py

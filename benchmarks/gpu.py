@@ -1,6 +1,8 @@
-"""All measurements that need a GPU: six parts of at most 8 minutes each.
+"""All measurements that need a GPU, in parts that go on where an earlier call of them stopped.
 
-1  the tests marked gpu
+0  look first: where the host waits for the GPU in a step, an evaluation, staging, decoding and
+   logging; a profiled run; the memory that `python -m mingpt_ddp.plan` expects against the peak
+1  the tests marked gpu: quick ones, then bf16 in two parts, then the others
 2  the same bits after kill -9 of a worker, with trainer.compile=true and
    trainer.deterministic=true, and their cost
 3  tokens/s and utilization at 10.7M parameters (nanoGPT's shakespeare_char) and in GPT-2's shape
@@ -11,39 +13,41 @@
    torch.save
 5  time to a validation loss of 1.47 on tinyshakespeare, ours and nanoGPT's
 6  experiment=shakespeare_char_best on two seeds
+7  what is likely faster, beside what is done: host memory, flags, broadcasts, DDP's timer,
+   all-reduces and all-gathers; cuDNN attention, a padded vocabulary, trainer.compile
+8  ranks on one GPU: two over gloo, one of them killed; one over NCCL, in every strategy
 
-A part prints a table, writes gpu_<part>.json, and lists what it skipped for lack of time. Compiled
-code is cached in the same directory, so that a repeated part has more time for repetitions. nanoGPT
-is not part of this project: its own train.py and model.py run from a temporary copy of the checkout
-that --nanogpt names. Nothing here needs a network.
+A part prints a table, writes gpu_<part>.json, and lists what it skipped for lack of time. Each
+finished measurement is kept in gpu_<part>.kept.json: call the part again for the others, for what
+failed, and for more repetitions; with --fresh for all of it. Compiled code is cached in the same
+directory. nanoGPT is not part of this project: its own train.py and model.py run from a temporary
+copy of the checkout that --nanogpt names. Nothing here needs a network.
 
     export MINGPT_SHAKESPEARE=input.txt
-    for part in 1 2 3 4 5 6; do python benchmarks/gpu.py --part $part --nanogpt ~/nanoGPT; done
+    for parts in "0 1" "2 1" "3 7" "4 8" 5; do python benchmarks/gpu.py --part $parts; done
 """
 
 from __future__ import annotations
 
 import argparse
-import configparser
 import os
-import re
+import shutil
 import sys
 import tempfile
 import time
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PARTS = range(9)
+sys.path.append(str(ROOT / "scripts"))
+from download_wheels import name_of, requirements  # noqa: E402
 
 
 def missing_packages() -> list[str]:
-    """Return the packages that setup.cfg requires, and pytest, that are not installed."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    wanted = [*setup["options"]["install_requires"].split("\n"), "pytest"]
-    names = [re.split(r"[<>=~!\[; ]", line.strip())[0] for line in wanted if line.strip()]
+    """Return torch and what `make wheels` downloads, as far as it is not installed."""
+    names = ["torch", *map(name_of, requirements())]
     return [name for name in names if not is_installed(name)]
 
 
@@ -59,7 +63,14 @@ def command_line() -> argparse.Namespace:
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--part", type=int, required=True, choices=range(1, 7))
+    made.add_argument(
+        "--part",
+        type=int,
+        nargs="+",
+        required=True,
+        choices=PARTS,
+        help="one or more, in this order; each gets an equal share of the time that is left",
+    )
     made.add_argument(
         "--nanogpt", type=Path, metavar="DIR", help="a checkout of nanoGPT (default: skip it)"
     )
@@ -70,7 +81,7 @@ def command_line() -> argparse.Namespace:
         help="directory (default: %(default)s)",
     )
     made.add_argument(
-        "--minutes", type=float, default=8.0, help="of this part, at most (default: %(default)s)"
+        "--minutes", type=float, default=8.0, help="of this call, at most (default: %(default)s)"
     )
     made.add_argument(
         "--repetitions",
@@ -80,9 +91,12 @@ def command_line() -> argparse.Namespace:
     )
     made.add_argument(
         "--wheels",
-        default="WHEELS",
+        default="wheels",
         metavar="DIR",
-        help="directory of wheels, for the message on missing packages",
+        help="directory of `make wheels`, for the message on missing packages",
+    )
+    made.add_argument(
+        "--fresh", action="store_true", help="forget what earlier calls of these parts measured"
     )
     made.add_argument(
         "--dry-run", action="store_true", help="smoke test: tiny sizes on the CPU, one repetition"
@@ -111,32 +125,58 @@ def main() -> None:
     ends_at += 60 * chosen.minutes
     refuse(chosen)
     # These import numpy.
-    from common import in_fresh_process, report
-    from gpu_parts import PARTS
-    from gpu_runs import Part, device_facts, text_or_random
+    from common import in_fresh_process
+    from gpu_runs import device_facts
 
-    title, measure = PARTS[chosen.part]
-    out, dry = chosen.out.resolve(), chosen.dry_run
+    out = chosen.out.resolve()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(out / "compiled"))
+    try:
+        device = "cpu" if chosen.dry_run else "cuda"
+        facts = in_fresh_process(device_facts, device, limit_s=ends_at - time.monotonic())
+    except Exception as error:
+        sys.exit(f"{str(error).strip()[-2000:]}; --dry-run needs no GPU")
+    has_failed = False
+    for done, number in enumerate(chosen.part):
+        now = time.monotonic()
+        share_s = (ends_at - now) / (len(chosen.part) - done)
+        has_failed |= run_part(number, chosen, out, facts, now + share_s)
+    sys.exit(1 if has_failed else 0)
+
+
+def run_part(
+    number: int, chosen: argparse.Namespace, out: Path, facts: dict[str, Any], ends_at: float
+) -> bool:
+    """Measure a part, print and write its results; return whether something failed."""
+    from common import report
+    from gpu_kept import Kept
+    from gpu_parts import PARTS
+    from gpu_runs import Part, text_or_random
+
+    title, measure = PARTS[number]
+    dry = chosen.dry_run
+    kept_at = out / f"gpu_{number}.kept.json"
+    runs = out / f"runs_{number}"
+    if chosen.fresh:
+        kept_at.unlink(missing_ok=True)
+        shutil.rmtree(runs, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="gpu-") as directory:
         text, is_shakespeare = text_or_random(Path(directory), 40_000 if dry else 1_000_000)
+        name = "tinyshakespeare" if is_shakespeare else "random characters"
+        about = {"dry_run": dry, "text": name, "device": facts["device"], "torch": facts["torch"]}
         part = Part(
-            dry, Path(directory), text, chosen.nanogpt, 1 if dry else chosen.repetitions, ends_at
+            dry,
+            Path(directory),
+            text,
+            chosen.nanogpt,
+            1 if dry else chosen.repetitions,
+            ends_at,
+            facts,
+            Kept(kept_at, about),
+            runs,
         )
-        find_facts = partial(in_fresh_process, device_facts, part.device, limit_s=part.left_s())
-        part.facts = part.attempt("the device", find_facts) or {}
-        if not part.facts:
-            sys.exit(f"{(part.failures or part.notes)[0]}; --dry-run needs no GPU")
         figures, header, rows = measure(part)
-    facts = part.facts
-    results: dict[str, Any] = {
-        "part": chosen.part,
-        "title": title,
-        "dry_run": dry,
-        "facts": facts,
-        "figures": figures,
-    }
-    results |= {"text": "tinyshakespeare" if is_shakespeare else "random characters"}
+    results: dict[str, Any] = {"part": number, "title": title, "dry_run": dry, "facts": facts}
+    results |= {"figures": figures, "text": name}
     results |= {"left_out": part.notes, "failures": part.failures}
     print(f"{title}: {facts['device']}, {facts['memory_gib']} GiB, {facts['precision']}\n")
     readme = [
@@ -146,11 +186,12 @@ def main() -> None:
         )
         for row in rows
     ]
-    report(out / f"gpu_{chosen.part}.json", results, header, rows, [] if dry else readme)
+    report(out / f"gpu_{number}.json", results, header, rows, [] if dry else readme)
     for kind, lines in (("skipped", part.notes), ("FAILED", part.failures)):
         for line in lines:
             print(f"\n{kind}: {line}")
-    sys.exit(1 if part.failures else 0)
+    print(flush=True)
+    return bool(part.failures)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from typing import Any
 import sampling
 import snapshots
 from common import ROOT, cell, environment, in_fresh_process, spread
+from gpu_comparisons import comparisons
+from gpu_first import first_look
+from gpu_ranks import ranks_on_one_gpu
 from gpu_runs import Part, Table, in_parts, ratios, shown, spreads
 from gpu_training import (
     CHAR,
@@ -29,42 +32,51 @@ from gpu_training import (
 from trainers import PLAIN, SETTINGS
 
 NO_GPU = "it needs a GPU"
+TESTS = "tests/e2e/test_gpu.py"
+OUTCOME = r"^\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)"
+COMPILE = "two_parts or test_compiled or test_sample_on"
+PHASES = {
+    "quick ones": f"not ({COMPILE})",
+    "bf16 in two parts": "two_parts and bf16",
+    "the others": f"({COMPILE}) and not (two_parts and bf16)",
+}
 
 
 # 1: the tests.
 
 
 def run_tests(part: Part) -> Table:
-    """Run the tests marked gpu, fast ones first."""
+    """Run the tests marked gpu that have not passed in an earlier call, in the order of PHASES."""
+    key = "outcomes"
+    outcomes: dict[str, str] = dict(part.kept.value(key)) if key in part.kept else {}
     output = ""
-    for words in ("not two_parts", "two_parts"):
-        output += part.attempt(f"tests, -k '{words}'", partial(pytest, part, words)) or ""
-    outcomes = re.findall(r"^\S+::(\S+) (PASSED|FAILED|ERROR|SKIPPED)", output, flags=re.MULTILINE)
+    for phase, words in PHASES.items():
+        done = [name for name, outcome in outcomes.items() if outcome in ("PASSED", "SKIPPED")]
+        new = part.attempt(f"tests, {phase}", partial(pytest, part, words, done)) or ""
+        found = re.findall(OUTCOME, new, flags=re.MULTILINE)
+        outcomes |= dict(found)
+        part.kept.put(key, outcomes, 0.0)
+        output += new
     if not outcomes and not part.notes:
         part.failures.append("tests: pytest ran none")
-    counts = Counter(outcome for _, outcome in outcomes)
+    counts = Counter(outcomes.values())
     part.failures += [
-        f"test {name}" for name, outcome in outcomes if outcome in ("FAILED", "ERROR")
+        f"test {name}" for name, outcome in outcomes.items() if outcome in ("FAILED", "ERROR")
     ]
     figures = {"outcomes": dict(counts), "tests": outcomes, "output": output}
     rows = [[outcome.lower(), str(count)] for outcome, count in counts.items()]
     return figures, ["tests marked gpu", "number"], rows
 
 
-def pytest(part: Part, words: str) -> str:
-    """Return the output of pytest, interrupted when the time is up."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "tests/e2e/test_gpu.py",
-        "-m",
-        "gpu",
-        "-k",
-        words,
-        "-v",
-        "--tb=short",
-    ]
+def pytest(part: Part, words: str, done: list[str]) -> str:
+    """Return the output of pytest, interrupted when the time is up.
+
+    Args:
+        words: which tests, for -k.
+        done: the names of those to leave out.
+    """
+    command = [sys.executable, "-m", "pytest", TESTS, "-m", "gpu", "-k", words, "-v", "--tb=short"]
+    command += [f"--deselect={TESTS}::{name}" for name in done]
     process = subprocess.Popen(
         [*command, "-p", "no:cacheprovider"],
         cwd=ROOT,
@@ -112,7 +124,7 @@ def exactness(part: Part) -> Table:
             command = [*cold, *command] if kill else command
             work = partial(in_parts, part, command, part.scratch / "runs" / run, kill)
             with part.within(0.4):
-                digests.append(part.attempt(f"bit-identity, {run}", work))
+                digests.append(part.measure(f"bit-identity, {run}", work))
         figures["identical"][name] = None if None in digests else digests[0] == digests[1]
         if figures["identical"][name] is False:
             part.failures.append(f"{name}: the bytes after kill -9 differ")
@@ -162,7 +174,7 @@ def graphs_sampling_snapshots(part: Part) -> Table:
         cuda_graphs(part, figures, rows)
     with part.within(0.5):
         sampled(part, figures, rows)
-    if (found := part.attempt("snapshots", partial(stalls, part))) is not None:
+    if (found := part.measure("snapshots", partial(stalls, part))) is not None:
         found["stall_shorter"] = [
             a / max(b, 1e-9) for a, b in zip(found["sync"], found["stall"], strict=True)
         ]
@@ -260,10 +272,13 @@ def stalls(part: Part) -> dict[str, list[float]]:
 
 
 PARTS: dict[int, tuple[str, Callable[[Part], Table]]] = {
+    0: ("waits, a profile, memory", first_look),
     1: ("the tests marked gpu", run_tests),
     2: ("the same bits after kill -9, and the cost", exactness),
     3: ("the speed of training", training_speed),
     4: ("CUDA graphs, sampling, snapshots", graphs_sampling_snapshots),
     5: ("time to a validation loss", time_to_loss),
     6: ("the lowest loss", best_loss),
+    7: ("what is likely faster", comparisons),
+    8: ("ranks on one GPU", ranks_on_one_gpu),
 }

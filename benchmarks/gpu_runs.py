@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from common import TEXT_VARIABLE, cell, compare, compose_config, corpus_path, log, spread
+from gpu_kept import Kept
 from stopwatch import process_tree, running
 from versions import has_open_file, last_step
 
@@ -37,6 +38,9 @@ class Part:
     repetitions: int  # at most
     ends_at: float  # of time.monotonic()
     facts: dict[str, Any] = field(default_factory=dict)  # about the device
+    kept: Kept = field(default_factory=Kept)  # of earlier calls, and of this one
+    out: Path | None = None  # for runs that a later call continues; None: the empty directory
+    repetition: int = 1  # of the measurement under way
     notes: list[str] = field(default_factory=list)  # what was skipped, and why
     failures: list[str] = field(default_factory=list)
 
@@ -80,24 +84,32 @@ class Part:
                 log(f"failed: {self.failures[-1]}")
             return None
 
+    def measure(self, what: str, work: Callable[[], T], needed_s: float = 0.0) -> T | None:
+        """Return the result of `work`, a JSON value, or that of an earlier call; see `attempt`."""
+        if what in self.kept:
+            found: T = self.kept.value(what)
+            return found
+        begin = time.monotonic()
+        value = self.attempt(what, work, needed_s)
+        if value is not None:
+            self.kept.put(what, value, time.monotonic() - begin)
+            log(f"{what}: {value if isinstance(value, (int, float)) else 'done'}")
+        return value
+
     def alternate(self, what: str, candidates: Mapping[str, Callable[[], T]]) -> dict[str, list[T]]:
         """Measure A, B, A, B ... while repetitions and time are left; drop those that fail."""
         values: dict[str, list[T]] = {name: [] for name in candidates}
         took = dict.fromkeys(candidates, 0.0)
         for repetition in range(1, self.repetitions + 1):
+            self.repetition = repetition
             for name in list(took):
-                begin = time.monotonic()
-                value = self.attempt(
-                    f"{what}, {name}, repetition {repetition}",
-                    candidates[name],
-                    took[name] * MARGIN,
-                )
+                key = f"{what}, {name}, repetition {repetition}"
+                value = self.measure(key, candidates[name], took[name] * MARGIN)
                 if value is None:
                     del took[name]
                     continue
-                took[name] = time.monotonic() - begin
+                took[name] = self.kept.seconds(key)
                 values[name].append(value)
-                log(f"{what}, repetition {repetition}/{self.repetitions}, {name}: {value}")
         return {name: measured for name, measured in values.items() if measured}
 
 
@@ -179,6 +191,7 @@ class Descent:
 
     losses: list[tuple[float, int, float]]  # seconds since its start, step, nats per character
     first_step_s: float  # until the first step was logged; 0: none
+    has_ended: bool = False  # by itself, not at the target or out of time
 
     @property
     def best(self) -> float:
@@ -202,7 +215,8 @@ def descend(
     """
     begin, first, tail = time.monotonic(), 0.0, list[str]()
     losses: list[tuple[float, int, float]] = []
-    with running(command, cwd, limit_s=part.left_s()) as (_, lines):
+    has_ended = False
+    with running(command, cwd, limit_s=part.left_s()) as (process, lines):
         for line in lines:
             tail, now = [*tail[-20:], line], time.monotonic() - begin
             if re.search(step, line):
@@ -211,9 +225,11 @@ def descend(
                 losses.append((round(now, 2), int(found[1]), float(found[2])))
                 if losses[-1][2] <= target:
                     break
+        else:
+            has_ended = process.wait() == 0
     if not losses:
         raise RuntimeError(f"no validation loss was reported:\n{''.join(tail)}")
-    return Descent(losses, round(first, 2))
+    return Descent(losses, round(first, 2), has_ended)
 
 
 def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:

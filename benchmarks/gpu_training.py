@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from common import ROOT, cell, in_fresh_process, spread
@@ -62,9 +63,15 @@ def tokens_per_s(
 
 
 def our_speed(
-    part: Part, setting: Setting, recipe: list[str], *overrides: str
+    part: Part,
+    setting: Setting,
+    recipe: list[str],
+    *overrides: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[], float]:
+    """Return a function that measures tokens/s, with more environment variables."""
     command = our_command(part, setting, recipe, *overrides)
+    command = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
     return partial(tokens_per_s, part, setting, command, part.scratch, OURS)
 
 
@@ -93,7 +100,7 @@ def training_speed(part: Part) -> Table:
     count = partial(
         in_fresh_process, flops_per_token, words, len(set(part.text.read_text(encoding="utf-8")))
     )
-    flops = part.attempt("FLOPs per token", count) or {}
+    flops = part.measure("FLOPs per token", count) or {}
     # nanoGPT's model has the shapes of ours.
     flops |= {f"{key}, nanoGPT": flops[f"{key}, gpt"] for key in settings if flops}
     speeds = part.alternate("tokens/s", candidates)
@@ -142,11 +149,11 @@ def share(flops: float, rate: float | None) -> float | None:
 # 5 and 6: validation losses.
 
 
-def our_training(part: Part, run: str, seed: int, target: float) -> Descent:
-    """Train the best experiment that exists, in a new run directory."""
+def our_training(part: Part, root: Path, run: str, seed: int, target: float) -> Descent:
+    """Train the best experiment that exists, or go on with its run below `root`."""
     there = [name for name in BEST if (ROOT / "conf" / "experiment" / f"{name}.yaml").is_file()]
     where = [
-        *path_overrides(part.text, part.scratch),
+        *path_overrides(part.text, root),
         "data.sha256=null",
         f"run.name={run}",
         f"run.seed={seed}",
@@ -204,6 +211,17 @@ def wants_shakespeare(part: Part) -> bool:
     return False
 
 
+def reached(run: Descent, target: float) -> dict[str, Any]:
+    """Return a run that reached the target, or that ended without.
+
+    Raises:
+        RuntimeError: neither; it was stopped for lack of time.
+    """
+    if run.best > target and not run.has_ended:
+        raise RuntimeError(f"stopped at a loss of {run.best}, before {target}")
+    return asdict(run)
+
+
 def time_to_loss(part: Part) -> Table:
     """Measure seconds of the whole process until it logs a validation loss.
 
@@ -219,19 +237,20 @@ def time_to_loss(part: Part) -> Table:
     ]
     if wants_shakespeare(part):
         return {}, header, []
-    candidates: dict[str, Callable[[], Descent]] = {}
-    seeds = iter(range(1, 100))
-    candidates["ours"] = lambda: our_training(part, f"run-{(seed := next(seeds))}", seed, target)
+    candidates: dict[str, Callable[[], dict[str, Any]]] = {}
+
+    def ours_with_another_seed() -> dict[str, Any]:
+        seed = part.repetition
+        return reached(our_training(part, part.scratch, f"run-{seed}", seed, target), target)
+
+    candidates["ours"] = ours_with_another_seed
     if copy := nanogpt_copy(part):
-        candidates["nanoGPT"] = partial(nanogpt_training, part, copy, target)
+        candidates["nanoGPT"] = lambda: reached(nanogpt_training(part, copy, target), target)
     descents = part.alternate(f"to a loss of {target}", candidates)
-    figures = {
-        "target": target,
-        "runs": {name: [asdict(run) for run in runs] for name, runs in descents.items()},
-    }
+    figures = {"target": target, "runs": descents}
     rows = []
     for name, runs in descents.items():
-        for run in runs:
+        for run in (Descent(**values) for values in runs):
             seconds = run.seconds_to(target)
             after = (
                 None if seconds is None or not run.first_step_s > 0 else seconds - run.first_step_s
@@ -247,8 +266,8 @@ def time_to_loss(part: Part) -> Table:
 
 
 def best_loss(part: Part) -> Table:
-    """Train the best experiment to its end, with two seeds."""
-    header = ["seed", "steps", "lowest loss, nats/character", "last loss", "s"]
+    """Train the best experiment to its end, with two seeds; a later call resumes a run."""
+    header = ["seed", "steps", "lowest loss, nats/character", "last loss", "s of all calls"]
     if not (ROOT / "conf" / "experiment" / f"{BEST[0]}.yaml").is_file():
         part.skip(f"experiment={BEST[0]}", f"there is none; {BEST[1]} instead")
     if wants_shakespeare(part):
@@ -256,11 +275,30 @@ def best_loss(part: Part) -> Table:
     figures: dict[str, Any] = {"runs": {}}
     rows = []
     for seed in SEEDS:
-        run = part.attempt(f"seed {seed}", partial(our_training, part, f"seed-{seed}", seed, 0.0))
+        run = trained_so_far(part, seed)
         if run is not None:
             figures["runs"][seed] = asdict(run)
             seconds, step, last = run.losses[-1]
             rows.append([str(seed), str(step), f"{run.best:.4f}", f"{last:.4f}", f"{seconds:.0f}"])
-    if part.left_s() < 1:
-        part.skip("the rest of a run", "out of time; the last row is how far it got")
+            if not run.has_ended:
+                part.skip(f"the rest of seed {seed}", "out of time; run the part again")
     return figures, header, rows
+
+
+def trained_so_far(part: Part, seed: int) -> Descent | None:
+    """Train on with a seed, unless its run has ended; return the losses of all calls."""
+    what = f"seed {seed}"
+    before = Descent(**part.kept.value(what)) if what in part.kept else Descent([], 0.0)
+    if before.has_ended:
+        return before
+    root = part.out or part.scratch  # a later call resumes what is in the former
+    new = part.attempt(what, partial(our_training, part, root, f"seed-{seed}", seed, 0.0))
+    if new is None:
+        return before if before.losses else None
+    passed_s = before.losses[-1][0] if before.losses else 0.0
+    later = [(passed_s + seconds, step, loss) for seconds, step, loss in new.losses]
+    whole = Descent(
+        [*before.losses, *later], before.first_step_s or new.first_step_s, new.has_ended
+    )
+    part.kept.put(what, asdict(whole), whole.losses[-1][0])
+    return whole

@@ -7,6 +7,7 @@ a run.
 
 import contextlib
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mingpt_ddp.errors import ConfigError
 
 S = TypeVar("S")
+PROFILER_MARK = re.compile(rb"^USDT:|gpuGetDeviceCount failed")
 FIRST_BUCKET = 1 << 20  # bytes of the first bucket of gradients, whatever ddp.bucket_cap_mb is
 
 
@@ -173,6 +175,8 @@ def clone_store(store: S) -> S:
 def without_profiler_marks() -> Iterator[None]:
     """Drop the lines `USDT:...` that Kineto writes to standard error around a profile.
 
+    Also its error that there is no GPU, of a torch build for CUDA on a machine without one.
+
     KINETO_LOG_LEVEL cannot do that: these lines have a higher level than errors. So file descriptor
     2 is a file in memory within this context, and all other lines are written when it ends.
     Fallback: all lines are.
@@ -190,7 +194,7 @@ def without_profiler_marks() -> Iterator[None]:
             os.dup2(stderr, 2)
             os.close(stderr)
             lines.seek(0)
-            kept = b"".join(line for line in lines if not line.startswith(b"USDT:"))
+            kept = b"".join(line for line in lines if not PROFILER_MARK.search(line))
             with contextlib.suppress(OSError):  # the reader of a pipe exited
                 os.write(2, kept)
 

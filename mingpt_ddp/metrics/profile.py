@@ -83,7 +83,8 @@ class Profiler:
             yield
             return
         if self._profile is None:
-            self._profile = torch.profiler.profile(profile_memory=True)
+            # one cycle; with acc_events torch 2.11 does not warn that others would be lost
+            self._profile = torch.profiler.profile(profile_memory=True, acc_events=True)
             with self._paused(), torch_internals.without_profiler_marks():
                 self._profile.start()
         begin = self.runtime.now()

@@ -11,12 +11,15 @@ from launching import ROOT, call
 pytestmark = pytest.mark.slow
 
 ROWS = {
+    0: ["waits of 3 cases", "a profiled step, ms", "peak of gpt_nano, fp32, recomputed, GiB"],
     1: ["skipped"],
     2: ["modern: the same bytes after kill -9", "gpt, eager, tokens/s"],
     3: ["tiny, gpt", "tiny, modern"],
     4: ["sampling: gpt, 10 streams", "snapshot: torch.save while training waits"],
     5: ["ours"],
     6: ["101", "102"],
+    7: ["flags of a step, two ranks", "all_gather of updates, one rank", "a short run"],
+    8: ["two ranks over gloo: the same bytes after kill -9", "one rank over gloo, fsdp"],
 }
 
 
@@ -41,5 +44,26 @@ def test_a_part_on_a_cpu(part, tmp_path):
         if line.startswith("| ")
     ]
     assert set(ROWS[part]) <= set(table), done.stdout
+    kept = json.loads((tmp_path / "out" / f"gpu_{part}.kept.json").read_text())
+    assert kept["measurements"]
+    if part == 8:
+        assert result["figures"]["gloo_identical"] is True
     if part == 2:
         assert result["figures"]["identical"] == {"modern": True}
+
+
+def test_a_later_call_goes_on(tmp_path):
+    """What was measured is kept, whichever parts a call names; --fresh measures all again."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out=out"]
+
+    def run(*words: str) -> str:
+        done = call([*script, *words], tmp_path, timeout=240, MINGPT_SHAKESPEARE="")
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3")
+    again = run("--part", "1", "3")
+    assert "gpu_3.kept.json: 3 measurements of earlier calls stay" in again
+    assert "repetition 1" not in again
+    assert "| tiny, gpt | " in again
+    assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3", "--fresh")

@@ -318,12 +318,14 @@ def test_a_store_is_cloned(tmp_path):
 
 def test_a_profile_writes_no_lines_of_its_own(capfd):
     """All else that arrives at standard error meanwhile, such as errors of the profiler, is
-    kept.
+    kept, but not that there is no GPU.
     """
+    no_gpu = b"ERROR:2026 1:1 DeviceProperties.cpp:48] gpuGetDeviceCount failed with code 35\n"
     with internals.without_profiler_marks():
         profile = torch.profiler.profile()
         profile.start()
         os.write(2, b"ERROR:2026 CuptiActivityApi.cpp:1] no permission\n")
+        os.write(2, no_gpu)
         torch.ones(2).add(1)
         profile.stop()
     with pytest.raises(ValueError, match="x"), internals.without_profiler_marks():

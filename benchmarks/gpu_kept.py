@@ -1,0 +1,55 @@
+"""For gpu.py: the measurements that earlier calls of a part finished, so that a part goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from common import log
+
+
+class Kept:
+    """Measurements by name, in a JSON file that is replaced after each of them."""
+
+    def __init__(self, path: Path | None = None, about: dict[str, Any] | None = None) -> None:
+        """Read the file, unless it is of another device, text or version of torch.
+
+        Args:
+            path: None keeps nothing beyond this process.
+            about: what all measurements of the file have in common.
+        """
+        self._path = path
+        self._about = about or {}
+        self._found: dict[str, dict[str, Any]] = {}  # value and seconds, by name
+        if path is None or not path.is_file():
+            return
+        read: dict[str, Any] = {}
+        with contextlib.suppress(ValueError):  # damaged: measure again
+            read = json.loads(path.read_text())
+        if read.get("about") == self._about:
+            self._found = read["measurements"]
+            log(f"{path.name}: {len(self._found)} measurements of earlier calls stay")
+        else:
+            log(f"{path.name} is of another device, text or torch; measuring all again")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._found
+
+    def value(self, name: str) -> Any:
+        return self._found[name]["value"]
+
+    def seconds(self, name: str) -> float:
+        """Return how long a measurement took."""
+        return float(self._found[name]["seconds"])
+
+    def put(self, name: str, value: Any, seconds: float) -> None:
+        self._found[name] = {"value": value, "seconds": round(seconds, 2)}
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({"about": self._about, "measurements": self._found}))
+        os.replace(new, self._path)

@@ -1,0 +1,162 @@
+"""For gpu.py: where the host waits for the GPU, as torch.cuda.set_sync_debug_mode("warn") sees it.
+
+It sees copies that block, synchronized streams and devices; not events, nor waits of a library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, compose_config
+
+PACKAGE = ROOT / "mingpt_ddp"
+MESSAGE = "called a synchronizing CUDA operation"
+COUNTED_STEPS = 2  # after the first, which allocates
+TOKENS = 16  # decoded
+# The phases of a run. A step has its own name where GradScaler reads whether a gradient overflowed;
+# AdamW's fused kernel does so itself.
+STEP, SCALED_STEP = "step", "step in fp16 without AdamW"
+EVALUATION, STAGING, DECODING, LOGGING = "evaluation", "staging", "decoding", "logging"
+# Why a place may wait, by phase, file below mingpt_ddp/ and function; a step may wait nowhere.
+PERMITTED = {
+    (SCALED_STEP, "distributed/strategies/base.py", "update"): "GradScaler reads the overflow",
+    (EVALUATION, "tasks/language_model.py", "_sum_of_entries"): "per batch: a table's copy",
+    (EVALUATION, "training/evaluator.py", "_measure"): "once per split: reads the sums",
+    (STAGING, "snapshots/async_writer.py", "_stage"): "the snapshot thread waits for its copies",
+    (DECODING, "inference/decoding.py", "__init__"): "once per text: captures the CUDA graph",
+    (DECODING, "inference/generate.py", "sample_token"): "torch.multinomial checks its input",
+    (DECODING, "inference/generate.py", "generate_text"): "the prompt, the text at its end",
+    (LOGGING, "metrics/meters.py", "state"): "per log line: reads the sums",
+    (LOGGING, "metrics/meters.py", "read"): "per log line: reads the norm",
+}
+Waits = Counter[tuple[str, str, int, str]]  # phase, file below mingpt_ddp/, line, function
+
+
+def place(stack: Sequence[traceback.FrameSummary]) -> tuple[str, int, str]:
+    """Return file, line and function of the innermost frame of the package; of any without one."""
+    functions = [frame for frame in stack if not frame.name.startswith("<")]  # no comprehension
+    ours = [frame for frame in functions if Path(frame.filename).is_relative_to(PACKAGE)]
+    frame = (ours or functions)[-1]
+    path = Path(frame.filename)
+    file = path.relative_to(PACKAGE).as_posix() if ours else path.name
+    return file, frame.lineno or 0, frame.name
+
+
+@contextlib.contextmanager
+def counted(phase: str, device: str, waits: Waits) -> Iterator[None]:
+    """Count the warnings of waits in this context, by place."""
+
+    def count(message: Warning | str, *_: Any, **__: Any) -> None:
+        if MESSAGE in str(message):
+            waits[(phase, *place(traceback.extract_stack()))] += 1
+
+    import torch
+
+    set_mode = torch.cuda.set_sync_debug_mode if device == "cuda" else id
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = count
+        set_mode("warn")
+        try:
+            yield
+        finally:
+            set_mode("default")
+
+
+def cases(dry: bool) -> list[list[str]]:
+    """Return the overrides of each model x optimizer x precision, and of some more."""
+    models = ["model=modern_nano"] if dry else ["model=gpt_nano", "model=modern_nano"]
+    optimizers = (
+        ["optimizer=muon"] if dry else ["optimizer=adamw", "optimizer=muon", "optimizer=sgd"]
+    )
+    precisions = ["fp32"] if dry else ["fp32", "bf16", "fp16"]
+    found = []
+    for model, optimizer, precision in itertools.product(models, optimizers, precisions):
+        found.append([model, optimizer, f"trainer.precision={precision}"])
+    for more in ("trainer.activation_checkpointing=true", "trainer.deterministic=true"):
+        found.append([*found[0], more])
+    return found
+
+
+def count_waits(
+    device: str, paths: list[str], cases: list[list[str]]
+) -> list[tuple[str, str, int, str, int]]:
+    """Return phase, file, line, function and number of the waits of some eager steps per case.
+
+    Call it in a new process: it changes settings of torch. Evaluation, staging, decoding and
+    logging follow each case's steps.
+    """
+    waits: Waits = Counter()
+    for words in cases:
+        _count_case(device, [*paths, *words], waits)
+    return [(*where, number) for where, number in sorted(waits.items())]
+
+
+def _count_case(device: str, words: list[str], waits: Waits) -> None:
+    import torch
+
+    from mingpt_ddp.data.dataloader import plan_batches
+    from mingpt_ddp.distributed.env import DistEnv
+    from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.inference.generate import SamplingParams, generate_text
+    from mingpt_ddp.metrics.meters import Meter
+    from mingpt_ddp.snapshots.async_writer import AsyncSave
+    from mingpt_ddp.tasks import build_task
+    from mingpt_ddp.training.evaluator import Evaluator
+    from mingpt_ddp.training.train_step import TrainStep
+    from mingpt_ddp.training.trainable import build_trainable
+
+    small = ["data.block_size=32", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
+    small += ["trainer.max_steps=100", "data.truncate=0.01", "model.dropout=0.1"]
+    config = compose_config(*small, f"trainer.device={device}", "trainer.compile=false", *words)
+    runtime = Runtime(config, DistEnv())
+    task: Any = build_task(config, runtime.group)
+    loader = task.train_loader(runtime.device)
+    trainable = build_trainable(runtime, task)
+    train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
+    evaluator = Evaluator(task, runtime)
+    meter = Meter(runtime, 64, "tokens")
+    buffers: dict[str, Any] = {}
+    is_scaled = runtime.precision == "fp16" and config.optimizer.name != "adamw"
+
+    def steps(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            result = train_step.run(step)
+            meter.record(result.losses, result.grad_norm, train_step.phase.fetch_s)
+
+    def stage() -> None:
+        save = AsyncSave(
+            runtime, [], buffers, 1, {"model.safetensors": trainable.tensors()["model"]}, id
+        )
+        save._stage()
+
+    def decode() -> None:
+        tokenizer = task.dataset.tokenizer
+        generate_text(trainable.model, tokenizer, "", TOKENS, SamplingParams(), seed=0)
+
+    work = {
+        SCALED_STEP if is_scaled else STEP: partial(steps, 2, 1 + COUNTED_STEPS),
+        LOGGING: meter.read,
+        EVALUATION: partial(evaluator.run, trainable.model, "val"),
+        STAGING: stage,
+        DECODING: decode,
+    }
+    try:
+        steps(1, 1)
+        stage()  # allocates the buffers
+        for phase, act in work.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            with counted(phase, device, waits):
+                act()
+    finally:
+        loader.close()
+        runtime.close()
