@@ -17,6 +17,8 @@ from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fake_gpu import guard
+
 GPUS = 8  # of a node
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -66,6 +68,10 @@ class Graph:
     def replay(self) -> None: ...
 
 
+def _set_device(device: Any) -> None:
+    guard.load().set_device(torch.device(device).index)
+
+
 def _nothing(*args: Any, **options: Any) -> None: ...
 
 
@@ -78,7 +84,7 @@ CUDA: dict[str, Any] = {
     "Event": Event,
     "Stream": Stream,
     "_lazy_init": _nothing,
-    "current_device": lambda: 0,
+    "current_device": lambda: guard.load().current_device(),
     "current_stream": _current_stream,
     "device_count": lambda: GPUS,
     "empty_cache": _nothing,
@@ -94,7 +100,7 @@ CUDA: dict[str, Any] = {
     "manual_seed_all": _nothing,
     "max_memory_allocated": lambda device=None: 0,
     "reset_peak_memory_stats": _nothing,
-    "set_device": _nothing,
+    "set_device": _set_device,
     "set_rng_state": _nothing,
     "stream": lambda stream: contextlib.nullcontext(),
     "synchronize": _nothing,
@@ -196,6 +202,9 @@ def all_reduce(tensors: list[Tensor], *options: Any) -> tuple[list[Tensor], Any]
 class FakeHost(FakeTensorMode):
     """FakeTensorMode that takes real tensors of the host, and shows copies of new tensors."""
 
+    # `torch.tensor(1, device="cuda")` is made on the host, then copied where observers see it
+    avoid_device_init = True  # type: ignore[assignment]
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
 
@@ -204,17 +213,9 @@ class FakeHost(FakeTensorMode):
     ) -> Any:
         if func is torch.ops.c10d.allreduce_.default and args[0][0].device.type == "cuda":
             return all_reduce(*args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def __enter__(self) -> "FakeHost":
-        # `torch.tensor(1, device="cuda")` is made on the host, then copied where observers see it.
-        torch._C._set_only_lift_cpu_tensors(True)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch._C._set_only_lift_cpu_tensors(False)
+        is_pinned = bool(kwargs and kwargs.pop("pin_memory", False))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        return pin(result) if is_pinned else result
 
 
 @contextlib.contextmanager

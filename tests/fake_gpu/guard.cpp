@@ -59,6 +59,10 @@ extern "C" void install_guard() {
   c10::impl::device_guard_impl_registry[static_cast<int>(c10::DeviceType::CUDA)].store(&guard);
 }
 
+// Of this thread; the threads of the backward pass set their own.
+extern "C" int current_device() { return current; }
+extern "C" void set_device(int index) { current = static_cast<c10::DeviceIndex>(index); }
+
 namespace at::accelerator {
 std::optional<c10::DeviceType> getAccelerator(bool) { return c10::DeviceType::CUDA; }
 }  // namespace at::accelerator

@@ -63,8 +63,10 @@ def build() -> Path:
     return library
 
 
-def load() -> None:
-    """Load the library, and let torch use its guard for the type `cuda`."""
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load the library, and let torch use its guard for the type `cuda`; return the library."""
     assert "torch" not in sys.modules, "the guard must be loaded before torch"
     library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
     library.install_guard()
+    return library

@@ -18,11 +18,10 @@ def job(function: str, **arguments: Any) -> dict[str, Any]:
     return {"function": function, "arguments": arguments}
 
 
-def run_jobs(jobs: list[dict[str, Any]]) -> list[Any]:
-    """Run jobs one after the other in a process of their own; return their results.
+def answers(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run jobs one after the other in a process of their own.
 
-    Raises:
-        AssertionError: a job failed; with its traceback.
+    Return of each its `result`, or its `error`: a traceback.
     """
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -32,12 +31,14 @@ def run_jobs(jobs: list[dict[str, Any]]) -> list[Any]:
         text=True,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
     )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    for each, answer in zip(jobs, answers, strict=False):
-        assert "error" not in answer, f"{each['arguments']}\n{answer['error']}"
-    unanswered = f"exit code {done.returncode} in {jobs[len(answers) :][:1]}\n{done.stderr}"
-    assert len(answers) == len(jobs), unanswered
-    return [answer["result"] for answer in answers]
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    crash = f"the process has exited with {done.returncode}\n{done.stderr}"
+    return [*found, *({"error": crash} for _ in jobs[len(found) :])]
+
+
+def result_of(answer: dict[str, Any]) -> Any:
+    assert "error" not in answer, answer["error"]
+    return answer["result"]
 
 
 def peak_bytes(overrides: list[str], world_size: int = 1, vocab_size: int = GPT2_VOCABULARY) -> int:
@@ -48,4 +49,4 @@ def peak_bytes(overrides: list[str], world_size: int = 1, vocab_size: int = GPT2
             trainer.compile=false stand before them.
     """
     arguments = {"overrides": overrides, "world_size": world_size, "vocab_size": vocab_size}
-    return run_jobs([job("peak_bytes", **arguments)])[0]
+    return result_of(answers([job("peak_bytes", **arguments)])[0])

@@ -1,5 +1,7 @@
 """One rank of a job whose other ranks do not exist: their collectives return at once."""
 
+from __future__ import annotations
+
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
@@ -11,22 +13,16 @@ import torch
 import torch.distributed as dist
 from multiprocess.ranks import configure
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fake_gpu.device import GPUS, fake_cuda
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed import process_group, runtime
 from mingpt_ddp.distributed.env import DistEnv
-
-# What of DDP reads values in C++, or needs a build with CUDA, and what it returns instead.
-OF_DDP = (
-    (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", None),
-    (torch.nn.parallel.distributed, "_sync_module_states", None),
-    (dist.Logger, "set_runtime_stats_and_log", None),
-    (dist.Reducer, "_rebuild_buckets", False),
-)
 
 
 class FakeGroup(process_group.ProcessGroup):
@@ -58,6 +54,32 @@ class FakeGroup(process_group.ProcessGroup):
         return flag
 
 
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *args, **options: value
+
+
+slice_mesh = DeviceMesh.__getitem__
+
+
+def _slice_mesh(mesh: DeviceMesh, name: Any) -> DeviceMesh:
+    """Return a part of a mesh, whose ranks are computed in real tensors."""
+    with _disable_current_modes():
+        return slice_mesh(mesh, name)
+
+
+REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
+    (DeviceMesh, "__getitem__", _slice_mesh),
+    (process_group, "connect", _returning(None)),
+    (process_group, "raise_if_fatal", _returning(None)),
+    (runtime, "ProcessGroup", FakeGroup),
+    # What of DDP reads values in C++, or needs a build with CUDA.
+    (dist.Logger, "set_runtime_stats_and_log", _returning(None)),
+    (dist.Reducer, "_rebuild_buckets", _returning(False)),
+    (torch.nn.parallel.distributed, "_sync_module_states", _returning(None)),
+    (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", _returning(None)),
+)
+
+
 def config_of(overrides: list[str]) -> Config:
     """Return a configuration on the GPU, eager unless the overrides say more."""
     return from_mapping(configure("trainer.device=cuda", "trainer.compile=false", *overrides))
@@ -65,16 +87,16 @@ def config_of(overrides: list[str]) -> Config:
 
 @contextlib.contextmanager
 def fake_rank(config: Config, world_size: int, rank: int = 0) -> Iterator[runtime.Runtime]:
-    """Yield the runtime of a rank on the fake GPU."""
-    env = DistEnv(rank=rank, local_rank=rank % GPUS, world_size=world_size)
+    """Yield the runtime of a rank on the fake GPU; in this context all tensors are fake."""
+    ranks_of_node = GPUS // config.model.devices
+    env = DistEnv(rank=rank, local_rank=rank % ranks_of_node, world_size=world_size)
     with ExitStack() as stack:
         mode = stack.enter_context(fake_cuda())
-        stack.enter_context(mock.patch.object(runtime, "ProcessGroup", FakeGroup))
-        for name in ("connect", "raise_if_fatal"):
-            stack.enter_context(mock.patch.object(process_group, name, lambda *args: None))
-        for target, name, result in OF_DDP:
-            replacement = mock.patch.object(target, name, lambda *args, _=result, **options: _)
-            stack.enter_context(replacement)
+        for target, name, value in REPLACEMENTS:
+            stack.enter_context(mock.patch.object(target, name, value))
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        stack.callback(torch.use_deterministic_algorithms, deterministic)
+        stack.callback(_clear_sharding_prop_cache)  # it holds the process groups of this rank
         try:
             of_rank = runtime.Runtime(config, env)
             with mode:

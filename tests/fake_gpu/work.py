@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 from tasks import text_task
+from torch import nn
 
+from fake_gpu.expected import SAMPLED
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.metrics.norms import LayerNorms
+from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.shard_plan import ShardPlan
+from mingpt_ddp.tasks import language_model
 from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.step_control import RunControl
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
@@ -36,14 +49,75 @@ class FakeRun:
     task: LanguageModel
     trainable: Trainable
     train_step: TrainStep
+    meter: Meter
 
 
 def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
     """Build what the run trains, and take its warm-up passes."""
     task = build_task(config, vocab_size)
+    task.group = runtime.group
     trainable = build_trainable(runtime, task)
     loader = task.train_loader(runtime.device)
     plan = plan_batches(config, runtime.group.data_size)
     train_step = TrainStep(runtime, task, loader, plan, trainable)
+    train_step.control = control_of(runtime, config, trainable.model)
     train_step.warm_up()
-    return FakeRun(runtime, task, trainable, train_step)
+    meter = Meter(runtime, loader.items_per_step, task.unit)
+    return FakeRun(runtime, task, trainable, train_step, meter)
+
+
+def control_of(runtime: Runtime, config: Config, model: nn.Module) -> RunControl:
+    """Return the control that couples the steps to a run, which nothing interrupts or saves."""
+    norms = LayerNorms(runtime.group, model, config.trainer.norms_every)
+    context: Any = SimpleNamespace(
+        config=config,
+        runtime=runtime,
+        interrupt=SimpleNamespace(signal_name=None),
+        metrics=SimpleNamespace(norms=norms, log_values=lambda step, values: None),
+        state=SimpleNamespace(loss_ema=None),
+    )
+    saves: Any = SimpleNamespace(
+        manager=SimpleNamespace(save_in_progress=False),
+        is_due=lambda: False,
+        wait_for_staging=lambda: None,
+    )
+    return RunControl(context, saves, AnomalyPolicy(context))
+
+
+def train(run: FakeRun) -> None:
+    """Take two steps, and check that what they leave is on the GPUs of the rank."""
+    for step in (1, 2):
+        result = run.train_step.run(step)
+        run.meter.record(result.losses, result.grad_norm, 0.0)
+        for tensor in (result.grad_norm, *result.losses.values()):
+            assert tensor.device == run.runtime.device, "the losses and the norm of a step"
+    for kind, tensors in run.trainable.tensors().items():
+        for name, tensor in tensors.items():
+            is_own = tensor.device in run.runtime.devices
+            # Muon's matrices have a step that only AdamW's loader looks for
+            assert is_own or name.endswith(":step"), f"{kind} {name} is on {tensor.device}"
+
+
+def log(run: FakeRun) -> None:
+    run.meter.read()
+
+
+def stage(run: FakeRun) -> None:
+    """Copy a snapshot to the host, as the snapshot thread does."""
+    plan = ShardPlan(run.runtime, [])
+    plan._writers = [0]
+    files = plan.own_files(run.trainable.tensors())
+    save = AsyncSave(run.runtime, [], {}, 2, files, lambda store: None)
+    save._stage()
+    assert save.staged.is_set()
+
+
+def evaluate(run: FakeRun) -> None:
+    metrics = Evaluator(run.task, run.runtime).run(run.trainable.model, "val")
+    assert metrics is not None  # {} on a rank without a batch
+
+
+def decode(run: FakeRun) -> None:
+    """Sample a few tokens, more than the context holds."""
+    with mock.patch.object(language_model, "SAMPLE_CHARACTERS", SAMPLED):
+        Evaluator(run.task, run.runtime).sample(run.trainable.model, 2)
