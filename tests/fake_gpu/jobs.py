@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fake_gpu.cases import VOCABULARY
+import torch
+from torch import nn
+
+from fake_gpu.cases import VOCABULARY, Case
 from fake_gpu.memory import MemoryTracker
+from fake_gpu.mutants import MUTANTS, mutated
 from fake_gpu.observe import Observer
 from fake_gpu.rank import config_of, fake_rank
 from fake_gpu.work import build_run, decode, evaluate, log, stage, train
+from mingpt_ddp.distributed.sync_batchnorm import synchronize
 
 PHASES = {"steps": train, "log": log, "stage": stage, "evaluate": evaluate, "sample": decode}
 
@@ -41,3 +46,25 @@ def run_case(overrides: list[str], world_size: int, rank: int) -> dict[str, Any]
             "collectives": observer.collectives,
             "shapes": {name: list(parameter.shape) for name, parameter in whole},
         }
+
+
+def run_mutant(name: str) -> dict[str, Any]:
+    """Return the result of the case of a mutant, with its code."""
+    mutant = MUTANTS[name]
+    case = mutant.case
+    with mutated(mutant):
+        return run_case(case.overrides(), case.ranks, case.rank)
+
+
+def dataparallel_step() -> None:
+    """Let nn.DataParallel split a batch over the GPUs of this process."""
+    with fake_rank(config_of([*Case().overrides(), "ddp.strategy=dp"]), 1) as runtime:
+        build_run(runtime.strategy.config, runtime, VOCABULARY).train_step.run(1)
+
+
+def synchronized_batchnorm() -> None:
+    """Take the forward pass of a batch normalization over all ranks."""
+    case = Case(strategy="ddp", ranks=8)
+    with fake_rank(config_of(case.overrides()), case.ranks) as runtime:
+        norm = synchronize(nn.Sequential(nn.BatchNorm2d(3)), runtime.device).to(runtime.device)
+        norm(torch.ones(2, 3, 4, 4, device=runtime.device))

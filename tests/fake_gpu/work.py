@@ -17,14 +17,15 @@ from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.norms import LayerNorms
+from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.async_writer import AsyncSave
 from mingpt_ddp.snapshots.shard_plan import ShardPlan
 from mingpt_ddp.tasks import language_model
 from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.training import train_step
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.step_control import RunControl
-from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
 STEPS_OF_TEXT = 4  # steps in an epoch
@@ -48,7 +49,7 @@ class FakeRun:
     runtime: Runtime
     task: LanguageModel
     trainable: Trainable
-    train_step: TrainStep
+    train_step: train_step.TrainStep
     meter: Meter
 
 
@@ -59,11 +60,11 @@ def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
     trainable = build_trainable(runtime, task)
     loader = task.train_loader(runtime.device)
     plan = plan_batches(config, runtime.group.data_size)
-    train_step = TrainStep(runtime, task, loader, plan, trainable)
-    train_step.control = control_of(runtime, config, trainable.model)
-    train_step.warm_up()
+    step = train_step.TrainStep(runtime, task, loader, plan, trainable)
+    step.control = control_of(runtime, config, trainable.model)
+    step.warm_up()
     meter = Meter(runtime, loader.items_per_step, task.unit)
-    return FakeRun(runtime, task, trainable, train_step, meter)
+    return FakeRun(runtime, task, trainable, step, meter)
 
 
 def control_of(runtime: Runtime, config: Config, model: nn.Module) -> RunControl:
@@ -91,11 +92,12 @@ def train(run: FakeRun) -> None:
         run.meter.record(result.losses, result.grad_norm, 0.0)
         for tensor in (result.grad_norm, *result.losses.values()):
             assert tensor.device == run.runtime.device, "the losses and the norm of a step"
+    is_muon = isinstance(run.trainable.optimizer, Muon)
     for kind, tensors in run.trainable.tensors().items():
         for name, tensor in tensors.items():
+            is_unused = is_muon and name.endswith(":step")  # of a matrix, for AdamW's loader
             is_own = tensor.device in run.runtime.devices
-            # Muon's matrices have a step that only AdamW's loader looks for
-            assert is_own or name.endswith(":step"), f"{kind} {name} is on {tensor.device}"
+            assert is_own or is_unused, f"{kind} {name} is on {tensor.device}"
 
 
 def log(run: FakeRun) -> None:
@@ -113,11 +115,13 @@ def stage(run: FakeRun) -> None:
 
 
 def evaluate(run: FakeRun) -> None:
-    metrics = Evaluator(run.task, run.runtime).run(run.trainable.model, "val")
+    with run.trainable.average.applied():
+        metrics = Evaluator(run.task, run.runtime).run(run.trainable.model, "val")
     assert metrics is not None  # {} on a rank without a batch
 
 
 def decode(run: FakeRun) -> None:
     """Sample a few tokens, more than the context holds."""
-    with mock.patch.object(language_model, "SAMPLE_CHARACTERS", SAMPLED):
+    tokens = mock.patch.object(language_model, "SAMPLE_CHARACTERS", SAMPLED)
+    with tokens, run.trainable.average.applied():
         Evaluator(run.task, run.runtime).sample(run.trainable.model, 2)
