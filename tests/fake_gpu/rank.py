@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from multiprocess.ranks import configure
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -96,7 +97,9 @@ def fake_rank(config: Config, world_size: int, rank: int = 0) -> Iterator[runtim
             stack.enter_context(mock.patch.object(target, name, value))
         deterministic = torch.are_deterministic_algorithms_enabled()
         stack.callback(torch.use_deterministic_algorithms, deterministic)
-        stack.callback(_clear_sharding_prop_cache)  # it holds the process groups of this rank
+        # they hold the process groups of this rank, and its device for `cuda` without an index
+        stack.callback(_clear_sharding_prop_cache)
+        stack.callback(FakeTensorMode.cache_clear)
         try:
             of_rank = runtime.Runtime(config, env)
             with mode:
