@@ -24,6 +24,8 @@ def missing_requirement() -> str | None:
         return "the fake GPU needs Linux"
     if shutil.which("g++") is None:
         return "the fake GPU needs g++; on Debian and Ubuntu: apt-get install g++"
+    if (_torch_directory() / "lib" / "libtorch_cuda.so").exists():
+        return "the fake GPU needs a build of torch without CUDA, whose place it takes"
     return None
 
 
@@ -58,7 +60,9 @@ def build() -> Path:
     library = directory / f"guard-{digest}.so"
     if not library.exists():
         own = library.with_suffix(f".{os.getpid()}")
-        subprocess.run(_command(own), check=True, capture_output=True, text=True)
+        done = subprocess.run(_command(own), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ cannot build {SOURCE.name}:\n{done.stderr}")
         own.rename(library)
     return library
 

@@ -29,17 +29,19 @@ def peak_bytes(overrides: list[str], world_size: int, vocab_size: int) -> int:
         return memory.peak
 
 
-def run_case(overrides: list[str], world_size: int, rank: int) -> dict[str, Any]:
-    """Let a rank take two steps, log, stage a snapshot, evaluate and sample.
+def run_case(
+    overrides: list[str], world_size: int, rank: int, phases: tuple[str, ...] = tuple(PHASES)
+) -> dict[str, Any]:
+    """Let a rank take two steps, log, stage a snapshot, evaluate and sample, or some of that.
 
     Return the waits of the host and the collectives by phase, and the shapes of the parameters.
     """
     config = config_of(overrides)
     with fake_rank(config, world_size, rank) as runtime, Observer() as observer:
         run = build_run(config, runtime, VOCABULARY)
-        for phase, work in PHASES.items():
+        for phase in phases:
             with observer.during(phase):
-                work(run)
+                PHASES[phase](run)
         whole = run.task.build_model().named_parameters()
         return {
             "waits": observer.waits,
@@ -49,11 +51,11 @@ def run_case(overrides: list[str], world_size: int, rank: int) -> dict[str, Any]
 
 
 def run_mutant(name: str) -> dict[str, Any]:
-    """Return the result of the case of a mutant, with its code."""
+    """Return the result of a phase of a mutant's case, with its code."""
     mutant = MUTANTS[name]
     case = mutant.case
     with mutated(mutant):
-        return run_case(case.overrides(), case.ranks, case.rank)
+        return run_case(case.overrides(), case.ranks, case.rank, (mutant.phase,))
 
 
 def dataparallel_step() -> None:
