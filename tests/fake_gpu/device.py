@@ -4,7 +4,7 @@ Load the guard (guard.py) before this module imports torch.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -30,6 +30,14 @@ H100 = SimpleNamespace(
 )
 
 
+listeners: list[Callable[[str], None]] = []  # to waits of the host that torch's modes do not see
+
+
+def _wait(what: str) -> None:
+    for listener in listeners:
+        listener(what)
+
+
 class Event:
     """What a stream records; it has always happened."""
 
@@ -37,7 +45,8 @@ class Event:
 
     def record(self, *stream: Any) -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _wait("wait for an event")
 
     def query(self) -> bool:
         return True
@@ -59,7 +68,8 @@ class Stream:
 
     def wait_stream(self, stream: "Stream") -> None: ...
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        _wait("wait for a stream")
 
 
 class Graph:
@@ -103,7 +113,7 @@ CUDA: dict[str, Any] = {
     "set_device": _set_device,
     "set_rng_state": _nothing,
     "stream": lambda stream: contextlib.nullcontext(),
-    "synchronize": _nothing,
+    "synchronize": lambda device=None: _wait("wait for the GPU"),
 }
 
 pinned: Any = WeakIdKeyDictionary()  # the storages of host memory that is pinned

@@ -35,12 +35,38 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
     every += [
         Wait("log", "blocking copy to the host in metrics/meters.py state", 1, "losses to log"),
         Wait("log", "read in metrics/meters.py read", 1, "the gradient norm to log"),
+        Wait(
+            "log",
+            "wait for an event in distributed/step_clock.py _seconds",
+            STEPS * _stretches(case),
+            "the time that each stretch of work took; the first has waited for all",
+        ),
+        Wait(
+            "stage",
+            "wait for a stream in snapshots/async_writer.py _stage",
+            case.devices,
+            "the copies of each device are complete; on the thread of the snapshot",
+        ),
     ]
     return [wait for wait in every if wait.count]
 
 
+def _stretches(case: Case) -> int:
+    """Return the stretches of work that the clock of a step measures.
+
+    One, unless passes wait for other ranks: then fetching, and each innermost module.
+    """
+    if case.strategy not in ("fsdp", "hsdp", "tensor"):
+        return 1
+    of_block = 6  # two norms or smears, qkv, proj, up, down
+    others = {"gpt": 2, "modern": 3}[case.model]
+    # recomputing ends before `down`, unless dropout follows, which keeps its mask
+    recomputed = case.recompute * LAYERS * (of_block - (case.strategy == "tensor"))
+    return 1 + case.accumulation * (of_block * LAYERS + others + recomputed)
+
+
 def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
-    """Return the waits of two steps; staging a snapshot has none."""
+    """Return the waits of two steps."""
     # AdamW's fused kernel skips a step that overflows itself
     scaler_decides = case.precision == "fp16" and case.optimizer != "adamw"
     measured = sum(_rows(case, shape) > 0 for shape in shapes.values())

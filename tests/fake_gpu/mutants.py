@@ -33,6 +33,14 @@ MUTANTS = {
         "steps",
         "read in training/train_step.py forward",
     ),
+    "synchronization in the step": Mutant(
+        "training.train_step",
+        "self.control.wait_for_staging()",
+        "torch.cuda.synchronize()",
+        Case(),
+        "steps",
+        "wait for the GPU in training/train_step.py run",
+    ),
     "scalar of the host in the loss": Mutant(
         "training.train_step",
         'loss = micro_losses["loss"] * ',

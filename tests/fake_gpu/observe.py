@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mingpt_ddp
-from fake_gpu.device import is_pinned
+from fake_gpu.device import is_pinned, listeners
 
 aten = torch.ops.aten
 PACKAGE = str(Path(mingpt_ddp.__file__).parent)
@@ -88,10 +88,12 @@ class Observer(TorchDispatchMode):
         self.phase = phase
         self.waits.setdefault(phase, Counter())
         self.collectives.setdefault(phase, {})
+        listeners.append(self._note)
         try:
             yield
         finally:
             self.phase = before
+            listeners.remove(self._note)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
