@@ -154,8 +154,8 @@ def _numpy(tensor: Tensor, **options: Any) -> np.ndarray:
     if not isinstance(tensor, FakeTensor):
         return torch._C.TensorBase.numpy(tensor, **options)
     assert tensor.device.type == "cpu", "a tensor of the GPU as an array"
-    values = np.zeros(0, dtype=str(tensor.dtype).removeprefix("torch."))
-    return np.broadcast_to(np.zeros((), values.dtype), tuple(tensor.shape))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return np.broadcast_to(np.zeros((), dtype), tuple(tensor.shape))
 
 
 def _to_list(tensor: Tensor) -> Any:

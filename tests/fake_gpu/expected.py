@@ -128,22 +128,22 @@ def _in_samples(case: Case, shapes: Shapes) -> list[Wait]:
     generates = case.rank == 0
     gathers = case.strategy in ("fsdp", "hsdp", "tensor")
     to_host = (
-        "blocking copy to the host in distributed/strategies/fsdp.py gather_weights"
+        "blocking copy to the host in distributed/strategies/fsdp.py keep"
         if case.shards > 1
         else "blocking copy to the host in distributed/strategies/base.py work_on_copy"
     )
-    copies = len(shapes) * gathers
+    copies = len(shapes) * (gathers and generates)
     return [
         Wait(
             "sample",
             to_host,
-            copies * (generates or case.shards > 1),
+            copies,
             "rank zero gathers a divided model on the host, tensor by tensor",
         ),
         Wait(
             "sample",
             "blocking copy to the GPU in distributed/strategies/base.py work_on_copy",
-            copies * generates,
+            copies,
             "and moves the whole model to its GPU",
         ),
         Wait(
