@@ -32,7 +32,7 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 	@echo '  tensorboard --logdir outputs                                      # curves of loss and speed'
 
 test: $(VENV)/.test  ## set up .venv, hold every promise once, LANES=4 files at a time; ARGS go to pytest
-	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m core tests/unit tests/contract) $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m core tests/unit tests/contract tests/fake_gpu) $(ARGS)
 	@$(if $(NAMED),,echo '`make test-rest` has beyond it: ranks over gloo, every command, faults of network, disk and S3, the rest of the contract, fuzz')
 
 test-rest: $(VENV)/.test  ## the tests that make test leaves out: several processes, all commands, faults

@@ -28,7 +28,8 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="tests-cache-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
-# With the unit tests, what `make test` runs: one case of each promise, through commands and files.
+# With the unit tests, what `make test` runs: one case of each promise, through commands and files,
+# and a step of each strategy on the fake GPU.
 CORE = (
     "tests/contract/test_commands.py::test_bad_input[model.n_embd=64",
     "tests/contract/test_commands.py::test_bad_input_under_torchrun",
@@ -37,6 +38,8 @@ CORE = (
     "tests/contract/test_resume.py::test_snapshots_in_s3",
     "tests/contract/test_run.py::test_sampling",
     "tests/contract/test_sweeps.py::test_killed_and_started_again[one parent]",
+    "tests/fake_gpu/test_cases.py::test_every_possible_pair_is_in_a_case",
+    "tests/fake_gpu/test_steps.py::",
     "tests/unit/",
 )
 

@@ -50,7 +50,7 @@ def test_documents_name_tests():
 
 def test_what_make_test_runs_exists():
     names = re.findall(
-        r'"(tests/contract/\w+\.py)::(\w+)', (ROOT / "tests/conftest.py").read_text()
+        r'"(tests/(?:contract|fake_gpu)/\w+\.py)::(\w+)', (ROOT / "tests/conftest.py").read_text()
     )
     assert len(names) >= 7
     for path, name in names:

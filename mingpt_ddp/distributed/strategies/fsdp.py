@@ -114,11 +114,15 @@ class FSDPStrategy(Strategy):
         return model
 
     def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """Gather tensor by tensor; only rank zero keeps them, on the CPU."""
+        """Gather tensor by tensor; only rank zero copies them to the CPU."""
         tensors: dict[str, Tensor] = {}
+
+        def keep(name: str, whole: Tensor) -> None:
+            tensors[name] = whole.cpu()
+
         for name, tensor in model.state_dict().items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.group.env.call_on_rank_zero(partial(tensors.setdefault, name, whole.cpu()))
+            self.group.env.call_on_rank_zero(partial(keep, name, whole))
         return tensors
 
     # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.

@@ -1,0 +1,72 @@
+"""The jobs of the process with the fake GPU; their results are plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fake_gpu.cases import VOCABULARY, Case
+from fake_gpu.memory import MemoryTracker
+from fake_gpu.mutants import MUTANTS, mutated
+from fake_gpu.observe import Observer
+from fake_gpu.rank import config_of, fake_rank
+from fake_gpu.work import build_run, decode, evaluate, log, stage, train
+from mingpt_ddp.distributed.sync_batchnorm import synchronize
+
+PHASES = {"steps": train, "log": log, "stage": stage, "evaluate": evaluate, "sample": decode}
+
+
+def peak_bytes(overrides: list[str], world_size: int, vocab_size: int) -> int:
+    """Return the peak of rank zero's memory in a training step, in bytes."""
+    config = config_of(overrides)
+    with fake_rank(config, world_size) as runtime, MemoryTracker().watching() as memory:
+        run = build_run(config, runtime, vocab_size)
+        run.train_step.run(1)  # allocates the state of the optimizer
+        memory.peak = memory.bytes
+        run.train_step.run(2)
+        return memory.peak
+
+
+def run_case(
+    overrides: list[str], world_size: int, rank: int, phases: tuple[str, ...] = tuple(PHASES)
+) -> dict[str, Any]:
+    """Let a rank take two steps, log, stage a snapshot, evaluate and sample, or some of that.
+
+    Return the waits of the host and the collectives by phase, and the shapes of the parameters.
+    """
+    config = config_of(overrides)
+    with fake_rank(config, world_size, rank) as runtime, Observer() as observer:
+        run = build_run(config, runtime, VOCABULARY)
+        for phase in phases:
+            with observer.during(phase):
+                PHASES[phase](run)
+        whole = run.task.build_model().named_parameters()
+        return {
+            "waits": observer.waits,
+            "collectives": observer.collectives,
+            "shapes": {name: list(parameter.shape) for name, parameter in whole},
+        }
+
+
+def run_mutant(name: str) -> dict[str, Any]:
+    """Return the result of a phase of a mutant's case, with its code."""
+    mutant = MUTANTS[name]
+    case = mutant.case
+    with mutated(mutant):
+        return run_case(case.overrides(), case.ranks, case.rank, (mutant.phase,))
+
+
+def dataparallel_step() -> None:
+    """Let nn.DataParallel split a batch over the GPUs of this process."""
+    with fake_rank(config_of([*Case().overrides(), "ddp.strategy=dp"]), 1) as runtime:
+        build_run(runtime.strategy.config, runtime, VOCABULARY).train_step.run(1)
+
+
+def synchronized_batchnorm() -> None:
+    """Take the forward pass of a batch normalization over all ranks."""
+    case = Case(strategy="ddp", ranks=8)
+    with fake_rank(config_of(case.overrides()), case.ranks) as runtime:
+        norm = synchronize(nn.Sequential(nn.BatchNorm2d(3)), runtime.device).to(runtime.device)
+        norm(torch.ones(2, 3, 4, 4, device=runtime.device))

@@ -1,0 +1,127 @@
+"""What a fake rank does: it builds what a run trains, and takes the steps of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from tasks import text_task
+from torch import nn
+
+from fake_gpu.expected import SAMPLED
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import plan_batches
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.metrics.norms import LayerNorms
+from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.shard_plan import ShardPlan
+from mingpt_ddp.tasks import language_model
+from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.training import train_step
+from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.step_control import RunControl
+from mingpt_ddp.training.trainable import Trainable, build_trainable
+
+STEPS_OF_TEXT = 4  # steps in an epoch
+
+
+def build_task(config: Config, vocab_size: int) -> LanguageModel:
+    """Return a task with a text of zeros, as long as a few steps need."""
+    windows = config.trainer.batch_size * STEPS_OF_TEXT + 1
+    dtype = np.uint8 if vocab_size <= 256 else np.uint16
+    text = np.zeros(windows * config.data.block_size + 1, dtype)
+    task = text_task(config, val=text[: 3 * config.data.block_size], vocab_size=vocab_size)
+    task.dataset.train = text
+    task.dataset.check_lengths = lambda block_size: None
+    return task
+
+
+@dataclass(frozen=True)
+class FakeRun:
+    """The parts of a run on one fake rank."""
+
+    runtime: Runtime
+    task: LanguageModel
+    trainable: Trainable
+    train_step: train_step.TrainStep
+    meter: Meter
+
+
+def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
+    """Build what the run trains, and take its warm-up passes."""
+    task = build_task(config, vocab_size)
+    task.group = runtime.group
+    trainable = build_trainable(runtime, task)
+    loader = task.train_loader(runtime.device)
+    plan = plan_batches(config, runtime.group.data_size)
+    step = train_step.TrainStep(runtime, task, loader, plan, trainable)
+    step.control = control_of(runtime, config, trainable.model)
+    step.warm_up()
+    meter = Meter(runtime, loader.items_per_step, task.unit)
+    return FakeRun(runtime, task, trainable, step, meter)
+
+
+def control_of(runtime: Runtime, config: Config, model: nn.Module) -> RunControl:
+    """Return the control that couples the steps to a run, which nothing interrupts or saves."""
+    norms = LayerNorms(runtime.group, model, config.trainer.norms_every)
+    context: Any = SimpleNamespace(
+        config=config,
+        runtime=runtime,
+        interrupt=SimpleNamespace(signal_name=None),
+        metrics=SimpleNamespace(norms=norms, log_values=lambda step, values: None),
+        state=SimpleNamespace(loss_ema=None),
+    )
+    saves: Any = SimpleNamespace(
+        manager=SimpleNamespace(save_in_progress=False),
+        is_due=lambda: False,
+        wait_for_staging=lambda: None,
+    )
+    return RunControl(context, saves, AnomalyPolicy(context))
+
+
+def train(run: FakeRun) -> None:
+    """Take two steps, and check that what they leave is on the GPUs of the rank."""
+    for step in (1, 2):
+        result = run.train_step.run(step)
+        run.meter.record(result.losses, result.grad_norm, 0.0)
+        for tensor in (result.grad_norm, *result.losses.values()):
+            assert tensor.device == run.runtime.device, "the losses and the norm of a step"
+    is_muon = isinstance(run.trainable.optimizer, Muon)
+    for kind, tensors in run.trainable.tensors().items():
+        for name, tensor in tensors.items():
+            is_unused = is_muon and name.endswith(":step")  # of a matrix, for AdamW's loader
+            is_own = tensor.device in run.runtime.devices
+            assert is_own or is_unused, f"{kind} {name} is on {tensor.device}"
+
+
+def log(run: FakeRun) -> None:
+    run.meter.read()
+
+
+def stage(run: FakeRun) -> None:
+    """Copy a snapshot to the host, as the snapshot thread does."""
+    plan = ShardPlan(run.runtime, [])
+    plan._writers = [0]
+    files = plan.own_files(run.trainable.tensors())
+    save = AsyncSave(run.runtime, [], {}, 2, files, lambda store: None)
+    save._stage()
+    assert save.staged.is_set()
+
+
+def evaluate(run: FakeRun) -> None:
+    with run.trainable.average.applied():
+        metrics = Evaluator(run.task, run.runtime).run(run.trainable.model, "val")
+    assert metrics is not None  # {} on a rank without a batch
+
+
+def decode(run: FakeRun) -> None:
+    """Sample a few tokens, more than the context holds."""
+    tokens = mock.patch.object(language_model, "SAMPLE_CHARACTERS", SAMPLED)
+    with tokens, run.trainable.average.applied():
+        Evaluator(run.task, run.runtime).sample(run.trainable.model, 2)
