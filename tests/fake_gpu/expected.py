@@ -37,6 +37,12 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
         Wait("log", "read in metrics/meters.py read", 1, "the gradient norm to log"),
         Wait(
             "log",
+            "wait for a stream in distributed/runtime.py now",
+            2 * case.devices,
+            "the meter's clock ends and begins when each device has done its queue",
+        ),
+        Wait(
+            "log",
             "wait for an event in distributed/step_clock.py _seconds",
             STEPS * _stretches(case),
             "the time that each stretch of work took; the first has waited for all",
@@ -69,7 +75,6 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
     """Return the waits of two steps."""
     # AdamW's fused kernel skips a step that overflows itself
     scaler_decides = case.precision == "fp16" and case.optimizer != "adamw"
-    measured = sum(_rows(case, shape) > 0 for shape in shapes.values())
     return [
         Wait(
             "steps",
@@ -91,18 +96,11 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
         ),
         Wait(
             "steps",
-            "read in metrics/norms.py _squares",
-            STEPS * case.norms * 3 * measured,
-            "trainer.norms_every: weights, gradients and update of each parameter",
+            "blocking copy to the host in metrics/norms.py _sum_squares",
+            STEPS * case.norms,
+            "trainer.norms_every: the norms of all parameters together",
         ),
     ]
-
-
-def _rows(case: Case, shape: list[int]) -> int:
-    """Return how many rows of a parameter this rank holds."""
-    rows = math.ceil(shape[0] / case.shards)
-    first = case.rank % case.shards * rows
-    return max(0, min(rows, shape[0] - first))
 
 
 def _in_evaluation(case: Case) -> list[Wait]:
@@ -111,9 +109,9 @@ def _in_evaluation(case: Case) -> list[Wait]:
     return [
         Wait(
             "evaluate",
-            "blocking copy to the GPU in tasks/language_model.py _sum_of_entries",
-            2 * passes,
-            "the tables of bytes and characters per token, for each batch",
+            "blocking copy to the GPU in tasks/language_model.py total",
+            2 * (passes > 0),
+            "the tables of bytes and characters per token, once",
         ),
         Wait(
             "evaluate",
@@ -154,9 +152,9 @@ def _in_samples(case: Case, shapes: Shapes) -> list[Wait]:
         ),
         Wait(
             "sample",
-            "multinomial in inference/generate.py sample_token",
-            2 * SAMPLED * generates,
-            "torch's kernel checks the probabilities on the host, twice per token",
+            "read in inference/generate.py check_logits",
+            generates,
+            "weights that are not finite are found at the first token",
         ),
         Wait(
             "sample",

@@ -22,6 +22,7 @@ from fake_gpu.device import is_pinned, listeners
 
 aten = torch.ops.aten
 PACKAGE = str(Path(mingpt_ddp.__file__).parent)
+READS = (aten._local_scalar_dense.default, aten.is_nonzero.default)
 COPIES = (aten._to_copy.default, aten.copy_.default)
 # Kernels of CUDA that wait for the GPU themselves, and how often.
 WAITING_KERNELS = {aten.multinomial.default: 2}
@@ -105,7 +106,7 @@ class Observer(TorchDispatchMode):
             result = func(*args, **kwargs)
             self._note_collective(func, args, result)
             return result
-        if func is aten._local_scalar_dense.default:
+        if func in READS:
             if args[0].is_cuda:
                 self._note("read")
             return value_like(args[0])
