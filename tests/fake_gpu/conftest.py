@@ -23,7 +23,8 @@ def answer_of(request):
     for item in request.session.items:
         if item.module is request.module and hasattr(item, "callspec"):
             run = item.callspec.params.get("run", [])
-            jobs += run if isinstance(run, list) else [run]
+            wanted = run if isinstance(run, list) else [run]
+            jobs += [job for job in wanted if job not in jobs]
     found = answers(jobs)
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:

@@ -268,9 +268,10 @@ class FSDPFootprint(Footprint):
                 blocks[each.block] += each.weight.nbytes
         block = max(blocks.values(), default=0)
         itemsize = self.parameters[0].weight.itemsize
-        # the block that computes and the next one; a gradient, and its copy to reduce in fp32
-        in_passes = rest + 2 * block + block + block * FP32 // itemsize
-        live = memory.during(in_passes, update=0) + memory.of("other_gradients")
+        # of a block in its backward pass: the next one's weights, a gradient, its copy in fp32
+        in_backward = memory.of("block_gradients") > 0
+        live = memory.during(passes=rest + block, update=0) + memory.of("other_gradients")
+        live += memory.during(passes=2 * block + block * FP32 // itemsize, update=0) * in_backward
         live[memory.passes - 1] += rest * FP32 // itemsize
         return live
 
