@@ -148,28 +148,27 @@ def describe(plan: dict[str, Any]) -> str:
 
 def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
     """Describe what each strategy needs of a rank."""
-    rows = [("strategy", "peak", *PEAK_KINDS, "largest", "sends", "least step")]
-    reasons = []
-    for name, figures in gpu["strategies"].items():
-        if figures["reason"]:
-            reasons.append(f"{name}: {figures['reason']}")
-        if figures["peak_bytes"] is None:
-            continue
-        kinds = [human_size(figures[f"{kind}_bytes"]) for kind in PEAK_KINDS]
+    works = {name: each for name, each in gpu["strategies"].items() if each["peak_bytes"]}
+    kinds = [kind for kind in PEAK_KINDS if any(each[f"{kind}_bytes"] for each in works.values())]
+    rows = [("strategy", "peak", *kinds, "largest", "sends", "least step")]
+    for name, figures in works.items():
         bound = figures["step_s_bound"]
         rows.append(
             (
                 name,
                 human_size(figures["peak_bytes"]),
-                *kinds,
+                *(human_size(figures[f"{kind}_bytes"]) for kind in kinds),
                 str(figures["largest_micro_batch_size"]),
                 human_size(figures["wire_bytes_per_step"]),
                 "-" if bound is None else f"{bound:.3g} s",
             )
         )
     lines = table_lines(rows, left=(0,))
-    lines += ["", *reasons] if reasons else []
-    lines += ["", "largest: micro-batch that fits; sends: a rank in a step; not counted:"]
+    lines.append("")
+    for name, figures in gpu["strategies"].items():
+        if figures["reason"]:
+            lines.append(f"{name}: {figures['reason']}")
+    lines.append("largest: micro-batch that fits; sends: a rank in a step; not counted:")
     lines += [f"* {text}" for text in gpu["left_out"]]
     return lines
 
