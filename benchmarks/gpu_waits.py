@@ -28,12 +28,13 @@ EVALUATION, STAGING, DECODING, LOGGING = "evaluation", "staging", "decoding", "l
 # Why a place may wait, by phase, file below mingpt_ddp/ and function; a step may wait nowhere.
 PERMITTED = {
     (SCALED_STEP, "distributed/strategies/base.py", "update"): "GradScaler reads the overflow",
-    (EVALUATION, "tasks/language_model.py", "_sum_of_entries"): "per batch: a table's copy",
+    (EVALUATION, "tasks/language_model.py", "total"): "once: the tables of the tokens' lengths",
     (EVALUATION, "training/evaluator.py", "_measure"): "once per split: reads the sums",
     (STAGING, "snapshots/async_writer.py", "_stage"): "the snapshot thread waits for its copies",
     (DECODING, "inference/decoding.py", "__init__"): "once per text: captures the CUDA graph",
-    (DECODING, "inference/generate.py", "sample_token"): "torch.multinomial checks its input",
+    (DECODING, "inference/generate.py", "check_logits"): "once per text: are they finite",
     (DECODING, "inference/generate.py", "generate_text"): "the prompt, the text at its end",
+    (LOGGING, "distributed/runtime.py", "now"): "per log line: the clock waits for the queue",
     (LOGGING, "metrics/meters.py", "state"): "per log line: reads the sums",
     (LOGGING, "metrics/meters.py", "read"): "per log line: reads the norm",
 }
