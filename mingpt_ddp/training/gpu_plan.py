@@ -12,23 +12,20 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.dataloader import Loader, SupportsResidence
+from mingpt_ddp.distributed.cluster import Cluster
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize, on_the_line
 from mingpt_ddp.distributed.strategies.footprint import (
     FOOTPRINTS,
-    Cluster,
     Footprint,
-    FSDPFootprint,
     StepWork,
     TensorParallelFootprint,
 )
-from mingpt_ddp.distributed.tensor_parallel import keep_part
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.peak_flops import peak_flops_of
@@ -75,7 +72,7 @@ class Simulations:
         self.runtime = runtime
         self.loader = loader
         self.bar = progress_bar(runtime.group.env, 3 * len(ROWS), "simulating", "step")
-        self._done: dict[tuple[int, int, type[Footprint] | None], Simulated] = {}
+        self._done: dict[tuple[Any, ...], Simulated] = {}
 
     def step(self, strategy: type[Footprint], rows: int, passes: int, parts: int) -> Simulated:
         """Return the memory of a step and the sizes of its state, as the strategy computes them.
@@ -85,45 +82,20 @@ class Simulations:
             passes: forward and backward passes of a step.
             parts: ranks that hold a copy of the model together.
         """
-        variant: type[Footprint] | None = None
-        prepare: Callable[[nn.Module], None] = _leave
-        if issubclass(strategy, FSDPFootprint):
-            passes = 1  # each reduces its own gradients
-            variant = FSDPFootprint
-            prepare = partial(_gather, dtype=self.runtime.dtype)
-        if strategy is TensorParallelFootprint:
-            variant = strategy
-            prepare = partial(keep_part, ranks=parts)
-        passes = min(passes, MICRO_BATCHES)
-        simulated = []
-        for each in ROWS:
-            if (each, passes, variant) not in self._done:
-                result = simulate(self.task, self.runtime, self.loader, each, passes, prepare)
-                self._done[each, passes, variant] = result
-                self.bar.update()
-            simulated.append(self._done[each, passes, variant])
-        (few, sizes), (more, _) = simulated
-        return on_the_line((ROWS[0], few), (ROWS[1], more), rows), sizes
+        (few, sizes), (more, _) = (self._simulate(strategy, n, passes, parts) for n in ROWS)
+        try:
+            return on_the_line((ROWS[0], few), (ROWS[1], more), rows), sizes
+        except ValueError:  # of a user's model, which allocates otherwise at another size
+            return self._simulate(strategy, rows, passes, parts)
 
-
-def _leave(model: nn.Module) -> None:
-    """Leave a model as it is."""
-
-
-def _gather(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model its weights as FSDP gathers them, in the type of the products.
-
-    Batch normalization stays in fp32.
-    """
-    gathered: dict[nn.Parameter, nn.Parameter] = {}  # modules may share one
-    for module in model.modules():
-        if hasattr(module, "running_mean"):
-            continue
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in gathered:
-                data = parameter.detach().to(dtype)
-                gathered[parameter] = nn.Parameter(data, parameter.requires_grad)
-            setattr(module, name, gathered[parameter])
+    def _simulate(self, strategy: type[Footprint], rows: int, passes: int, parts: int) -> Simulated:
+        passes = 1 if strategy.reduces_each_pass else min(passes, MICRO_BATCHES)
+        key = (rows, passes, parts, strategy.prepare)
+        if key not in self._done:
+            prepare = partial(strategy.prepare, dtype=self.runtime.dtype, parts=parts)
+            self._done[key] = simulate(self.task, self.runtime, self.loader, rows, passes, prepare)
+            self.bar.update()
+        return self._done[key]
 
 
 class GPUPlan:

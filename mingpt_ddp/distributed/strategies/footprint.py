@@ -1,8 +1,7 @@
 """What each strategy needs of every rank: bytes of memory, and bytes on the wire in a step.
 
 Counted from the sizes of the parameters and the memory of a step of a rank that holds everything;
-no rank runs. Collectives send as ring algorithms do. Source: Patarasuk and Yuan 2009, "Bandwidth
-optimal all-reduce algorithms for clusters of workstations" (JPDC 69(2)).
+no rank runs.
 """
 
 import math
@@ -11,51 +10,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
+from torch import nn
 
 from mingpt_ddp.config.schema import StrategyName
+from mingpt_ddp.distributed.cluster import Cluster, Traffic, all_gather, all_reduce
 from mingpt_ddp.distributed.step_memory import Bytes, ParameterSize, StepMemory, TensorSize
 from mingpt_ddp.distributed.strategies.zero1 import share_out
+from mingpt_ddp.distributed.tensor_parallel import keep_part
 from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
 
 FP32 = 4  # bytes
 BF16 = 2
 HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes of GPUs. Rates are what a GPU, or a node, sends while it receives as much."""
-
-    nodes: int
-    ranks_per_node: int
-    link: float  # bytes/s of a GPU to those of its node
-    network: float  # bytes/s of a node to others
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-    def seconds(self, sent: float, ranks: int, rings_per_node: int = 1) -> float:
-        """Return the least time of a ring in which each rank sends some bytes.
-
-        Args:
-            ranks: of the ring; with more than a node has, it crosses the network.
-            rings_per_node: those that share a node's network.
-        """
-        crosses = self.nodes > 1 and ranks * rings_per_node > self.ranks_per_node
-        rate = min(self.link, self.network / rings_per_node) if crosses else self.link
-        return sent / rate
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What a rank sends in a step."""
-
-    sent: int  # bytes
-    seconds: float  # at the rates of the cluster
-
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.sent + other.sent, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True)
@@ -69,22 +36,22 @@ class StepWork:
     tensor_parallel: int  # ranks that hold a copy of the model together
 
 
-def all_reduce(size: int, ranks: int) -> int:
-    """Return the bytes that a rank sends in a ring all-reduce of `size` bytes."""
-    return 2 * all_gather(size, ranks)
-
-
-def all_gather(size: int, ranks: int) -> int:
-    """Return the bytes that a rank sends in an all-gather, or reduce-scatter, of `size` in all."""
-    return size * (ranks - 1) // ranks
-
-
 class Footprint:
     """One rank alone; the base of the others."""
 
     name = "single"
     key: StrategyName = "single"  # ddp.strategy
     divides_muon = False  # over the ranks
+    reduces_each_pass = False  # each backward pass leaves no whole gradients
+
+    @staticmethod
+    def prepare(model: nn.Module, dtype: torch.dtype, parts: int) -> None:
+        """Give a model the weights with which a rank computes.
+
+        Args:
+            dtype: of matrix products.
+            parts: ranks that hold a copy of the model together.
+        """
 
     def __init__(
         self, parameters: Sequence[ParameterSize], cluster: Cluster, work: StepWork
@@ -231,6 +198,20 @@ class FSDPFootprint(Footprint):
 
     name = "fsdp"
     key: StrategyName = "fsdp"
+    reduces_each_pass = True
+
+    @staticmethod
+    def prepare(model: nn.Module, dtype: torch.dtype, parts: int) -> None:
+        """Convert the weights to `dtype`; batch normalization stays in fp32."""
+        gathered: dict[nn.Parameter, nn.Parameter] = {}  # modules may share one
+        for module in model.modules():
+            if hasattr(module, "running_mean"):
+                continue
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter not in gathered:
+                    weights = parameter.detach().to(dtype)
+                    gathered[parameter] = nn.Parameter(weights, parameter.requires_grad)
+                setattr(module, name, gathered[parameter])
 
     @property
     def shards(self) -> int:
@@ -312,6 +293,10 @@ class TensorParallelFootprint(Footprint):
 
     name = "tensor_parallel"
     key: StrategyName = "auto"
+
+    @staticmethod
+    def prepare(model: nn.Module, dtype: torch.dtype, parts: int) -> None:
+        keep_part(model, parts)
 
     def traffic(self) -> Traffic:
         """All-reduce activations twice a block forward, and in fp32 twice backward."""

@@ -20,7 +20,7 @@ from mingpt_ddp.metrics.peak_flops import PEAK_TFLOPS, peak_flops_of
 from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training import gpu_plan
-from mingpt_ddp.training.gpu_plan import CONTEXT, _leave, make_gpu_plan
+from mingpt_ddp.training.gpu_plan import CONTEXT, make_gpu_plan
 from mingpt_ddp.training.simulated_step import runtime_without_data, simulate
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 2, 48, 3, 64, 8, 4
@@ -199,7 +199,7 @@ def test_other_micro_batches_lie_on_a_line(words):
     passes = config.trainer.batch_size // ROWS
 
     def simulated(rows: int):
-        return simulate(task, runtime, loader, rows, passes, _leave)[0]
+        return simulate(task, runtime, loader, rows, passes, lambda model: None)[0]
 
     line = on_the_line((2, simulated(2)), (3, simulated(3)), 7)
     direct = simulated(7)
