@@ -317,3 +317,29 @@ def attend_in_one_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tenso
         return attend(q, k, v, is_causal=causal)
     attended: Tensor = fused(q, k, v, 0.0, causal)[0]
     return attended
+
+
+def count_operations() -> Any:
+    """Return a context that counts the operations of matrix products; `get_total_flops` reads it.
+
+    Attention in one kernel skips what is above the diagonal, half of its products.
+
+    Fallback: it counts no attention.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def forward(q: Any, k: Any, v: Any, dropout: Any, causal: bool, **_: Any) -> int:
+        B, H, T, D = q
+        return 2 * (2 * B * H * T * k[2] * D) // (1 + causal)
+
+    def backward(grad: Any, q: Any, k: Any, *others: Any, **_: Any) -> int:
+        causal = others[4]
+        return 2 * forward(q, k, None, None, causal)
+
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    operators = {}
+    for suffix, formula in (("", forward), ("_backward", backward)):
+        operator = getattr(torch.ops.aten, name + suffix, None)
+        if operator is not None:
+            operators[operator] = formula
+    return FlopCounterMode(display=False, custom_mapping=operators)

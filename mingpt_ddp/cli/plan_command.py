@@ -50,14 +50,7 @@ Row: TypeAlias = tuple[str, str]  # a name, and what it is
 
 def main() -> None:
     """Run `python -m mingpt_ddp.plan`."""
-    words = []
-    own: dict[str, str] = {}
-    for word in sys.argv[1:]:
-        key, equals, text = word.removeprefix("--").partition("=")
-        if equals and key in OWN_KEYS:
-            own[key] = text
-        else:
-            words.append(word)
+    words, own = _split(sys.argv[1:])
     with cli_errors():
         if {"-h", "--help"} & {*words}:
             echo(__doc__)
@@ -84,6 +77,20 @@ def main() -> None:
     exit_process(None, 0)
 
 
+def _split(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words of the configuration, and the values of OWN_KEYS."""
+    words = []
+    own: dict[str, str] = {}
+    rest = iter(arguments)
+    for word in rest:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if key not in OWN_KEYS or not (equals or word.startswith("--")):
+            words.append(word)
+            continue
+        own[key] = text if equals else next(rest, "")
+    return words, own
+
+
 @dataclass(frozen=True)
 class Target(Machine):
     """The GPUs to plan for, and the model there."""
@@ -101,7 +108,8 @@ def _target(texts: dict[str, str]) -> Target | None:
         return None
     first, text = next(iter(texts.items()))
     check("device" in texts, f"{first}={text} is of a plan for GPUs; add device=h100")
-    values = {key: text if key == "device" else parse_value(text) for key, text in texts.items()}
+    values = {key: parse_value(text) for key, text in texts.items()}
+    values["device"] = texts["device"].lower()
     return build(Target, values, "")
 
 
@@ -150,9 +158,12 @@ def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
     """Describe what each strategy needs of a rank."""
     works = {name: each for name, each in gpu["strategies"].items() if each["peak_bytes"]}
     kinds = [kind for kind in PEAK_KINDS if any(each[f"{kind}_bytes"] for each in works.values())]
-    rows = [("strategy", "peak", *kinds, "largest", "sends", "least step")]
+    rows = [("strategy", "peak", *kinds, "largest", "sends", "least step", "limit")]
     for name, figures in works.items():
         bound = figures["step_s_bound"]
+        limit = max(("compute", "memory", "wire"), key=lambda part: figures[f"{part}_s"])
+        if figures["ranks_per_copy"] > 1:
+            name = f"{name}={figures['ranks_per_copy']}"
         rows.append(
             (
                 name,
@@ -161,14 +172,19 @@ def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
                 str(figures["largest_micro_batch_size"]),
                 human_size(figures["wire_bytes_per_step"]),
                 "-" if bound is None else f"{bound:.3g} s",
+                "does not fit" if bound is None else limit,
             )
         )
     lines = table_lines(rows, left=(0,))
     lines.append("")
     for name, figures in gpu["strategies"].items():
-        if figures["reason"]:
+        if figures["reason"] and gpu["ranks"] > 1:
             lines.append(f"{name}: {figures['reason']}")
-    lines.append("largest: micro-batch that fits; sends: a rank in a step; not counted:")
+    rates = f"a GPU sends {gpu['link_bytes_per_s'] / 1e9:.0f} GB/s"
+    if gpu["network_bytes_per_s"]:
+        rates += f", a node {gpu['network_bytes_per_s'] / 1e9:.3g} GB/s to others (network_gbps)"
+    lines.append(f"largest: micro-batch that fits; sends: a rank in a step; {rates}")
+    lines.append("not counted:")
     lines += [f"* {text}" for text in gpu["left_out"]]
     return lines
 

@@ -21,15 +21,24 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     def seconds(self, sent: float, ranks: int, rings_per_node: int = 1) -> float:
-        """Return the least time of a ring in which each rank sends some bytes.
+        """Return the least time of a collective in which each rank of a ring sends some bytes.
+
+        Across nodes the ranks of a node reduce, or copy, among themselves first, so that the
+        network carries each byte once per node and not once per rank.
 
         Args:
             ranks: of the ring; with more than a node has, it crosses the network.
             rings_per_node: those that share a node's network.
         """
-        crosses = self.nodes > 1 and ranks * rings_per_node > self.ranks_per_node
-        rate = min(self.link, self.network / rings_per_node) if crosses else self.link
-        return sent / rate
+        if ranks == 1:
+            return 0.0
+        nodes = ranks * rings_per_node // self.ranks_per_node
+        within = sent / self.link
+        if nodes < 2:
+            return within
+        whole = sent * ranks / (ranks - 1)
+        leaves_node = whole * (nodes - 1) / nodes * rings_per_node
+        return max(within, leaves_node / self.network)
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,7 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
         ConfigError: trainer.compile cannot work on this machine.
     """
     wanted = config.trainer.compile
-    if config.ddp.strategy in NOT_COMPILED:
-        if wanted not in ("auto", False):
-            raise ConfigError(
-                f"trainer.compile={str(wanted).lower()} does not work with "
-                f"ddp.strategy={config.ddp.strategy}; set it to false, or use ddp.strategy=zero1"
-            )
-        return False
-    needed = _needed_setting(config, device, world_size)
-    if needed is not None:
-        if wanted in (True, "cuda_graphs"):
-            raise ConfigError(
-                f"trainer.compile={str(wanted).lower()} needs {needed}; set one of them"
-            )
+    if not allows_compile(config, device, world_size):
         return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
@@ -64,6 +52,28 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
     if wanted == "cuda_graphs" and device.type != "cuda":
         raise ConfigError("trainer.compile=cuda_graphs needs a GPU; set it to auto")
     return bool(wanted)
+
+
+def allows_compile(config: Config, device: torch.device, world_size: int) -> bool:
+    """Return whether the other keys allow to compile the model, wherever it is trained.
+
+    Raises:
+        ConfigError: they do not, and trainer.compile asks for it.
+    """
+    wanted = config.trainer.compile
+    if config.ddp.strategy in NOT_COMPILED:
+        if wanted not in ("auto", False):
+            raise ConfigError(
+                f"trainer.compile={str(wanted).lower()} does not work with "
+                f"ddp.strategy={config.ddp.strategy}; set it to false, or use ddp.strategy=zero1"
+            )
+        return False
+    needed = _needed_setting(config, device, world_size)
+    if needed is None:
+        return True
+    if wanted in (True, "cuda_graphs"):
+        raise ConfigError(f"trainer.compile={str(wanted).lower()} needs {needed}; set one of them")
+    return False
 
 
 def _needed_setting(config: Config, device: torch.device, world_size: int) -> str | None:

@@ -303,12 +303,12 @@ class ProcessGroup:
         """
         was_waiting = self.heartbeat["waiting"]
         self.set_activity(self.heartbeat["activity"], waiting=True)
-        yield
-        self.set_activity(self.heartbeat["activity"], waiting=was_waiting)
+        try:
+            yield
+        finally:
+            self.set_activity(self.heartbeat["activity"], waiting=was_waiting)
 
     @contextlib.contextmanager
     def _blocked(self) -> Iterator[None]:
-        self.set_activity(self.heartbeat["activity"], waiting=True)
-        with torch.profiler.record_function(WAITING):
+        with self.waiting(), torch.profiler.record_function(WAITING):
             yield
-        self.set_activity(self.heartbeat["activity"])

@@ -65,9 +65,12 @@ class StepMemory:
 
     live: Bytes  # (kinds, allocations)
     passes: int  # the allocations before the update
+    operations: int  # of the matrix products of a forward and backward pass, a number
 
     @classmethod
-    def from_events(cls, kinds: list[str], sizes: list[int], passes: int) -> "StepMemory":
+    def from_events(
+        cls, kinds: list[str], sizes: list[int], passes: int, operations: int
+    ) -> "StepMemory":
         """Sum up allocations and releases.
 
         Args:
@@ -80,7 +83,7 @@ class StepMemory:
         changes[indices, np.arange(len(sizes))] = sizes
         is_allocation = np.array(sizes) >= 0
         live = np.cumsum(changes, axis=1)[:, is_allocation]
-        return cls(live, int(is_allocation[:passes].sum()))
+        return cls(live, int(is_allocation[:passes].sum()), operations)
 
     def of(self, *kinds: str) -> Bytes:
         """Return the bytes of some kinds together, after each allocation."""
@@ -106,4 +109,6 @@ def on_the_line(few: tuple[int, StepMemory], more: tuple[int, StepMemory], rows:
     if a.live.shape != b.live.shape or a.passes != b.passes:
         raise ValueError("the steps of two sizes allocate differently")
     share = (rows - first) / (second - first)
-    return replace(a, live=a.live + np.rint((b.live - a.live) * share).astype(np.int64))
+    live = a.live + np.rint((b.live - a.live) * share).astype(np.int64)
+    operations = a.operations + round((b.operations - a.operations) * share)
+    return replace(a, live=live, operations=operations)

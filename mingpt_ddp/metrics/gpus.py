@@ -1,11 +1,14 @@
 """GPUs to plan for: their memory, and their rates, from the data sheets."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from mingpt_ddp.config.fields import PositiveFloat, PositiveInt
+from pydantic import Field
+
 from mingpt_ddp.config.validation import check
 
 GB = 10**9
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -13,22 +16,23 @@ class GPU:
     """One GPU, and its link to the others of its node."""
 
     name: str  # as CUDA reports it
-    memory: int  # bytes
+    memory: int  # bytes that CUDA reports of it, rounded down to GiB
     bandwidth: float  # of its memory, bytes/s
     link: float  # bytes/s that it sends, while it receives as much
 
 
 # Sources: NVIDIA's data sheets of H100, H200, HGX B200, A100 and L40S, and its white paper on Ada
-# (RTX 4090). A link is half of what a sheet says of NVLink, or of PCIe 4.0 with 16 lanes, for both
-# directions. Matrix-product rates are in peak_flops.py.
+# (RTX 4090). CUDA reports less memory than a sheet's gigabytes, of L40S by its error correction. A
+# link is half of what a sheet says of NVLink, or of PCIe 4.0 with 16 lanes, for both directions.
+# Matrix-product rates are in peak_flops.py.
 GPUS = {
-    "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 40 * GB, 1555 * GB, 300 * GB),
-    "a100-80gb": GPU("NVIDIA A100-SXM4-80GB", 80 * GB, 2039 * GB, 300 * GB),
-    "h100": GPU("NVIDIA H100 80GB HBM3", 80 * GB, 3350 * GB, 450 * GB),
-    "h200": GPU("NVIDIA H200", 141 * GB, 4800 * GB, 450 * GB),
-    "b200": GPU("NVIDIA B200", 180 * GB, 8000 * GB, 900 * GB),
-    "l40s": GPU("NVIDIA L40S", 48 * GB, 864 * GB, 32 * GB),
-    "4090": GPU("NVIDIA GeForce RTX 4090", 24 * GB, 1008 * GB, 32 * GB),
+    "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 39 * GIB, 1555 * GB, 300 * GB),
+    "a100-80gb": GPU("NVIDIA A100-SXM4-80GB", 79 * GIB, 2039 * GB, 300 * GB),
+    "h100": GPU("NVIDIA H100 80GB HBM3", 79 * GIB, 3350 * GB, 450 * GB),
+    "h200": GPU("NVIDIA H200", 139 * GIB, 4800 * GB, 450 * GB),
+    "b200": GPU("NVIDIA B200", 178 * GIB, 8000 * GB, 900 * GB),
+    "l40s": GPU("NVIDIA L40S", 44 * GIB, 864 * GB, 32 * GB),
+    "4090": GPU("NVIDIA GeForce RTX 4090", 23 * GIB, 1008 * GB, 32 * GB),
 }
 
 
@@ -37,8 +41,9 @@ class Machine:
     """The GPUs to plan for."""
 
     device: str  # of GPUS
-    nodes: PositiveInt = 1
-    network_gbps: PositiveFloat = 400.0  # of a node, all its adapters together
+    nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
+    # of a node, all its adapters together
+    network_gbps: Annotated[float, Field(ge=1e-3, le=1e9)] = 400.0
 
     def __post_init__(self) -> None:
         check(

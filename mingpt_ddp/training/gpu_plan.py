@@ -17,6 +17,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.dataloader import Loader, SupportsResidence
 from mingpt_ddp.distributed.cluster import Cluster
+from mingpt_ddp.distributed.compile import allows_compile
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize, on_the_line
@@ -56,11 +57,11 @@ MOST_ROWS = 1 << 20  # of a micro-batch
 GIB = 2**30
 Simulated: TypeAlias = tuple[StepMemory, list[ParameterSize]]
 LEFT_OUT = (
-    "the memory of CUDA's context and libraries (0.5 GiB are reserved), fragmentation, and what a "
-    "kernel allocates for itself",
-    "torch.compile, which fuses operations and keeps less",
-    "in the bound: waiting, launching kernels, and everything but products at the vendor's peak, "
-    "one reading and writing of the state and the activations, and the wire",
+    "in the memory: fragmentation, NCCL's buffers, and what kernels allocate for themselves; leave "
+    "some GiB free",
+    "in the memory: torch.compile, which keeps less",
+    "in the least step: everything but products at the vendor's peak, the state that is read and "
+    "written once, and what is sent; switches that add up (NVLink SHARP) may send less",
 )
 
 
@@ -101,10 +102,16 @@ class Simulations:
 class GPUPlan:
     """The figures of one configuration on some GPUs."""
 
-    def __init__(self, simulations: Simulations, cluster: Cluster, machine: Machine) -> None:
+    def __init__(
+        self, simulations: Simulations, config: Config, cluster: Cluster, machine: Machine
+    ) -> None:
+        """
+        Args:
+            config: of the run.
+        """
         self.simulations = simulations
         self.task = simulations.task
-        self.config = self.task.config
+        self.config = config
         self.cluster = cluster
         self.gpu = GPUS[machine.device]
         with torch.device("meta"):  # allocates nothing
@@ -121,36 +128,48 @@ class GPUPlan:
         try:
             parts = self._parts(strategy)
             batch = self._divide(strategy, parts)
+            rows = batch.micro_batch_size
+            passes = batch.micro_batches_per_rank
+            step = partial(self.simulations.step, strategy, passes=passes, parts=parts)
+            memory, sizes = step(rows)
+            footprint = strategy(sizes, self.cluster, self._work(rows, passes, parts))
         except ConfigError as error:
-            return {**dict.fromkeys(FIGURES), "reason": str(error.args[0])}
-        rows = batch.micro_batch_size
-        passes = batch.micro_batches_per_rank
-        step = partial(self.simulations.step, strategy, passes=passes, parts=parts)
-        memory, sizes = step(rows)
-        footprint = strategy(sizes, self.cluster, self._work(rows, passes, parts))
+            if not self._is_chosen(strategy):
+                return {**dict.fromkeys(FIGURES), "reason": str(error.args[0])}
+            raise
 
         def needed(rows: int) -> int:
             peak = footprint.peak(step(rows)[0])
             return sum(peak.values()) + self.data + CONTEXT
 
         peak = {**footprint.peak(memory), "data": self.data}
-        times = self._times(footprint, memory)
+        operations = passes * memory.operations
+        times = self._times(footprint, operations)
         reason = None
         if needed(rows) > self.gpu.memory:
-            reason = f"needs {needed(rows) / GIB:.1f} GiB of {self.gpu.memory / GIB:.1f}"
-        bound = max(filter(None, times.values()))
+            reason = (
+                f"needs {needed(rows) / GIB:.1f} GiB with CUDA's own, "
+                f"a GPU has {self.gpu.memory / GIB:.1f}"
+            )
         return {
             "peak_bytes": sum(peak.values()),
             **{f"{kind}_bytes": size for kind, size in peak.items()},
             "micro_batch_size": rows,
             "passes": passes,
+            "ranks_per_copy": parts,
             "largest_micro_batch_size": _largest(lambda rows: needed(rows) <= self.gpu.memory),
             "wire_bytes_per_step": footprint.traffic().sent,
-            "flops_per_step": self._flops(footprint.work),
+            "flops_per_step": operations,
             **times,
-            "step_s_bound": None if reason else bound,
+            "step_s_bound": None if reason else max(times.values()),
             "reason": reason,
         }
+
+    def _is_chosen(self, strategy: type[Footprint]) -> bool:
+        """Return whether the configuration asks for this strategy."""
+        if self.config.ddp.tensor_parallel > 1:
+            return strategy is TensorParallelFootprint
+        return self.config.ddp.strategy == strategy.name
 
     def _parts(self, strategy: type[Footprint]) -> int:
         """Return the ranks that hold a copy of the model together.
@@ -163,9 +182,10 @@ class GPUPlan:
         own = self.config.ddp.tensor_parallel
         if own > 1:
             return own
-        heads = getattr(self.config.model, "n_head", 1)
+        heads = getattr(self.config.model, "n_head", 0)  # without any, any number is refused
         parts = math.gcd(heads, self.cluster.ranks_per_node)
-        check(parts > 1, f"model.n_head={heads} cannot be divided by the ranks of a node")
+        message = f"no number of ranks of a node divides model.n_head={heads}; change it"
+        check(parts > 1 or self.cluster.ranks == 1, message)
         return parts
 
     def _divide(self, strategy: type[Footprint], parts: int) -> BatchOnRanks:
@@ -177,7 +197,9 @@ class GPUPlan:
         is_alone = self.cluster.ranks == 1 and strategy is not Footprint
         check(not is_alone, "on one rank it is single")
         ddp = replace(self.config.ddp, strategy=strategy.key, tensor_parallel=parts)
-        return divide_batch(replace(self.config, ddp=ddp), self.cluster.ranks)[1]
+        config = replace(self.config, ddp=ddp)
+        allows_compile(config, torch.device("cuda"), self.cluster.ranks)
+        return divide_batch(config, self.cluster.ranks)[1]
 
     def _work(self, rows: int, passes: int, parts: int) -> StepWork:
         width = getattr(self.config.model, "n_embd", 0)
@@ -191,50 +213,48 @@ class GPUPlan:
             tensor_parallel=parts,
         )
 
-    def _times(self, footprint: Footprint, memory: StepMemory) -> dict[str, float | None]:
+    def _times(self, footprint: Footprint, operations: int) -> dict[str, float]:
         """Return the least seconds of the products, of the memory and of the wire in a step.
 
-        Each pass reads the weights twice, and writes and reads what it keeps; each step reads and
-        writes the state.
+        Each pass reads the weights twice, and each step reads and writes the state. What else
+        crosses the memory depends on how operations are fused.
         """
-        work = footprint.work
         dtype = self.simulations.runtime.dtype
-        flops = self._flops(work)
         peak = peak_flops_of(self.gpu.name, dtype)
+        assert peak is not None
         weights = sum(each.numel for each in footprint.parameters) * dtype.itemsize
-        kept = int(memory.of("activations").max())
         state = footprint.weights() + footprint.optimizer() + footprint.average()
-        moved = work.passes * 2 * (weights + kept) + 2 * state
+        moved = 2 * footprint.work.passes * weights + 2 * state
         return {
-            "compute_s": flops / peak if flops and peak else None,
+            "compute_s": operations / peak,
             "memory_s": moved / self.gpu.bandwidth,
             "wire_s": footprint.traffic().seconds,
         }
-
-    def _flops(self, work: StepWork) -> float | None:
-        """Return the operations of a rank in a step, without those that are repeated."""
-        if self.flops_per_item is None:
-            return None
-        rows = work.passes * work.activations.shape[0]
-        items = rows * self.simulations.loader.items_per_step / self.config.trainer.batch_size
-        return items * self.flops_per_item / work.tensor_parallel
 
 
 FIGURES = (
     *("peak_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes"),
     *("activations_bytes", "temporaries_bytes", "gathered_bytes", "data_bytes"),
-    *("micro_batch_size", "passes", "largest_micro_batch_size", "wire_bytes_per_step"),
+    *(
+        "micro_batch_size",
+        "passes",
+        "ranks_per_copy",
+        "largest_micro_batch_size",
+        "wire_bytes_per_step",
+    ),
     *("flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
 )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number of rows that fits, 0 if one does not."""
+    """Return the largest number of rows that fits, at most MOST_ROWS; 0 if one does not."""
     if not fits(1):
         return 0
     low = 1
     while low < MOST_ROWS and fits(2 * low):
         low *= 2
+    if low == MOST_ROWS:
+        return low
     high = 2 * low
     while high - low > 1:
         middle = (low + high) // 2
@@ -265,16 +285,21 @@ def make_gpu_plan(
     warm = warm_start_of_plan(config, typed, runtime)
     given = warm.config if warm else config
     config, batch = divide_batch(given, cluster.ranks)
+    allows_compile(config, torch.device("cuda"), cluster.ranks)
     # what decides where and how a run computes is not asked of this machine
     trainer = replace(config.trainer, device="cpu", compile=False)
     task = build_task(replace(config, trainer=trainer), runtime.group, warm.state if warm else {})
     if outputs is not None:
         task.set_outputs(outputs)
     with task.discarded_if_refused():
+        if warm and outputs is None:
+            warm.check(task)
         loader = task.train_loader(runtime.device)
     simulations = Simulations(task, runtime, loader)
-    plan = GPUPlan(simulations, cluster, machine)
+    plan = GPUPlan(simulations, config, cluster, machine)
     with simulations.bar:
+        # what fails here fails for every strategy
+        simulations.step(Footprint, batch.micro_batch_size, batch.micro_batches_per_rank, parts=1)
         strategies = {strategy.name: plan.of(strategy) for strategy in FOOTPRINTS}
     loader.close()
     runtime.close()
@@ -291,6 +316,8 @@ def make_gpu_plan(
             "ranks": cluster.ranks,
             "nodes": cluster.nodes,
             "memory_bytes": gpu.memory,
+            "link_bytes_per_s": gpu.link,
+            "network_bytes_per_s": network if machine.nodes > 1 else None,
             "strategies": strategies,
             "left_out": LEFT_OUT,
         },

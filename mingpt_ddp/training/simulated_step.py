@@ -16,15 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.data.dataloader import BatchPlan, Loader
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime, map_tensors
 from mingpt_ddp.distributed.step_memory import ParameterSize, StepMemory, TensorSize
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
+from mingpt_ddp.errors import CodeError, ConfigError, UserError
 from mingpt_ddp.models.cuda_functions import CUDAFunctions
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.torch_internals import (
+    count_operations,
     outputs_of_operators,
     tensors_without_data,
 )
@@ -70,14 +73,19 @@ class Allocations:
 class _Marks(StepControl):
     """The control of a simulated step: it notes what belongs to the passes."""
 
-    def __init__(self, allocations: Allocations, model: nn.Module) -> None:
+    def __init__(
+        self, allocations: Allocations, model: nn.Module, counter: Any, micro_batches: int
+    ) -> None:
         self.allocations = allocations
+        self.micro_batches = micro_batches
+        self.counter = counter
         self.model = model
         self.resident: dict[int, int] = {}  # bytes by storage, at the beginning of the step
         self.first = 0  # event of the step
         self.kept: set[int] = set()  # storages, after a forward pass
         self.gradients: dict[int, str] = {}  # names of the parameters
         self.last = 0  # event of the passes
+        self.operations = 0  # of the passes
         model.register_forward_hook(self._after_forward)
 
     def begin(self) -> None:
@@ -92,6 +100,7 @@ class _Marks(StepControl):
 
     def wait_for_staging(self) -> None:
         """Note the gradients, when the passes have ended."""
+        self.operations = self.counter.get_total_flops()
         self.last = len(self.allocations.events)
         for name, parameter in self.model.named_parameters():
             if parameter.grad is not None:
@@ -119,6 +128,7 @@ class _Marks(StepControl):
             kinds=[kind(number) for number, _ in events],
             sizes=[size for _, size in events],
             passes=len(self.resident) + self.last - self.first,
+            operations=self.operations // self.micro_batches,
         )
 
 
@@ -171,7 +181,7 @@ def simulate(
     batch = loader.get_batch(1, BatchPlan(batch_size, batch_size, 1), 0)[0].batch
     micro_batches = min(micro_batches, MICRO_BATCHES)
     plan = BatchPlan(micro_batches, 1, world_size=1)
-    with _without_data() as allocations:
+    with _report_failures(), _without_data() as allocations:
 
         def initialize(model: nn.Module) -> None:
             prepare(model)
@@ -186,13 +196,35 @@ def simulate(
         empty = map_tensors(without_data, batch)
         same = TrialLoader(loader, [empty] * micro_batches)
         train_step = TrainStep(runtime, task, same, plan, trainable)
-        marks = _Marks(allocations, trainable.model)
+        counter = count_operations()
+        marks = _Marks(allocations, trainable.model, counter, micro_batches)
         train_step.control = marks
-        train_step.run(1)  # creates the optimizer's state
+        with counter:  # it keeps tensors, so not in the step that is measured
+            train_step.run(1)  # creates the optimizer's state
         marks.begin()
         train_step.run(2)
         sizes = _sizes(trainable)
         return marks.step_memory(_kinds_of_state(allocations, trainable), sizes), sizes
+
+
+@contextmanager
+def _report_failures() -> Iterator[None]:
+    """Raise what code does without data as a ConfigError of one line."""
+    try:
+        with attribute_errors_to_user_code():
+            yield
+    except CodeError as error:
+        reason = str(error.args[0])
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    else:
+        return
+    raise ConfigError(
+        "device= tries the code with tensors of a CPU that have no data, and there it fails; "
+        f"leave it out, or let the code read no values ({reason[:300]})"
+    )
 
 
 @contextmanager

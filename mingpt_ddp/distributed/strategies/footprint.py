@@ -16,6 +16,7 @@ from torch import nn
 from mingpt_ddp.config.schema import StrategyName
 from mingpt_ddp.distributed.cluster import Cluster, Traffic, all_gather, all_reduce
 from mingpt_ddp.distributed.step_memory import Bytes, ParameterSize, StepMemory, TensorSize
+from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
 from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.distributed.tensor_parallel import keep_part
 from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
@@ -59,6 +60,9 @@ class Footprint:
         """
         Args:
             parameters: and buffers, of the whole model; with tensor parallelism, of a rank.
+
+        Raises:
+            ConfigError: the strategy cannot divide them.
         """
         self.parameters = parameters
         self.trained = [each for each in parameters if each.is_trained]
@@ -213,8 +217,15 @@ class FSDPFootprint(Footprint):
                     gathered[parameter] = nn.Parameter(weights, parameter.requires_grad)
                 setattr(module, name, gathered[parameter])
 
-    @property
-    def shards(self) -> int:
+    def __init__(
+        self, parameters: Sequence[ParameterSize], cluster: Cluster, work: StepWork
+    ) -> None:
+        super().__init__(parameters, cluster, work)
+        dimensions = {each.name: len(each.weight.shape) for each in self.trained}
+        check_no_scalars(self.name, dimensions)
+        self.shards = self._shards()
+
+    def _shards(self) -> int:
         return self.cluster.ranks
 
     def _shard(self, tensors: Iterable[TensorSize], itemsize: int = FP32) -> int:
@@ -223,7 +234,7 @@ class FSDPFootprint(Footprint):
 
     def weights(self) -> int:
         buffers = sum(each.weight.nbytes for each in self.parameters if each.is_buffer)
-        return buffers + self._shard(each.weight for each in self.parameters if not each.is_buffer)
+        return buffers + self._shard(self.weights_of_parameters())
 
     def optimizer(self) -> int:
         return self._shard(tensor for each in self.trained for tensor in each.state)
@@ -256,15 +267,19 @@ class FSDPFootprint(Footprint):
         live[memory.passes - 1] += rest * FP32 // itemsize
         return live
 
-    def padded(self, itemsize: int) -> int:
-        """Return the bytes of all parameters, padded to shards of equal size."""
-        weights = (each.weight for each in self.parameters if not each.is_buffer)
-        return self.shards * self._shard(weights, itemsize)
+    def weights_of_parameters(self) -> list[TensorSize]:
+        return [each.weight for each in self.parameters if not each.is_buffer]
+
+    def padded(self, tensors: Iterable[TensorSize], itemsize: int) -> int:
+        """Return the bytes of some tensors, padded to shards of equal size."""
+        return self.shards * self._shard(tensors, itemsize)
 
     def traffic(self) -> Traffic:
         """Gather the weights before each forward and each backward pass, then reduce gradients."""
         itemsize = self.parameters[0].weight.itemsize
-        size = self.work.passes * (2 * self.padded(itemsize) + self.padded(FP32))
+        gathered = 2 * self.padded(self.weights_of_parameters(), itemsize)
+        reduced = self.padded((each.weight for each in self.trained), FP32)
+        size = self.work.passes * (gathered + reduced)
         sent = all_gather(size, self.shards)
         return Traffic(sent, self.cluster.seconds(sent, self.shards))
 
@@ -275,13 +290,12 @@ class HSDPFootprint(FSDPFootprint):
     name = "hsdp"
     key: StrategyName = "hsdp"
 
-    @property
-    def shards(self) -> int:
-        ranks = self.cluster.ranks_per_node
-        return ranks if self.cluster.nodes > 1 else ranks // 2
+    def _shards(self) -> int:
+        return shards_per_replica([self.cluster.ranks_per_node] * self.cluster.nodes)
 
     def traffic(self) -> Traffic:
-        part = self.work.passes * self.padded(FP32) // self.shards
+        reduced = self.padded((each.weight for each in self.trained), FP32)
+        part = self.work.passes * reduced // self.shards
         replicas = self.cluster.ranks // self.shards
         sent = all_reduce(part, replicas)
         seconds = self.cluster.seconds(sent, replicas, rings_per_node=self.shards)

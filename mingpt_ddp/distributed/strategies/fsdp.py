@@ -31,6 +31,41 @@ from mingpt_ddp.errors import ConfigError
 GATHERED_BYTES = 1 << 20
 
 
+def shards_per_replica(ranks: list[int]) -> int:
+    """Return over how many ranks hsdp divides the model: those of a node, or half of a single one.
+
+    Args:
+        ranks: of each node.
+
+    Raises:
+        ConfigError: the nodes differ, or a replica would have one rank.
+    """
+    size = ranks[0] if len(ranks) > 1 else ranks[0] / 2
+    if len(set(ranks)) > 1 or size == 1 or size != int(size):
+        raise ConfigError(
+            "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number "
+            f"of at least two on every node, not {ranks}; use ddp.strategy=fsdp"
+        )
+    return int(size)
+
+
+def check_no_scalars(strategy: str, dimensions: Mapping[str, int]) -> None:
+    """Refuse a model with a parameter that has no rows.
+
+    Args:
+        dimensions: their number, by parameter.
+
+    Raises:
+        ConfigError: names the parameter.
+    """
+    scalars = [name for name, number in dimensions.items() if number == 0]
+    if scalars:
+        raise ConfigError(
+            f"ddp.strategy={strategy} cannot split {scalars[0]}, a scalar; give it one "
+            "element, or use zero1"
+        )
+
+
 class FSDPStrategy(Strategy):
     """Shard each of `model.blocks`, then the rest of the model as one."""
 
@@ -64,22 +99,10 @@ class FSDPStrategy(Strategy):
     def _shards_per_replica(self) -> int:
         """Return the ranks of a node; half of all on a single node."""
         hosts = self.group.all_gather(socket.gethostname())
-        ranks = list(Counter(hosts).values())  # of each node
-        size = ranks[0] if len(ranks) > 1 else self.group.world_size / 2
-        if len(set(ranks)) > 1 or size == 1 or size != int(size):
-            raise ConfigError(
-                "ddp.strategy=hsdp needs an even number of ranks on one node, or the same number "
-                f"of at least two on every node, not {ranks}; use ddp.strategy=fsdp"
-            )
-        return int(size)
+        return shards_per_replica(list(Counter(hosts).values()))
 
     def check_model(self, model: nn.Module) -> None:
-        scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-        if scalars:
-            raise ConfigError(
-                f"ddp.strategy={self.name} cannot split {scalars[0]}, a scalar; give it one "
-                "element, or use zero1"
-            )
+        check_no_scalars(self.name, {n: p.dim() for n, p in model.named_parameters()})
 
     def model_memory(self, memory: int) -> int:
         return memory * self.shards
