@@ -20,8 +20,8 @@ class Cluster:
     def ranks(self) -> int:
         return self.nodes * self.ranks_per_node
 
-    def seconds(self, sent: float, ranks: int, rings_per_node: int = 1) -> float:
-        """Return the least time of a collective in which each rank of a ring sends some bytes.
+    def traffic(self, sent: int, ranks: int, rings_per_node: int = 1) -> "Traffic":
+        """Return the traffic of a collective in which each rank of a ring sends some bytes.
 
         Across nodes the ranks of a node reduce, or copy, among themselves first, so that the
         network carries each byte once per node and not once per rank.
@@ -31,25 +31,32 @@ class Cluster:
             rings_per_node: those that share a node's network.
         """
         if ranks == 1:
-            return 0.0
+            return Traffic()
+        network_s = 0.0
         nodes = ranks * rings_per_node // self.ranks_per_node
-        within = sent / self.link
-        if nodes < 2:
-            return within
-        whole = sent * ranks / (ranks - 1)
-        leaves_node = whole * (nodes - 1) / nodes * rings_per_node
-        return max(within, leaves_node / self.network)
+        if nodes > 1:
+            whole = sent * ranks / (ranks - 1)
+            leaves_node = whole * (nodes - 1) / nodes * rings_per_node
+            network_s = leaves_node / self.network
+        return Traffic(sent, sent / self.link, network_s)
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a rank sends in a step."""
+    """What a rank sends in a step, and the least times that links and network take for it."""
 
-    sent: int  # bytes
-    seconds: float  # at the rates of the cluster
+    sent: int = 0  # bytes
+    link_s: float = 0.0
+    network_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the least time: links and network may work at once."""
+        return max(self.link_s, self.network_s)
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.sent + other.sent, self.seconds + other.seconds)
+        link_s = self.link_s + other.link_s
+        return Traffic(self.sent + other.sent, link_s, self.network_s + other.network_s)
 
 
 def all_reduce(size: int, ranks: int) -> int:

@@ -304,9 +304,12 @@ def make_gpu_plan(
     loader.close()
     runtime.close()
     length = describe_length(config, task, loader)
+    data = task.describe_data()
+    if outputs is not None:
+        data += f"; the model has {outputs:,} outputs"
     described: dict[str, Any] = {
         "run": str(run_directory(config)),
-        "data": task.describe_data(),
+        "data": data,
         "device": f"{cluster.ranks} x {gpu.name} in {precision_of_gpu(config)}",
         "model": describe_model(config, plan.parameters, plan.flops_per_item, length["items"]),
         "length": length,

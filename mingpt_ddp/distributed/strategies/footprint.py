@@ -105,7 +105,7 @@ class Footprint:
 
     def traffic(self) -> Traffic:
         """Return what a rank sends in a step; flags, norms and losses are left out."""
-        return Traffic(0, 0.0)
+        return Traffic()
 
     def gradient_bytes(self) -> int:
         return sum(each.gradient for each in self.trained)
@@ -119,7 +119,7 @@ class Footprint:
                 stacks[each.numel // each.matrices // columns, columns] += each.matrices
         numel = sum(count * rows * columns for (rows, columns), count in stacks.items())
         if not self.divides_muon or numel < MIN_NUMEL_TO_SHARD:
-            return Traffic(0, 0.0)
+            return Traffic()
         ranks = self.cluster.ranks
         padded = 0
         for (rows, columns), count in stacks.items():
@@ -128,7 +128,7 @@ class Footprint:
 
     def in_ring(self, sent: int) -> Traffic:
         """Return the traffic of a ring through all ranks."""
-        return Traffic(sent, self.cluster.seconds(sent, self.cluster.ranks))
+        return self.cluster.traffic(sent, self.cluster.ranks)
 
 
 class ManualFootprint(Footprint):
@@ -281,7 +281,7 @@ class FSDPFootprint(Footprint):
         reduced = self.padded((each.weight for each in self.trained), FP32)
         size = self.work.passes * (gathered + reduced)
         sent = all_gather(size, self.shards)
-        return Traffic(sent, self.cluster.seconds(sent, self.shards))
+        return self.cluster.traffic(sent, self.shards)
 
 
 class HSDPFootprint(FSDPFootprint):
@@ -298,8 +298,7 @@ class HSDPFootprint(FSDPFootprint):
         part = self.work.passes * reduced // self.shards
         replicas = self.cluster.ranks // self.shards
         sent = all_reduce(part, replicas)
-        seconds = self.cluster.seconds(sent, replicas, rings_per_node=self.shards)
-        return super().traffic() + Traffic(sent, seconds)
+        return super().traffic() + self.cluster.traffic(sent, replicas, rings_per_node=self.shards)
 
 
 class TensorParallelFootprint(Footprint):
@@ -319,11 +318,10 @@ class TensorParallelFootprint(Footprint):
         elements = self.work.activations.nbytes // self.work.activations.itemsize
         message = forward * self.work.activations.nbytes + 2 * elements * FP32
         sent = all_reduce(self.work.passes * blocks * message, self.work.tensor_parallel)
-        traffic = Traffic(sent, self.cluster.seconds(sent, self.work.tensor_parallel))
+        traffic = self.cluster.traffic(sent, self.work.tensor_parallel)
         copies = self.cluster.ranks // self.work.tensor_parallel
         sent = all_reduce(self.gradient_bytes(), copies)
-        seconds = self.cluster.seconds(sent, copies, rings_per_node=self.work.tensor_parallel)
-        return traffic + Traffic(sent, seconds)
+        return traffic + self.cluster.traffic(sent, copies, self.work.tensor_parallel)
 
 
 FOOTPRINTS: tuple[type[Footprint], ...] = (
