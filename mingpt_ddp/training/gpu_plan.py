@@ -6,6 +6,7 @@ arithmetic, and the bound of the time from data sheets. Nothing is measured.
 
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Container
 from dataclasses import asdict, replace
 from functools import partial
@@ -235,34 +236,14 @@ class GPUPlan:
 FIGURES = (
     *("peak_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes"),
     *("activations_bytes", "temporaries_bytes", "gathered_bytes", "data_bytes"),
-    *(
-        "micro_batch_size",
-        "passes",
-        "ranks_per_copy",
-        "largest_micro_batch_size",
-        "wire_bytes_per_step",
-    ),
-    *("flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
+    *("micro_batch_size", "passes", "ranks_per_copy", "largest_micro_batch_size"),
+    *("wire_bytes_per_step", "flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
 )
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
     """Return the largest number of rows that fits, at most MOST_ROWS; 0 if one does not."""
-    if not fits(1):
-        return 0
-    low = 1
-    while low < MOST_ROWS and fits(2 * low):
-        low *= 2
-    if low == MOST_ROWS:
-        return low
-    high = 2 * low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_left(range(1, MOST_ROWS + 1), True, key=lambda rows: not fits(rows))
 
 
 def make_gpu_plan(
