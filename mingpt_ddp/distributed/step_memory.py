@@ -50,11 +50,6 @@ class ParameterSize:
     matrices: int = 0  # that Muon orthogonalizes
 
     @property
-    def gradient(self) -> int:
-        """Bytes of its gradient."""
-        return self.weight.nbytes if self.is_trained else 0
-
-    @property
     def numel(self) -> int:
         return self.weight.nbytes // self.weight.itemsize
 

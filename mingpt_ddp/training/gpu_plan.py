@@ -51,6 +51,7 @@ from mingpt_ddp.training.simulated_step import (
     runtime_without_data,
     simulate,
 )
+from mingpt_ddp.training.warm_start import WarmStart
 
 ROWS = (2, 3)  # of the micro-batches that are simulated; others lie on a line with them
 CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
@@ -139,17 +140,16 @@ class GPUPlan:
                 return {**dict.fromkeys(FIGURES), "reason": str(error.args[0])}
             raise
 
-        def needed(rows: int) -> int:
-            peak = footprint.peak(step(rows)[0])
-            return sum(peak.values()) + self.data + CONTEXT
+        def needed(memory: StepMemory) -> int:
+            return sum(footprint.peak(memory).values()) + self.data + CONTEXT
 
         peak = {**footprint.peak(memory), "data": self.data}
         operations = passes * memory.operations
         times = self._times(footprint, operations)
         reason = None
-        if needed(rows) > self.gpu.memory:
+        if needed(memory) > self.gpu.memory:
             reason = (
-                f"needs {needed(rows) / GIB:.1f} GiB with CUDA's own, "
+                f"needs {needed(memory) / GIB:.1f} GiB with CUDA's own, "
                 f"a GPU has {self.gpu.memory / GIB:.1f}"
             )
         return {
@@ -158,7 +158,7 @@ class GPUPlan:
             "micro_batch_size": rows,
             "passes": passes,
             "ranks_per_copy": parts,
-            "largest_micro_batch_size": _largest(lambda rows: needed(rows) <= self.gpu.memory),
+            "largest_micro_batch_size": _largest(lambda n: needed(step(n)[0]) <= self.gpu.memory),
             "wire_bytes_per_step": footprint.traffic().sent,
             "flops_per_step": operations,
             **times,
@@ -246,6 +246,21 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return bisect_left(range(1, MOST_ROWS + 1), True, key=lambda rows: not fits(rows))
 
 
+def _simulations(
+    config: Config, runtime: Runtime, warm: WarmStart | None, outputs: int | None
+) -> Simulations:
+    """Read the data on this machine, of which nothing else of the run is asked."""
+    trainer = replace(config.trainer, device="cpu", compile=False)
+    task = build_task(replace(config, trainer=trainer), runtime.group, warm.state if warm else {})
+    if outputs is not None:
+        task.set_outputs(outputs)
+    with task.discarded_if_refused():
+        if warm and outputs is None:
+            warm.check(task)
+        loader = task.train_loader(runtime.device)
+    return Simulations(task, runtime, loader)
+
+
 def make_gpu_plan(
     config: Config, machine: Machine, typed: Container[str] = (), outputs: int | None = None
 ) -> dict[str, Any]:
@@ -267,16 +282,9 @@ def make_gpu_plan(
     given = warm.config if warm else config
     config, batch = divide_batch(given, cluster.ranks)
     allows_compile(config, torch.device("cuda"), cluster.ranks)
-    # what decides where and how a run computes is not asked of this machine
-    trainer = replace(config.trainer, device="cpu", compile=False)
-    task = build_task(replace(config, trainer=trainer), runtime.group, warm.state if warm else {})
-    if outputs is not None:
-        task.set_outputs(outputs)
-    with task.discarded_if_refused():
-        if warm and outputs is None:
-            warm.check(task)
-        loader = task.train_loader(runtime.device)
-    simulations = Simulations(task, runtime, loader)
+    simulations = _simulations(config, runtime, warm, outputs)
+    task = simulations.task
+    loader = simulations.loader
     plan = GPUPlan(simulations, config, cluster, machine)
     with simulations.bar:
         # what fails here fails for every strategy

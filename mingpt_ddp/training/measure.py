@@ -3,7 +3,6 @@
 import copy
 import itertools
 import statistics
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,9 +72,9 @@ def _measure(runtime: Runtime, task: Task) -> Measured:
         train_step.control = timer
         timer.run(train_step)
         evaluation_s = _time_evaluation(runtime, task, model, split)
-        begin = now(runtime)
+        begin = runtime.now()
         memory = _copy_snapshot(trainable)
-        stall_s = now(runtime) - begin
+        stall_s = runtime.now() - begin
     finally:
         loader.close()
     snapshot = sum(memory.values())
@@ -105,30 +104,23 @@ class _Timer(StepControl):
 
     def wait_for_staging(self) -> None:
         """Take the time between the passes and the update, when a run would wait for staging."""
-        self._passed = now(self.runtime)
+        self._passed = self.runtime.now()
 
     def run(self, train_step: TrainStep) -> None:
         """Train some steps; the first, which allocates, does not count."""
         train_step.warm_up()
-        deadline = now(self.runtime) + MEASURED_S
+        deadline = self.runtime.now() + MEASURED_S
         with progress_bar(self.runtime.group.env, MOST_STEPS, "measuring", "step") as bar:
             for step in range(1, MOST_STEPS + 1):
-                begin = now(self.runtime)
+                begin = self.runtime.now()
                 train_step.run(step)
-                end = now(self.runtime)
+                end = self.runtime.now()
                 bar.update()
                 if step > 1:
                     self.passes.append(self._passed - begin)
                     self.updates.append(end - self._passed)
                 if step > 2 and end > deadline:
                     return
-
-
-def now(runtime: Runtime) -> float:
-    """Return the time in seconds, once the device has done its work."""
-    if runtime.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> int:
@@ -151,11 +143,11 @@ def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> 
 @torch.no_grad()
 def _time_evaluation(runtime: Runtime, task: Task, model: nn.Module, split: Split) -> float:
     """Return the seconds to evaluate a split, from its first batches."""
-    moments = [now(runtime)]
+    moments = [runtime.now()]
     with eval_mode(model), runtime.autocast():
         for batch in itertools.islice(split.batches(0, 1), EVALUATED):
             task.metrics(model, runtime.to_device(batch))
-            moments.append(now(runtime))
+            moments.append(runtime.now())
     seconds = [end - begin for begin, end in itertools.pairwise(moments)]
     return statistics.median(seconds) * len(split)
 

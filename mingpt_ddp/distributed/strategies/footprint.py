@@ -108,7 +108,7 @@ class Footprint:
         return Traffic()
 
     def gradient_bytes(self) -> int:
-        return sum(each.gradient for each in self.trained)
+        return sum(each.weight.nbytes for each in self.trained)
 
     def traffic_of_muon(self) -> Traffic:
         """Return the all-gather of the matrices that the ranks orthogonalize, each some of them."""
