@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 
@@ -59,3 +62,11 @@ def text_task(
     task.val_texts = {}
     task.shape = vocab_size, config.data.block_size
     return task
+
+
+@contextlib.contextmanager
+def noted_pause(parts: Mock) -> Iterator[None]:
+    """Stand for `Meter.paused`: note its begin and its end among the calls of the parts."""
+    parts.pause()
+    yield
+    parts.go_on()

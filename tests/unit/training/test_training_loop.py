@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
 import torch
 from multiprocess.ranks import configure
+from tasks import noted_pause
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError, TrainingError
@@ -42,13 +42,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.metrics.log_train.return_value = {"train/loss": 3.0, "train/grad_norm": 2.0}
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
 
-    @contextlib.contextmanager
-    def paused() -> Iterator[None]:
-        parts.pause()
-        yield
-        parts.go_on()
-
-    parts.metrics.meter.paused = paused
+    parts.metrics.meter.paused = partial(noted_pause, parts)
     context = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),

@@ -6,11 +6,13 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
+from tasks import noted_pause
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
@@ -32,13 +34,7 @@ def validation_of(
     parts.evaluator.run.return_value = metrics
     parts.evaluator.sample.return_value = "a text"
 
-    @contextlib.contextmanager
-    def paused() -> Iterator[None]:
-        parts.pause()
-        yield
-        parts.go_on()
-
-    parts.metrics.meter.paused = paused
+    parts.metrics.meter.paused = partial(noted_pause, parts)
 
     @contextlib.contextmanager
     def applied() -> Iterator[None]:
