@@ -22,6 +22,7 @@ from mingpt_ddp.config.schema import (
     TrackerConfig,
     selected,
 )
+from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import build, check, field_types
 from mingpt_ddp.errors import ConfigError
@@ -46,10 +47,12 @@ class Config:
     trainer: TrainerConfig
     snapshot: SnapshotConfig
     tracker: TrackerConfig
+    sweep: SweepConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as YAML and JSON can hold them."""
+        """Return plain values, as YAML and JSON can hold them; without those of a sweep."""
         values = _plain(dataclasses.asdict(self))
+        del values["sweep"]  # of all jobs, which another schedule must not change
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
@@ -152,8 +155,8 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
-    # runs of earlier versions are language models without trackers
-    values = {"task": {}, "tracker": {}, **values}
+    # a recorded run has no sweep; one of an earlier version is a language model without trackers
+    values = {"task": {}, "tracker": {}, "sweep": {}, **values}
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 

@@ -37,6 +37,7 @@ from mingpt_ddp.config.fields import (
     neutral,
 )
 from mingpt_ddp.config.optimizer_config import AdamWConfig, MuonConfig, SGDConfig
+from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
 
@@ -292,6 +293,7 @@ GROUPS: dict[str, Selection] = {
     "trainer": ((), {None: TrainerConfig}),
     "snapshot": ((), {None: SnapshotConfig}),
     "tracker": ((), {None: TrackerConfig}),
+    "sweep": ((), {None: SweepConfig}),
 }
 
 

@@ -1,0 +1,57 @@
+"""The keys of the group `sweep`: how many jobs at once, what draws them, what ends them early."""
+
+# ruff: noqa: RUF009  key() returns a dataclass field
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mingpt_ddp.config.fields import NonNegativeInt, PositiveInt, neutral
+from mingpt_ddp.config.validation import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Which jobs a sweep has, and when they run (docs/sweeps.md)."""
+
+    parallel: PositiveInt | Literal["auto"] = neutral(
+        1, "jobs at a time on this machine; auto: as many as its GPUs or cores hold"
+    )
+    max_failures: NonNegativeInt | None = neutral(
+        None, "failed jobs after which no other starts; null: any number"
+    )
+    retries: NonNegativeInt = neutral(0, "how often a failed job is started again")
+    sampler: Literal["tpe", "gp", "qmc", "random"] | None = neutral(
+        None, "draws the values of a search; null: all combinations, a grid"
+    )
+    sampler_settings: dict[str, Any] | None = neutral(
+        None, "settings of the sampler by name, as in {n_startup_trials: 5}; null: docs/sweeps.md"
+    )
+    trials: PositiveInt = neutral(20, "jobs of a search")
+    seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
+    lag: PositiveInt | None = neutral(
+        None,
+        "trial k is drawn from the results up to k - lag; null: 1, or twice sweep.parallel above 1",
+    )
+    order: Literal["fixed", "free"] = neutral(
+        "fixed", "free: draw from all results there are; a rerun draws other trials"
+    )
+    objectives: tuple[str, ...] = neutral(
+        ("val_loss",), "numbers of result.json to minimize; -NAME: to maximize"
+    )
+    pruner: Literal["none", "median", "asha"] = neutral(
+        "none", "ends jobs whose evaluations are worse than those of others"
+    )
+    pruner_settings: dict[str, Any] | None = neutral(
+        None, "settings of the pruner by name; null: docs/sweeps.md"
+    )
+    storage: Literal["journal", "sqlite"] = neutral(
+        "journal", "the file of the study: study.journal or study.db"
+    )
+
+    def __post_init__(self) -> None:
+        check(bool(self.objectives), "sweep.objectives is empty; name a number of result.json")
+        several = len(self.objectives) > 1 and self.pruner != "none"
+        check(
+            not several,
+            f"sweep.pruner={self.pruner} works with one objective; "
+            "set sweep.pruner=none, or one of sweep.objectives",
+        )
