@@ -67,7 +67,7 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
     for job, values in enumerate(configs):
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
-        losses.append(run(config, runtime, {}))
+        losses.append(run(config, runtime, {})["loss"])
         runtime.close()
         del runtime
     return losses
