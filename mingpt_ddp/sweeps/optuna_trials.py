@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import json
 import logging
 import math
 import warnings
@@ -14,12 +15,12 @@ from mingpt_ddp.sweeps.records import TrialRecord
 try:
     import optuna
 except ImportError as import_error:
-    raise ConfigError(
-        "a search needs Optuna; pip install 'mingpt_ddp[sweep]'"
-    ) from import_error
-from optuna.distributions import BaseDistribution
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+    raise ConfigError("a search needs Optuna; pip install 'mingpt_ddp[sweep]'") from import_error
+
+BaseDistribution = optuna.distributions.BaseDistribution
+FrozenTrial = optuna.trial.FrozenTrial
+StudyDirection = optuna.study.StudyDirection
+TrialState = optuna.trial.TrialState
 
 OLDEST = (4, 7)
 STATES = {
@@ -116,3 +117,9 @@ def in_memory(towards: Sequence[StudyDirection], sampler: Any = None) -> optuna.
         pruner=optuna.pruners.NopPruner(),
         directions=towards,
     )
+
+
+def distributions_as_json(distributions: Distributions) -> dict[str, Any]:
+    """Return what the records hold of each distribution."""
+    to_json = optuna.distributions.distribution_to_json
+    return {key: json.loads(to_json(each)) for key, each in distributions.items()}

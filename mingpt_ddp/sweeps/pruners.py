@@ -5,12 +5,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mingpt_ddp.sweeps.optuna_trials import STATES, comparable, no_warnings, optuna
+from mingpt_ddp.sweeps.optuna_trials import (
+    STATES,
+    StudyDirection,
+    TrialState,
+    comparable,
+    no_warnings,
+    optuna,
+)
 from mingpt_ddp.sweeps.records import Records
 from mingpt_ddp.sweeps.samplers import Setting, Table, with_defaults
-from optuna.pruners import BasePruner, MedianPruner, SuccessiveHalvingPruner  # noqa: I001
-from optuna.study import StudyDirection
-from optuna.trial import TrialState
 
 PRUNERS: Table = {
     "none": {},
@@ -52,7 +56,7 @@ class Pruning:
         self._settings = with_defaults(PRUNERS, "pruner", name, given)
         self._objective = objective
         self._records = records
-        self._pruner: BasePruner | None = None
+        self._pruner: optuna.pruners.BasePruner | None = None
         self.repeat()
 
     def repeat(self) -> None:
@@ -103,16 +107,16 @@ class Pruning:
         with no_warnings():
             return self._pruner_from(step).prune(self._study, trial)
 
-    def _pruner_from(self, step: int) -> BasePruner:
+    def _pruner_from(self, step: int) -> optuna.pruners.BasePruner:
         if self._pruner is not None:
             return self._pruner
         if self._name == "median":
-            self._pruner = MedianPruner(**self._settings)
+            self._pruner = optuna.pruners.MedianPruner(**self._settings)
             return self._pruner
         first = self._records.reports[0][1] if self._records.reports else step
         settings = dict(self._settings)
         settings["min_resource"] = settings["min_resource"] or max(first, 1)
-        self._pruner = SuccessiveHalvingPruner(**settings)
+        self._pruner = optuna.pruners.SuccessiveHalvingPruner(**settings)
         return self._pruner
 
     def _why_median(self, number: int, step: int) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 import stat
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from mingpt_ddp.errors import RunError
 
 FILE = "trials.jsonl"
-FORMAT = 1
 MAX_BYTES = 1 << 30  # of the file
 MAX_LINE_BYTES = 1 << 22
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -36,7 +36,7 @@ class Header:
     """What all trials of a study share."""
 
     kind: Literal["header"] = "header"
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
     sampler: str | None  # null: a grid
     space: dict[str, Any]  # Optuna's JSON of the distribution of each key
     objectives: Annotated[list[str], Field(min_length=1)]
@@ -249,7 +249,7 @@ class Records:
         ]
 
     @contextlib.contextmanager
-    def _explained(self):
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

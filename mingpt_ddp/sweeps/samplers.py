@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from mingpt_ddp.config.validation import check, hint_at
-from mingpt_ddp.sweeps.optuna_trials import Distributions, in_memory, no_warnings, optuna
-from optuna.distributions import BaseDistribution, FloatDistribution  # noqa: I001
-from optuna.samplers import BaseSampler, GPSampler, QMCSampler, RandomSampler, TPESampler
-from optuna.trial import FrozenTrial
+from mingpt_ddp.sweeps.optuna_trials import (
+    BaseDistribution,
+    Distributions,
+    FrozenTrial,
+    StudyDirection,
+    in_memory,
+    no_warnings,
+    optuna,
+)
 
 DIGITS = 4  # of a drawn float: values are part of the names of directories
 
@@ -97,7 +102,7 @@ class Drawing:
     settings: Mapping[str, Any]
     seed: int
     space: Distributions
-    directions: Sequence[optuna.study.StudyDirection]
+    directions: Sequence[StudyDirection]
 
     def draw(self, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
         """Return the values of the next trial: a function of the seed and the trials before it."""
@@ -108,28 +113,32 @@ class Drawing:
             values = study.ask(space).params
         return {key: rounded(values[key], self.space[key]) for key in self.space}
 
-    def _sampler(self, number: int, space: dict[str, BaseDistribution]) -> BaseSampler:
+    def _sampler(
+        self, number: int, space: dict[str, BaseDistribution]
+    ) -> optuna.samplers.BaseSampler:
         given = dict(self.settings)
         if self.sampler == "tpe" and len(self.directions) > 1:  # as Optuna 5 does
             given.setdefault("multivariate", False)
         settings = with_defaults(SAMPLERS, "sampler", self.sampler, given)
         seed = seed_of(self.seed, number)
         if self.sampler == "tpe":
-            return TPESampler(seed=seed, group=False, constraints_func=None, **settings)
+            return optuna.samplers.TPESampler(
+                seed=seed, group=False, constraints_func=None, **settings
+            )
         if self.sampler == "gp":
-            return GPSampler(
+            return optuna.samplers.GPSampler(
                 seed=seed,
-                independent_sampler=RandomSampler(seed),
+                independent_sampler=optuna.samplers.RandomSampler(seed),
                 constraints_func=None,
                 warn_independent_sampling=False,
                 **settings,
             )
         if self.sampler == "qmc":
             return _Sequence(self.seed, number, space, settings)
-        return RandomSampler(seed)
+        return optuna.samplers.RandomSampler(seed)
 
 
-class _Sequence(QMCSampler):
+class _Sequence(optuna.samplers.QMCSampler):
     """Draw trial k as point k of one sequence, from the first trial on."""
 
     def __init__(
@@ -137,7 +146,7 @@ class _Sequence(QMCSampler):
     ) -> None:
         super().__init__(
             seed=seed,
-            independent_sampler=RandomSampler(seed_of(seed, number)),
+            independent_sampler=optuna.samplers.RandomSampler(seed_of(seed, number)),
             warn_asynchronous_seeding=False,
             warn_independent_sampling=False,
             **settings,
@@ -172,7 +181,7 @@ def seed_of(seed: int, number: int) -> int:
 
 def rounded(value: Any, distribution: BaseDistribution) -> Any:
     """Round a drawn float to four significant digits, or more if the interval is narrow."""
-    if not isinstance(distribution, FloatDistribution):
+    if not isinstance(distribution, optuna.distributions.FloatDistribution):
         return value
     low, high = distribution.low, distribution.high
     if distribution.step is not None or value == 0:

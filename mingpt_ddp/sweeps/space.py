@@ -7,6 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     IntervalSweep,
     Override,
+    Quote,
     QuotedString,
     RangeSweep,
     Transformer,
@@ -14,14 +15,11 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.sweeps.optuna_trials import no_warnings  # noqa: I001  explains a missing Optuna
-from optuna.distributions import (
-    BaseDistribution,
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from mingpt_ddp.sweeps.optuna_trials import BaseDistribution, no_warnings, optuna
+
+CategoricalDistribution = optuna.distributions.CategoricalDistribution
+FloatDistribution = optuna.distributions.FloatDistribution
+IntDistribution = optuna.distributions.IntDistribution
 
 MAX_CHOICES = 10_000  # of a range of floats, which is listed to see whether its step is exact
 MAX_INT = 2**53  # Optuna computes with floats
@@ -54,9 +52,7 @@ def override_text(key: str, value: Any) -> str:
     return f"{key}={value}"
 
 
-def _quote(text: str) -> Any:
-    from hydra.core.override_parser.types import Quote
-
+def _quote(text: str) -> Quote:
     return Quote.double if "'" in text and '"' not in text else Quote.single
 
 
@@ -75,7 +71,7 @@ def _is_one_value(text: str) -> bool:
 
 def _distribution(override: Override) -> BaseDistribution:
     sweep = override.value()
-    tags = getattr(sweep, "tags", set())
+    tags: set[str] = getattr(sweep, "tags", set())
     line = str(override.input_line)
     unknown = sorted(tags - {"log"})
     check(not unknown, f"{line}: the only tag is log, not {', '.join(unknown)}")
@@ -144,7 +140,7 @@ def _with_type(value: Any) -> tuple[str, Any]:
     return type(value).__name__, value
 
 
-def _plain(value: Any) -> None | bool | int | float | str:
+def _plain(value: Any) -> bool | int | float | str | None:
     """Return a scalar, or the text of an override for anything else."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -159,5 +155,3 @@ def _plain(value: Any) -> None | bool | int | float | str:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else str(Transformer.str(value))
-
-

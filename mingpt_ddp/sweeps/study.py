@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.sweep_config import SweepConfig
-from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps.optuna_trials import comparable, directions, frozen_trial, no_warnings
-from mingpt_ddp.sweeps.pruners import Pruning, check_pruner
+from mingpt_ddp.sweeps.optuna_trials import (
+    BaseDistribution,
+    FrozenTrial,
+    StudyDirection,
+    comparable,
+    directions,
+    distributions_as_json,
+    frozen_trial,
+    optuna,
+)
+from mingpt_ddp.sweeps.pruners import Pruning
 from mingpt_ddp.sweeps.records import (
     FILE,
     Drawn,
@@ -24,17 +32,9 @@ from mingpt_ddp.sweeps.records import (
     now,
     number_of,
 )
-from mingpt_ddp.sweeps.samplers import Drawing, check_sampler
+from mingpt_ddp.sweeps.samplers import Drawing
+from mingpt_ddp.sweeps.study_checks import ANOTHER, check_same_study, check_settings
 from mingpt_ddp.sweeps.study_storage import StudyStorage
-from optuna.distributions import (  # noqa: I001
-    BaseDistribution,
-    CategoricalDistribution,
-    distribution_to_json,
-)
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial
-
-ANOTHER = "choose another run.name"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Study:
             RunError: the records are damaged.
         """
         assert (listed is None) == (settings.sampler is not None)
-        _check_settings(settings)
+        check_settings(settings)
         self._settings = settings
         self._directions = directions(settings.objectives)
         self._records = Records(directory / FILE)
@@ -90,7 +90,7 @@ class Study:
         self.lag = settings.lag or (header.lag if header else _default_lag(settings))
         self._header = Header(
             sampler=settings.sampler,
-            space={} if self._listed is not None else _as_json(space),
+            space={} if self._listed is not None else distributions_as_json(space),
             objectives=list(settings.objectives),
             lag=self.lag,
             order=settings.order,
@@ -98,7 +98,7 @@ class Study:
             fixed=json.loads(json.dumps(dict(fixed or {}))),
         )
         if header is not None:
-            _check_same_study(header, self._header)
+            check_same_study(header, self._header)
         self._check_values()
         self._storage = StudyStorage(
             directory, settings.storage, self._directions, self._all_frozen
@@ -106,9 +106,7 @@ class Study:
         self._pruning: Pruning | None = None
         if settings.pruner != "none":
             given = settings.pruner_settings or {}
-            self._pruning = Pruning(
-                settings.pruner, given, settings.objectives[0], self._records
-            )
+            self._pruning = Pruning(settings.pruner, given, settings.objectives[0], self._records)
 
     def begin(self) -> None:
         """Write the header of a new study, or repair the files of one that was interrupted.
@@ -205,9 +203,8 @@ class Study:
 
     def best(self) -> list[TrialRecord]:
         """Return the best complete trial, or of several objectives those that none dominates."""
-        with no_warnings():
-            done = [each for each in self._records.trials if each.outcome == Outcome.COMPLETE]
-            costs = {each.number: self._costs(each) for each in done}
+        done = [each for each in self._records.trials if each.outcome == Outcome.COMPLETE]
+        costs = {each.number: self._costs(each) for each in done}
         front = [
             each
             for each in done
@@ -258,9 +255,7 @@ class Study:
         return drawing.draw(trials)
 
     def _frozen(self, record: TrialRecord, as_running: bool = False) -> FrozenTrial:
-        return frozen_trial(
-            record, self._distributions, self._directions, as_running=as_running
-        )
+        return frozen_trial(record, self._distributions, self._directions, as_running=as_running)
 
     def _all_frozen(self) -> list[FrozenTrial]:
         return [self._frozen(record) for record in self._records.trials]
@@ -280,13 +275,17 @@ class Study:
 
     def _grid_space(self) -> dict[str, BaseDistribution]:
         """Return, for Optuna's tools, the values of each key that the trials have or had."""
+        categorical = optuna.distributions.CategoricalDistribution
         values: dict[str, list[Any]] = {}
         for params in [*(each.params for each in self._records.trials), *(self._listed or [])]:
             for key, value in params.items():
                 choices = values.setdefault(key, [])
                 if value not in choices:
                     choices.append(value)
-        return {key: CategoricalDistribution(choices) for key, choices in values.items()}
+        return {
+            key: optuna.distributions.CategoricalDistribution(choices)
+            for key, choices in values.items()
+        }
 
     def _check_values(self) -> None:
         for record in self._records.trials:
@@ -301,63 +300,9 @@ class Study:
                 ) from error
 
 
-def _check_settings(settings: SweepConfig) -> None:
-    given = settings.sampler_settings or {}
-    if settings.sampler is None:
-        check(not given, "sweep.sampler_settings needs a sampler: set sweep.sampler too")
-    else:
-        check_sampler(settings.sampler, given)
-    check_pruner(settings.pruner, settings.pruner_settings or {})
-
-
-def _check_same_study(old: Header, new: Header) -> None:
-    """Check that a command continues the recorded study.
-
-    Raises:
-        ConfigError: names what differs.
-    """
-    kinds = {True: "a grid", False: "a search"}
-    was_grid, is_grid = old.sampler is None, new.sampler is None
-    check(
-        was_grid == is_grid,
-        f"this directory holds {kinds[was_grid]} and the command is {kinds[is_grid]}; {ANOTHER}",
-    )
-    for key in [*old.space, *new.space]:
-        check(key in new.space, f"{key} was searched in this directory, and is not now; {ANOTHER}")
-        check(key in old.space, f"{key} was not searched in this directory before; {ANOTHER}")
-        check(
-            old.space[key] == new.space[key],
-            f"{key} was searched in another range in this directory, {_short(old.space[key])}; "
-            f"{ANOTHER}",
-        )
-    check(
-        old.objectives == new.objectives,
-        f"sweep.objectives={','.join(new.objectives)} was {','.join(old.objectives)} in this "
-        f"directory; {ANOTHER}",
-    )
-    check(
-        is_grid or old.seed == new.seed,
-        f"sweep.seed={new.seed} was {old.seed} in this directory; {ANOTHER}",
-    )
-    for key in [*old.fixed, *new.fixed]:
-        before, after = (
-            json.dumps(each[key]) if key in each else "not set" for each in (old.fixed, new.fixed)
-        )
-        check(before == after, f"{key}={after} was {before} in this directory; {ANOTHER}")
-
-
-def _short(distribution: Any) -> str:
-    attributes = distribution.get("attributes") if isinstance(distribution, dict) else None
-    return json.dumps(attributes or distribution)[:200]
-
-
 def _default_lag(settings: SweepConfig) -> int:
     assert isinstance(settings.parallel, int), "the caller resolves auto"
     return 1 if settings.parallel == 1 else 2 * settings.parallel
-
-
-def _as_json(space: Mapping[str, BaseDistribution]) -> dict[str, Any]:
-    return {key: json.loads(distribution_to_json(each)) for key, each in space.items()}
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,20 +4,20 @@ This process alone writes it: it holds the lock of the directory.
 """
 
 import contextlib
-import json
 import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from mingpt_ddp.sweeps.optuna_trials import no_warnings, optuna
-from optuna.distributions import distribution_to_json  # noqa: I001
-from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.study import StudyDirection
-from optuna.trial import FrozenTrial, TrialState
+from mingpt_ddp.sweeps.optuna_trials import (
+    FrozenTrial,
+    StudyDirection,
+    TrialState,
+    distributions_as_json,
+    no_warnings,
+    optuna,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class StudyStorage:
         self._name = directory.absolute().name
         self._directions = list(directions)
         self._trials = trials
-        self._storage: BaseStorage | None = None
+        self._storage: optuna.storages.BaseStorage | None = None
         self._ids: list[int] = []
 
     def open(self) -> None:
@@ -88,7 +88,7 @@ class StudyStorage:
                 self._write_new()
 
     @contextlib.contextmanager
-    def _kept_apart(self) -> Iterator[BaseStorage | None]:
+    def _kept_apart(self) -> Iterator[optuna.storages.BaseStorage | None]:
         try:
             with no_warnings():
                 yield self._storage
@@ -128,7 +128,9 @@ class StudyStorage:
         for new in ours[len(there) :]:
             self._ids.append(storage.create_new_trial(self._study_id, new))
 
-    def _update(self, storage: BaseStorage, old: FrozenTrial, new: FrozenTrial) -> None:
+    def _update(
+        self, storage: optuna.storages.BaseStorage, old: FrozenTrial, new: FrozenTrial
+    ) -> None:
         if old.state.is_finished():
             return
         for step in new.intermediate_values.keys() - old.intermediate_values.keys():
@@ -137,7 +139,7 @@ class StudyStorage:
         if new.state.is_finished():
             self._finish(storage, new)
 
-    def _finish(self, storage: BaseStorage, trial: FrozenTrial) -> None:
+    def _finish(self, storage: optuna.storages.BaseStorage, trial: FrozenTrial) -> None:
         for key, value in trial.user_attrs.items():
             storage.set_trial_user_attr(self._ids[trial.number], key, value)
         storage.set_trial_state_values(self._ids[trial.number], trial.state, trial.values)
@@ -154,13 +156,13 @@ class StudyStorage:
         self._study_id = storage.create_new_study(self._directions, self._name)
         self._ids = [storage.create_new_trial(self._study_id, each) for each in self._trials()]
 
-    def _connect(self) -> BaseStorage:
+    def _connect(self) -> optuna.storages.BaseStorage:
         if self._kind == "journal":
-            self._storage = JournalStorage(JournalFileBackend(str(self.path)))
+            self._storage = _journal(self.path)
             return self._storage
         # not in the URL, where a question mark would begin its options
         path = str(self.path)
-        self._storage = RDBStorage(
+        self._storage = optuna.storages.RDBStorage(
             "sqlite:///study.db",
             engine_kwargs={
                 "creator": lambda: sqlite3.connect(
@@ -171,7 +173,7 @@ class StudyStorage:
         return self._storage
 
     def _close(self) -> None:
-        if isinstance(self._storage, RDBStorage):
+        if isinstance(self._storage, optuna.storages.RDBStorage):
             self._storage.scoped_session.remove()
             self._storage.engine.dispose()
         self._storage = None
@@ -207,7 +209,7 @@ def _check_continues(old: FrozenTrial, new: FrozenTrial) -> None:
         if new.intermediate_values.get(step) == value
     }
     ok = old.number == new.number and old.params == new.params
-    ok &= _as_json(old.distributions) == _as_json(new.distributions)
+    ok &= distributions_as_json(old.distributions) == distributions_as_json(new.distributions)
     ok &= same_reports == old.intermediate_values
     if old.state.is_finished():
         ok &= old.state == new.state and old.values == new.values
@@ -219,5 +221,7 @@ def _check_continues(old: FrozenTrial, new: FrozenTrial) -> None:
         raise _CannotContinueError(f"trial {new.number} differs")
 
 
-def _as_json(distributions: Any) -> dict[str, Any]:
-    return {key: json.loads(distribution_to_json(each)) for key, each in distributions.items()}
+def _journal(path: Path) -> optuna.storages.BaseStorage:
+    from optuna.storages.journal import JournalFileBackend
+
+    return optuna.storages.JournalStorage(JournalFileBackend(str(path)))
