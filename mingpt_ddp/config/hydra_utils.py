@@ -21,7 +21,7 @@ from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
-PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
+PLUGINS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")

@@ -47,3 +47,14 @@ def bind_cores() -> None:
     cores = os.environ.pop(CORES, None)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()  # asks the driver: does not initialize CUDA
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")[:count]
+    return [str(index) for index in range(count)]

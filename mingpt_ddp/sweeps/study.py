@@ -141,6 +141,18 @@ class Study:
         """Return how often a trial has failed."""
         return self._record(number).failures if number in self._numbers else 0
 
+    def reason(self, number: int) -> str:
+        """Return why a trial failed."""
+        return self._record(number).reason
+
+    def job(self, number: int) -> str:
+        """Return the name of the directory of a finished trial."""
+        return self._record(number).job
+
+    def values(self, number: int) -> list[float]:
+        """Return the objectives of a finished trial."""
+        return [*self._record(number).values]
+
     def report(self, number: int, step: int, value: float) -> str | None:
         """Record an evaluation and return why the trial is pruned after it; None: it goes on.
 
@@ -275,7 +287,6 @@ class Study:
 
     def _grid_space(self) -> dict[str, BaseDistribution]:
         """Return, for Optuna's tools, the values of each key that the trials have or had."""
-        categorical = optuna.distributions.CategoricalDistribution
         values: dict[str, list[Any]] = {}
         for params in [*(each.params for each in self._records.trials), *(self._listed or [])]:
             for key, value in params.items():
