@@ -157,7 +157,7 @@ class _Sequence(optuna.samplers.QMCSampler):
     def infer_relative_search_space(
         self, study: optuna.Study, trial: FrozenTrial
     ) -> dict[str, BaseDistribution]:
-        """Return the whole space; Optuna would draw the first trial outside of the sequence."""
+        """Return the whole space; Optuna draws the first trial outside of the sequence."""
         return self._space
 
     def sample_relative(

@@ -293,10 +293,7 @@ class Study:
                 choices = values.setdefault(key, [])
                 if value not in choices:
                     choices.append(value)
-        return {
-            key: optuna.distributions.CategoricalDistribution(choices)
-            for key, choices in values.items()
-        }
+        return {key: categorical(choices) for key, choices in values.items()}
 
     def _check_values(self) -> None:
         for record in self._records.trials:
