@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-import hydra
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import echo, human_size, parse_value
@@ -69,8 +68,7 @@ def main() -> None:
             _print_plan(cfg, form == "json", target)
 
         try:
-            directory = str(hydra_utils.config_directory())
-            hydra.main(version_base="1.3", config_path=directory, config_name="config")(plan)()
+            hydra_utils.run_hydra(plan)
         except Exception as error:
             if composed:  # not from Hydra
                 raise

@@ -13,7 +13,6 @@ import time
 from functools import partial
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
 from mingpt_ddp.config import hydra_utils
@@ -80,8 +79,7 @@ def main() -> None:
         if exits.env.is_standalone and forks and "ddp.launcher=spawn" not in sys.argv:
             start_server()  # its imports take longer than composing the configuration
         with sweep.active():
-            directory = str(hydra_utils.config_directory())
-            hydra.main(version_base="1.3", config_path=directory, config_name="config")(train)()
+            hydra_utils.run_hydra(train)
     except JobError as error:
         if sweep.uses_external_launcher:  # otherwise already recorded
             sweep.failed[str(error.args[0])] = ""

@@ -127,9 +127,10 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> li
             f"ddp.nproc_per_node={ranks} needs {per_job} GPUs for a job, and this machine has "
             f"{len(gpus)}"
         )
-    n = settings.parallel
-    if n == "auto":
+    if settings.parallel == "auto":
         n = max(1, len(cores) // ranks) if gpus is None else len(gpus) // per_job
+    else:
+        n = settings.parallel
     check_processes("sweep.parallel", n, per=ranks, min_bytes=MIN_RANK_BYTES * ranks)
     if gpus is not None and n * per_job > len(gpus):
         raise ConfigError(

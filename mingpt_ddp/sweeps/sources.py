@@ -208,7 +208,7 @@ def _number(result: Mapping[str, Any], name: str) -> float:
     Raises:
         RunError: there is none of this name.
     """
-    value = result.get(name)
+    value: Any = result.get(name)
     if type(value) in (int, float) and math.isfinite(value):
         return float(value)
     numbers = [key for key, each in result.items() if type(each) in (int, float)]

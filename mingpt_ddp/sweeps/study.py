@@ -17,7 +17,6 @@ from mingpt_ddp.sweeps.optuna_trials import (
     directions,
     distributions_as_json,
     frozen_trial,
-    optuna,
 )
 from mingpt_ddp.sweeps.pruners import Pruning
 from mingpt_ddp.sweeps.records import (
@@ -293,7 +292,10 @@ class Study:
                 choices = values.setdefault(key, [])
                 if value not in choices:
                     choices.append(value)
-        return {key: categorical(choices) for key, choices in values.items()}
+        return {
+            key: optuna.distributions.CategoricalDistribution(choices)
+            for key, choices in values.items()
+        }
 
     def _check_values(self) -> None:
         for record in self._records.trials:

@@ -207,7 +207,8 @@ class Sweep:
     def _keep_failed(self, job: Job, message: str) -> None:
         log.error("%s", message)
         if self.source is not None:
-            self.file.fail(job.label, job.directory and job.directory.name, message)
+            directory = job.directory.name if job.directory else None
+            self.file.fail(job.label, directory, message)
             self.source.fail(job.number, message)
 
     @property

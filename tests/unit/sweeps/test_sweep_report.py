@@ -21,7 +21,7 @@ from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.plots import DRAWN, POINTS, _highest, _positions
 from mingpt_ddp.sweeps.runs import (
@@ -565,7 +565,7 @@ SWEEP = [
 
 
 def compose_config(overrides: list[str]) -> dict:
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", overrides))).to_dict()
 
 
@@ -678,7 +678,7 @@ def test_any_text_survives_hydra():
         "{",
     ]
     texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         overrides = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
         assert list(compose("config", overrides).probe.values()) == texts
 
