@@ -1,4 +1,4 @@
-"""What a launcher hears from its workers: evaluations to judge, and the last line of a console."""
+"""Channels from workers to their launcher: evaluations to judge, and what they print."""
 
 import asyncio
 import contextlib

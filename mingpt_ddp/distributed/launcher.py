@@ -48,7 +48,7 @@ class Launch:
     overrides: list[str]  # the command line that composes `config`
     directory: Path  # the run's
     report: Report | None = None  # called with each evaluation; None: the run reports none
-    slot: Slot | None = None  # of a job that runs beside others; None: this machine and console
+    slot: Slot | None = None  # of a job of several at a time; None: this machine and console
     threads: int | None = None  # of each worker; None: the cores, divided
 
     @property

@@ -46,7 +46,7 @@ def prepare_local(
     Hydra's state describes it.
 
     Args:
-        slot: of a job that runs beside others.
+        slot: of a job of several at a time; None: this machine and console.
 
     Raises:
         JobError: the job of a sweep has failed for good.

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import SweepConfig
-from mingpt_ddp.config.validation import check
+from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
 from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
@@ -18,6 +18,19 @@ from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 HYDRAS_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BITS = ("bits_per_byte", "bits_per_char")
+# numbers of result.json
+MEASURED = (
+    "val_loss",
+    "val_accuracy",
+    "best_val_loss",
+    "train_loss",
+    *BITS,
+    *(f"val_{name}" for name in BITS),
+    "test_loss",
+    "test_accuracy",
+    *("wall_seconds", "parameters", "tokens", "samples", "step", "epoch", "goodput"),
+)
 HYDRAS_LAUNCHERS = "hydra._internal."
 
 
@@ -60,6 +73,7 @@ def check_schedule(
             jobs[0].run.name is not None,
             "a search or a pruner compares the jobs of one directory; give the sweep a run.name",
         )
+    _check_objectives(jobs[0])
     if is_remote:
         _check_remote(settings, launcher.rpartition(".")[2], is_study)
     if env.world_size > 1 or not env.is_standalone:
@@ -75,6 +89,25 @@ def check_schedule(
     if settings.objectives == ("val_loss",) and objective is not LOSS:
         return replace(settings, objectives=(objective.metric,))
     return settings
+
+
+def _check_objectives(config: Config) -> None:
+    """Check that the jobs measure the objectives: of user code only they themselves know."""
+    settings = config.sweep
+    for objective in settings.objectives:
+        name = objective.removeprefix("-")
+        is_evaluated = name.startswith("val_") or name in BITS
+        check(
+            settings.pruner == "none" or is_evaluated,
+            f"sweep.pruner={settings.pruner} judges evaluations, which do not measure {name}; "
+            "leave the pruner out, or search for a metric of the validation split",
+        )
+        if config.task.code is not None and is_evaluated:
+            continue
+        check(
+            name in MEASURED,
+            f"sweep.objectives={name} is no number of result.json; {hint_at(name, MEASURED)}",
+        )
 
 
 def _check_remote(settings: SweepConfig, launcher: str, is_study: bool) -> None:

@@ -15,9 +15,9 @@ from mingpt_ddp.distributed.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, UserError
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
+from mingpt_ddp.sweeps.progress import jobs_left
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.sweeps.sweeper import jobs_left
 
 log = logging.getLogger(__name__)
 

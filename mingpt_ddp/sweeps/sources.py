@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from mingpt_ddp.config.config import Config, numeric_values
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import ConfigError, RunError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 from mingpt_ddp.sweeps.sweep_checks import expand
 
@@ -299,6 +299,10 @@ def source_of(
         values = itertools.product(*map(expand, swept))
         listed = [dict(map(_key_and_value, words)) for words in values]
     space = {} if settings.sampler is None else search_space(swept)
+    if settings.sampler is not None and not space:
+        raise ConfigError(
+            "a search needs values to draw, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
+        )
     study = Study(directory, settings, space, listed, shared)
     return Trials(study, settings, fixed, directory, number_of_jobs(settings, overrides))
 

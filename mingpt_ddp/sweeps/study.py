@@ -17,6 +17,7 @@ from mingpt_ddp.sweeps.optuna_trials import (
     directions,
     distributions_as_json,
     frozen_trial,
+    optuna,
 )
 from mingpt_ddp.sweeps.pruners import Pruning
 from mingpt_ddp.sweeps.records import (

@@ -1,7 +1,6 @@
 """Run the jobs of a sweep: in turn, in batches of an external launcher, or several at a time."""
 
 import logging
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import job_name
 from mingpt_ddp.sweeps.local_job import checked_config
+from mingpt_ddp.sweeps.progress import jobs_left
+from mingpt_ddp.sweeps.scheduler import Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 
@@ -36,8 +37,6 @@ def run_jobs(context: HydraContext, task_function: TaskFunction, config: DictCon
     assert source is not None
     sweep.env.call_on_rank_zero(lambda: _write_multirun(sweep.directory, config))
     if sweep.slots:
-        from mingpt_ddp.sweeps.scheduler import Scheduler
-
         Scheduler(sweep, source, partial(compose, context, config)).run()
         return
     launcher = Plugins.instance().instantiate_launcher(
@@ -52,38 +51,6 @@ def run_jobs(context: HydraContext, task_function: TaskFunction, config: DictCon
 def _write_multirun(directory: Path, config: DictConfig) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, directory / "multirun.yaml")
-
-
-def jobs_left(sweep: Sweep, source: Source) -> Iterator[int]:
-    """Yield the numbers of the jobs to run; count those that have ended for good.
-
-    Stop after too many failures.
-    """
-    for number in range(source.total):
-        if sweep.has_too_many_failures:
-            log.warning(
-                "no other job starts: %d failed, sweep.max_failures=%d",
-                len(sweep.failed),
-                sweep.settings.max_failures,
-            )
-            return
-        if source.is_settled(number, sweep.has_other_limits):
-            count_settled(sweep, source, number)
-        else:
-            yield number
-
-
-def count_settled(sweep: Sweep, source: Source, number: int) -> None:
-    """Count a job that an earlier start has ended for good."""
-    reason = source.failed_before(number)
-    if reason is None:
-        sweep.done.append(source.directory(number))
-        sweep.n_done_before += 1
-        log.info("%s: already complete", sweep.done[-1])
-    else:
-        label = source.label(number)
-        sweep.failed[label] = reason
-        log.info("%s has failed before: %s", label, reason)
 
 
 def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:

@@ -39,7 +39,7 @@ USES = {
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
     "tokenizers": [*TRAIN, "data.tokenizer=bpe", "data.vocab_size=300", "run.name=bpe"],
-    "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "hydra.sweeper.n_trials=1"],
+    "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "sweep.trials=1"],
 }
 NOT_INSTALLED = {
     "ray": "1.9 GB; what pip would install is looked at",

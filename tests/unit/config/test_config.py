@@ -268,7 +268,6 @@ NOT_IN_THE_NAME = {
     "trainer.eval_every": 7,
     "trainer.sample_every": 7,
     "data.cache_dir": "elsewhere",
-    "trainer.prune_after": 7,
     "trainer.activation_checkpointing": True,
     "snapshot.path": "memory://snapshots",
     "snapshot.every_steps": 7,
