@@ -277,6 +277,7 @@ def command_line(job: Job) -> str:
         words = overrides
         with contextlib.suppress(KeyError, TypeError):
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
+        words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
     else:
         # Remove these presets, whose keys differ.
         words = ["~model", "~optimizer"]

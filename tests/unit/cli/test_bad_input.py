@@ -652,7 +652,7 @@ SEARCHES = [
     ),
     (
         "'sweep.sampler_settings={n_startup:1}'",
-        "config error: sweep.sampler_settings.n_startup is not a setting of tpe",
+        "config error: sweep.sampler_settings.n_startup is not a setting of sweep.sampler=tpe",
     ),
     (
         "sweep.pruner=asha 'sweep.pruner_settings={reduction_factor:1}'",
