@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
@@ -165,8 +165,15 @@ def why_no_best(jobs: list[Job]) -> str:
     return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
 
 
-def varying(jobs: list[Job]) -> list[str]:
-    """List the keys whose values differ between jobs.
+class Configured(Protocol):
+    """A job, or a group of jobs."""
+
+    @property
+    def config(self) -> dict[str, Value]: ...
+
+
+def varying(jobs: Sequence[Configured]) -> list[str]:
+    """List the keys whose values differ between jobs, or between groups.
 
     Storage locations do not count, nor do keys that only follow from their group's preset.
     """
