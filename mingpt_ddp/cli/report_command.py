@@ -1,23 +1,36 @@
 """Report a run, or the results of a sweep or of any runs.
 
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...]
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=json]
 
-runs       directories: runs, or parents of runs one or two levels below
+runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
+compare    say which setting is better, by how much, and how sure that is
+format     of compare: text (the default) or json, the numbers
 
 Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run is named, of its
 curves with restarts, timings of every rank, samples and configuration. The page of one directory is its report.html,
 that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
+
+`compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
+the difference of their means with its 95% interval, or how many seeds would show one. Where three seeds and most of
+all are in both settings, it compares seed by seed (paired t-test), else the means (Welch's). With more than two
+settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3) and scipy.
 """  # noqa: E501
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from mingpt_ddp.cli.arguments import run_command
+from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.sweep_report import page_path, report
+from mingpt_ddp.sweeps.verdict import verdict
+
+COMPARE = "compare"
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,7 @@ class ReportConfig:
     """The keys of the command line, as the usage above describes them."""
 
     runs: list[str]
+    format: Literal["text", "json"] | None = None
 
 
 def main() -> None:
@@ -33,11 +47,17 @@ def main() -> None:
 
 
 def _command(config: ReportConfig) -> int:
-    for url in config.runs:
+    runs = [run for run in config.runs if run != COMPARE]
+    check(bool(runs), f"{COMPARE} needs directories; name runs, or the directory of a sweep")
+    for url in runs:
         if "://" in url:
             raise RunError(
                 f"{url} is not a local directory; only snapshots may be remote, not run directories"
             )
-    directories = [*{os.path.realpath(run): Path(run) for run in config.runs}.values()]
+    directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
+    if COMPARE in config.runs:
+        echo(verdict(directories, as_json=config.format == "json"))
+        return 0
+    check(config.format is None, f"format={config.format} is of {COMPARE}; add {COMPARE}")
     print(report(directories, page_path(directories)), flush=True)
     return 0
