@@ -3,7 +3,7 @@
 import bisect
 import math
 import statistics
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mingpt_ddp.sweeps.statistics import CONFIDENCE
@@ -14,7 +14,7 @@ MIN_PAIRS = 3
 MOST_SEEDS = 1000
 # Relative to the values: a smaller spread is rounding, and no measure of chance.
 ROUNDING = 1e-12
-Values = Mapping[Hashable, float]  # of a setting, by seed
+Values = Mapping[str, float]  # of a setting, by seed
 
 
 @dataclass(frozen=True)
