@@ -97,8 +97,9 @@ def fit(xs: Sequence[float], ys: Sequence[float], seed: int = 0) -> PowerLaw:
         raise ValueError(reason)
     if any(not 0 < y < math.inf for y in ys):
         raise ValueError("a power law needs losses above 0")
-    x, place, counts = np.unique(np.asarray(xs, float), return_inverse=True, return_counts=True)
+    x, place = np.unique(np.asarray(xs, float), return_inverse=True)
     y = np.asarray(ys, float)
+    counts = np.bincount(place).astype(float)
     has_offset = len(x) >= DISTINCT_WITH_OFFSET
     means = np.bincount(place, y) / counts
     offset, factor, exponent = _fit(x, means[None], counts, has_offset)
@@ -180,7 +181,12 @@ def _solve(
 
 
 def _resampled_means(
-    y: Array, place: Array, counts: Array, fitted: Array, has_offset: bool, rng: np.random.Generator
+    y: Array,
+    place: NDArray[np.intp],
+    counts: Array,
+    fitted: Array,
+    has_offset: bool,
+    rng: np.random.Generator,
 ) -> Array:
     """Return RESAMPLES rows of means at each x, as other jobs might have had them."""
     means = np.bincount(place, y) / counts
