@@ -97,14 +97,14 @@ def fit(xs: Sequence[float], ys: Sequence[float], seed: int = 0) -> PowerLaw:
         raise ValueError(reason)
     if any(not 0 < y < math.inf for y in ys):
         raise ValueError("a power law needs losses above 0")
-    x, place = np.unique(np.asarray(xs, float), return_inverse=True)
+    x, at_x = np.unique(np.asarray(xs, float), return_inverse=True)
     y = np.asarray(ys, float)
-    counts = np.bincount(place).astype(float)
+    counts = np.bincount(at_x).astype(float)
     has_offset = len(x) >= DISTINCT_WITH_OFFSET
-    means = np.bincount(place, y) / counts
+    means = np.bincount(at_x, y) / counts
     offset, factor, exponent = _fit(x, means[None], counts, has_offset)
     fitted = offset[0] + factor[0] * x ** -exponent[0]
-    samples = _resampled_means(y, place, counts, fitted, has_offset, np.random.default_rng(seed))
+    samples = _resampled_means(y, at_x, counts, fitted, has_offset, np.random.default_rng(seed))
     _, _, exponents = _fit(x, samples, counts, has_offset)
     edges = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
     low, high = np.quantile(exponents, edges)
@@ -182,28 +182,28 @@ def _solve(
 
 def _resampled_means(
     y: Array,
-    place: NDArray[np.intp],
+    at_x: NDArray[np.intp],
     counts: Array,
     fitted: Array,
     has_offset: bool,
     rng: np.random.Generator,
 ) -> Array:
     """Return RESAMPLES rows of means at each x, as other jobs might have had them."""
-    means = np.bincount(place, y) / counts
+    means = np.bincount(at_x, y) / counts
     if counts.min() >= 2:
         rows = []
         for index, mean in enumerate(means):
-            residuals = y[place == index] - mean
+            residuals = y[at_x == index] - mean
             n = len(residuals)
             drawn = rng.choice(residuals, (RESAMPLES, n)) * math.sqrt(n / (n - 1))
             rows.append(mean + drawn.mean(1))
         samples = np.stack(rows, 1)
     else:
-        relative = y / fitted[place] - 1
+        relative = y / fitted[at_x] - 1
         freedom = max(len(y) - _values(has_offset), 1)
         drawn = rng.choice(relative, (RESAMPLES, len(y))) * math.sqrt(len(y) / freedom)
-        values = fitted[place] * (1 + drawn)
-        samples = np.stack([values[:, place == i].mean(1) for i in range(len(means))], 1)
+        values = fitted[at_x] * (1 + drawn)
+        samples = np.stack([values[:, at_x == i].mean(1) for i in range(len(means))], 1)
     return np.maximum(samples, 1e-3 * means)
 
 
