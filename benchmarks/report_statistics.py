@@ -46,7 +46,7 @@ SEEDS = 40
 LRS = (0.003, 0.006)
 RUN = (
     "model=gpt_nano model.n_layer=1 model.n_embd=24 data.block_size=32 data.truncate=0.05 "
-    "trainer.max_epochs=null trainer.max_steps=150 trainer.eval_every=150 trainer.log_every=50 "
+    "trainer.max_epochs=null trainer.max_steps=500 trainer.eval_every=500 trainer.log_every=100 "
     "trainer.batch_size=12 trainer.precision=fp32 optimizer.warmup_steps=10 "
     "snapshot.every_steps=null"
 )
@@ -71,6 +71,14 @@ def losses(directory: Path) -> dict[float, dict[str, float]]:
         by_seed = found.setdefault(float(job.config["optimizer.lr"]), {})
         by_seed[str(job.config["run.seed"])] = job.objective
     return found
+
+
+def skewness(values: Sequence[float]) -> float:
+    """Return the third standardized moment, 0 for a normal distribution."""
+    mean = statistics.fmean(values)
+    return (
+        statistics.fmean((value - mean) ** 3 for value in values) / statistics.pstdev(values) ** 3
+    )
 
 
 def numbered(values: Sequence[float], first: int = 0) -> dict[str, float]:
@@ -187,6 +195,9 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
         corrected, plain = claims_of_four([*pools[lr].values()], 5, draws, rng)
         add(f"best of four equal settings claimed, 5 seeds of lr={lr}", "at most 5%", corrected)
         add(f"the same without the correction, lr={lr}", "more", plain)
+    for lr in LRS:
+        figures[f"skewness of lr={lr}"] = skewness([*pools[lr].values()])
+        rows.append([f"skewness of lr={lr}", "0", f"{figures[f'skewness of lr={lr}']:.2f}"])
     both = pairing(pools[LRS[0]], pools[LRS[1]], 5, draws, rng)
     what = f"lr={LRS[0]} against lr={LRS[1]}, 5 common seeds"
     add(f"{what}: width of the paired interval over Welch's", "-", both["width"])
