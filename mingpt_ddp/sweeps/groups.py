@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mingpt_ddp.metrics.objective import Objective
-from mingpt_ddp.sweeps.runs import NO_PARAMETERS, Job, Value, identity
+from mingpt_ddp.sweeps.runs import NO_PARAMETERS, Job, Value, identity, number
 from mingpt_ddp.sweeps.statistics import Estimate, estimate
 
 SEED = "run.seed"
@@ -48,6 +48,17 @@ class Group:
     def ranked_by(self) -> Objective:
         return self.first.ranked_by
 
+    @property
+    def status(self) -> str:
+        """The statuses of the jobs, each once."""
+        return ", ".join(dict.fromkeys(job.status for job in self.jobs))
+
+    @cached_property
+    def samples(self) -> list[Job]:
+        """One job of each seed: complete ones, or all if none is complete."""
+        jobs = [job for job in self.jobs if job.objective is not None] or self.jobs
+        return [*{_seed(job): job for job in reversed(jobs)}.values()][::-1]
+
     @cached_property
     def name(self) -> str:
         """A pattern that all directories match, as run.seed=*; or the first directory."""
@@ -55,9 +66,14 @@ class Group:
         return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
 
     @property
+    def seeds(self) -> int:
+        """The number of different seeds."""
+        return len({_seed(job) for job in self.jobs})
+
+    @property
     def complete(self) -> int:
-        """The number of complete jobs with an objective."""
-        return sum(job.objective is not None for job in self.jobs)
+        """The number of seeds whose job is complete and has an objective."""
+        return self.estimate.n if self.estimate else 0
 
     @cached_property
     def estimate(self) -> Estimate | None:
@@ -68,6 +84,25 @@ class Group:
     def latest(self) -> Estimate | None:
         """The objective, or that of the last values if no job is complete."""
         return self.estimate or self.estimate_of(lambda job: job.value)
+
+    @property
+    def speed(self) -> float | None:
+        """The median over the jobs."""
+        speeds = [job.speed for job in self.jobs if job.speed is not None]
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def faults(self) -> int | None:
+        """Those of all jobs."""
+        found = [job.faults for job in self.jobs if job.faults is not None]
+        return sum(found) if found else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of all jobs."""
+        times = [number(job.result.get("wall_seconds")) for job in self.jobs]
+        known = [seconds for seconds in times if seconds is not None]
+        return sum(known) if known else None
 
     @property
     def objective(self) -> float | None:
@@ -114,7 +149,20 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
 
 def has_replicates(groups: Iterable[Group]) -> bool:
     """Return whether a group has several seeds."""
-    return any(len({_seed(job) for job in group.jobs}) > 1 for group in groups)
+    return any(group.seeds > 1 for group in groups)
+
+
+def compared(jobs: list[Job]) -> list[Group]:
+    """Return what a report compares: groups of replicates; each job alone if there are none."""
+    groups = replicates(jobs)
+    if has_replicates(groups):
+        return groups
+    return singles(jobs)
+
+
+def singles(jobs: Iterable[Job]) -> list[Group]:
+    """Return a group for each job, with all of its keys."""
+    return [Group([job], job.config) for job in jobs]
 
 
 def best_group(groups: list[Group]) -> Group | None:

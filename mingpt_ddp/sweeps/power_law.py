@@ -20,6 +20,8 @@ Array: TypeAlias = NDArray[np.float64]
 MIN_DISTINCT = 3  # of x
 DISTINCT_WITH_OFFSET = 4
 MIN_SPAN = 4.0  # largest x / smallest x
+MAX_SPAN = 1e12  # no sweep; its powers would overflow
+MAX_LOSS_SPAN = 1e6
 EXPONENTS = (0.005, 3.0)  # Kaplan's and Hoffmann's are 0.05 to 0.4
 GRID = 240  # exponents
 RESAMPLES = 1000
@@ -67,6 +69,8 @@ def why_no_law(xs: Sequence[float]) -> str | None:
     span = max(distinct) / min(distinct)
     if span < MIN_SPAN:
         return f"a power law needs values that span a factor of {MIN_SPAN:.0f}, not {span:.2g}"
+    if span > MAX_SPAN:
+        return f"a power law needs values that span at most a factor of {MAX_SPAN:.0e}"
     return None
 
 
@@ -95,10 +99,11 @@ def fit(xs: Sequence[float], ys: Sequence[float], seed: int = 0) -> PowerLaw:
     reason = why_no_law(xs)
     if reason is not None:
         raise ValueError(reason)
-    if any(not 0 < y < math.inf for y in ys):
-        raise ValueError("a power law needs losses above 0")
+    if any(not 0 < y < math.inf for y in ys) or max(ys) / min(ys) > MAX_LOSS_SPAN:
+        raise ValueError(f"a power law needs losses above 0 within a factor of {MAX_LOSS_SPAN:.0e}")
     x, at_x = np.unique(np.asarray(xs, float), return_inverse=True)
-    y = np.asarray(ys, float)
+    unit = max(ys)  # so that the weights of tiny losses do not overflow
+    y = np.asarray(ys, float) / unit
     counts = np.bincount(at_x).astype(float)
     has_offset = len(x) >= DISTINCT_WITH_OFFSET
     means = np.bincount(at_x, y) / counts
@@ -112,8 +117,8 @@ def fit(xs: Sequence[float], ys: Sequence[float], seed: int = 0) -> PowerLaw:
     freedom = len(y) - (len(x) if is_replicated else _values(has_offset))
     widening = student_t(max(freedom, 1)) / student_t(math.inf)
     return PowerLaw(
-        offset=float(offset[0]),
-        factor=float(factor[0]),
+        offset=float(offset[0] * unit),
+        factor=float(factor[0] * unit),
         exponent=float(exponent[0]),
         low=max(0.0, float(exponent[0] - widening * (exponent[0] - low))),
         high=float(exponent[0] + widening * (high - exponent[0])),

@@ -148,15 +148,6 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     )
 
 
-def best_of(jobs: list[Job]) -> Job | None:
-    """Return the complete job with the lowest objective.
-
-    Args:
-        jobs: sorted as `read_jobs` returns them.
-    """
-    return jobs[0] if jobs[0].objective is not None else None
-
-
 def why_no_best(jobs: list[Job]) -> str:
     """Return why none of the jobs is the best."""
     objective = jobs[0].ranked_by
@@ -200,7 +191,12 @@ def _find_runs(directory: Path) -> list[Path]:
     """
     below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
     candidates = [directory, *sorted(directory / name for name in below)]
-    return [path for path in candidates if any(os.path.isfile(path / name) for name in RUN_FILES)]
+    return [path for path in candidates if is_run(path)]
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory has a file of a run."""
+    return any(os.path.isfile(path / name) for name in RUN_FILES)
 
 
 def _read(path: Path, name: str) -> Job:

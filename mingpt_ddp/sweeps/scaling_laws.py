@@ -1,16 +1,21 @@
 """The power laws of a sweep over sizes, data or steps: lines of the report, and their plot."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp.metrics.objective import Objective
+from mingpt_ddp.sweeps.figures import draw
+from mingpt_ddp.sweeps.formats import brief, cut, short_names, shown
 from mingpt_ddp.sweeps.groups import Group
-from mingpt_ddp.sweeps.power_law import PowerLaw, fit, why_no_law
 from mingpt_ddp.sweeps.runs import Job, Value, identity, number, varying
 from mingpt_ddp.sweeps.statistics import has_intervals
-from mingpt_ddp.sweeps.table import brief, cut, short_names, shown
+
+if TYPE_CHECKING:
+    from mingpt_ddp.sweeps.power_law import PowerLaw
 
 # of a model: they change its number of parameters and are no axis of their own
 SIZE_KEYS = (
@@ -58,26 +63,17 @@ class Scaling:
     measured: Objective
 
 
-def power_law_notes(groups: list[Group]) -> list[str]:
-    """Return a line for each power law that the jobs have; none without a sweep over an axis.
-
-    Args:
-        groups: as `replicates` returns them.
-    """
-    if not has_intervals():
-        return []
-    return [_line(scaling) for scaling in scalings(groups)]
+def power_law_lines(found: list[Scaling]) -> list[str]:
+    """Return a line for each power law."""
+    return [_line(scaling) for scaling in found]
 
 
-def power_law_figures(groups: list[Group]) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Return the traces and the layout of a plot for each axis, for `plots.draw`.
+def draw_power_laws(figures: list[dict[str, Any]], found: list[Scaling]) -> str:
+    """Draw a plot for each axis; return their HTML, "" without a law.
 
     Both axes are logarithmic: there the law without an offset is a straight line.
     """
-    if not has_intervals():
-        return []
-    found = scalings(groups)
-    figures = []
+    drawn = ""
     for axis in AXES:
         on_axis = [scaling for scaling in found if scaling.axis is axis]
         traces: list[dict[str, Any]] = []
@@ -90,13 +86,19 @@ def power_law_figures(groups: list[Group]) -> list[tuple[list[dict[str, Any]], d
                 "xaxis": {"title": {"text": axis.name}, "type": "log"},
                 "yaxis": {"title": {"text": title}, "type": "log"},
             }
-            figures.append((traces, layout))
-    return figures
+            drawn += draw(figures, traces, layout, 340)
+    return drawn
 
 
 def scalings(groups: list[Group]) -> list[Scaling]:
-    """Return the laws of all axes, at most MOST of each."""
-    found = []
+    """Return the laws of all axes, at most MOST of each; none without scipy.
+
+    Args:
+        groups: as `replicates` returns them.
+    """
+    if not has_intervals():
+        return []
+    found: list[Scaling] = []
     for axis in AXES:
         series: dict[Hashable, list[Group]] = {}
         for group in groups:
@@ -122,9 +124,14 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
         if x is not None and x > 0 and job.objective is not None and job.objective > 0:
             xs.append(x)
             ys.append(job.objective)
-    if why_no_law(xs) is not None:
+    # numpy takes a tenth of a second to import, for which most sweeps have no use
+    from mingpt_ddp.sweeps.power_law import fit
+
+    try:
+        law = fit(xs, ys)
+    except ValueError:  # too few or too close
         return None
-    return Scaling(axis, _setting(groups[0], keys), xs, ys, fit(xs, ys), groups[0].ranked_by)
+    return Scaling(axis, _setting(groups[0], keys), xs, ys, law, groups[0].ranked_by)
 
 
 def _jobs(groups: Iterable[Group]) -> list[Job]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mingpt_ddp.sweeps.formats import cut, short_names, shown
 from mingpt_ddp.sweeps.groups import SEED, Group, replicates
 from mingpt_ddp.sweeps.runs import Job, varying
 from mingpt_ddp.sweeps.significance import LEVEL, Difference, difference, holm, why_incomparable
 from mingpt_ddp.sweeps.statistics import Estimate, estimate
-from mingpt_ddp.sweeps.table import cut, short_names, shown
 
 KEYS_IN_NAME = 3
 

@@ -11,7 +11,8 @@ from fake_runs import fake_run
 from mingpt_ddp.sweeps.groups import replicates
 from mingpt_ddp.sweeps.power_law import fit, why_no_law
 from mingpt_ddp.sweeps.runs import read_jobs
-from mingpt_ddp.sweeps.scaling_laws import power_law_figures, power_law_notes
+from mingpt_ddp.sweeps.scaling_laws import draw_power_laws, power_law_lines, scalings
+from mingpt_ddp.sweeps.sweep_report import report
 
 pytestmark = pytest.mark.core
 SIZES = [1e4, 4e4, 1.6e5, 6.4e5, 2.56e6]
@@ -93,6 +94,10 @@ def test_a_poor_fit_is_said(ys):
     assert fit(SIZES, ys).why_poor is not None
 
 
+def lines_of(root):
+    return power_law_lines(scalings(replicates(read_jobs([root]))))
+
+
 def sized(root, lr=1e-3, sizes=(1_000, 4_000, 16_000, 64_000), seeds=(1, 2)):
     """Write runs of several sizes whose losses follow a law, with parameters in the result."""
     for size in sizes:
@@ -107,22 +112,42 @@ def sized(root, lr=1e-3, sizes=(1_000, 4_000, 16_000, 64_000), seeds=(1, 2)):
 
 def test_a_sweep_over_sizes_has_a_line_and_a_plot(tmp_path):
     sized(tmp_path)
-    groups = replicates(read_jobs([tmp_path]))
-    (line,) = power_law_notes(groups)
+    (line,) = lines_of(tmp_path)
     assert line.startswith("validation loss = 1.00")
     assert "* parameters^-0.25" in line
     assert "95% interval, 8 jobs)" in line
     assert "poor" not in line
-    ((traces, layout),) = power_law_figures(groups)
-    assert layout["xaxis"]["type"] == layout["yaxis"]["type"] == "log"
-    assert sorted(traces[1]["x"]) == sorted([1_000, 4_000, 16_000, 64_000] * 2)
-    json.dumps([traces, layout], allow_nan=False)
+    figures: list = []
+    draw_power_laws(figures, scalings(replicates(read_jobs([tmp_path]))))
+    (figure,) = figures
+    assert figure["layout"]["xaxis"]["type"] == figure["layout"]["yaxis"]["type"] == "log"
+    assert sorted(figure["data"][1]["x"]) == sorted([1_000, 4_000, 16_000, 64_000] * 2)
+    json.dumps(figure, allow_nan=False)
+
+
+def test_the_report_has_the_line_and_the_plot(tmp_path):
+    sized(tmp_path)
+    text = report([tmp_path], tmp_path / "report.html")
+    assert lines_of(tmp_path)[0] in text.splitlines()
+    assert "<h2>Power laws</h2>" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("extreme", [1e-300, 1e90])
+def test_absurd_numbers_have_no_law(tmp_path, extreme):
+    """Files of runs are untrusted."""
+    for number, value in enumerate((1, 4, 16, extreme)):
+        fake_run(tmp_path / f"x{number}", {"data.truncate": value}, val_loss=2 / (1 + number))
+    assert lines_of(tmp_path) == []
+    for number, loss in enumerate((3.0, 2.0, extreme)):
+        keys = {"data.truncate": 0.1 * 4**number, "optimizer.lr": 1}
+        fake_run(tmp_path / f"y{number}", keys, val_loss=loss)
+    assert lines_of(tmp_path) == []
 
 
 def test_each_other_setting_has_its_own_law(tmp_path):
     sized(tmp_path, lr=1e-3)
     sized(tmp_path, lr=3e-3)
-    lines = power_law_notes(replicates(read_jobs([tmp_path])))
+    lines = lines_of(tmp_path)
     assert {line.partition(" for ")[2] for line in lines} == {"lr=0.001", "lr=0.003"}
 
 
@@ -133,15 +158,14 @@ def test_data_and_steps_are_axes_too(tmp_path, axis):
         loss = 1 + 10 * value**-0.25
         steps = value if axis == "trainer.max_steps" else 100
         fake_run(tmp_path / str(value), {axis: x}, val_loss=loss, steps=steps)
-    (line,) = power_law_notes(replicates(read_jobs([tmp_path])))
+    (line,) = lines_of(tmp_path)
     assert f"* {'steps' if axis == 'trainer.max_steps' else axis}^-0.25" in line
 
 
 @pytest.mark.parametrize("sizes", [(1_000, 2_000, 3_000), (1_000, 64_000)])
 def test_sweeps_without_a_scale_have_none(tmp_path, sizes):
     sized(tmp_path, sizes=sizes)
-    groups = replicates(read_jobs([tmp_path]))
-    assert power_law_notes(groups) == power_law_figures(groups) == []
+    assert lines_of(tmp_path) == []
 
 
 def test_results_without_a_number_of_parameters_have_none(tmp_path):
@@ -149,4 +173,4 @@ def test_results_without_a_number_of_parameters_have_none(tmp_path):
     sized(tmp_path)
     for path in tmp_path.glob("*/result.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "parameters": "many"}))
-    assert power_law_notes(replicates(read_jobs([tmp_path]))) == []
+    assert lines_of(tmp_path) == []
