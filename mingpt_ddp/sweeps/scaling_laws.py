@@ -12,7 +12,6 @@ from mingpt_ddp.sweeps.figures import draw
 from mingpt_ddp.sweeps.formats import brief, cut, short_names, shown
 from mingpt_ddp.sweeps.groups import Group
 from mingpt_ddp.sweeps.runs import Job, Value, identity, number, varying
-from mingpt_ddp.sweeps.statistics import has_intervals
 
 if TYPE_CHECKING:
     from mingpt_ddp.sweeps.power_law import PowerLaw
@@ -96,8 +95,6 @@ def scalings(groups: list[Group]) -> list[Scaling]:
     Args:
         groups: as `replicates` returns them.
     """
-    if not has_intervals():
-        return []
     found: list[Scaling] = []
     for axis in AXES:
         series: dict[Hashable, list[Group]] = {}
@@ -129,7 +126,7 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
 
     try:
         law = fit(xs, ys)
-    except ValueError:  # too few or too close
+    except (ValueError, ImportError):  # too few or too close; without scipy
         return None
     return Scaling(axis, _setting(groups[0], keys), xs, ys, law, groups[0].ranked_by)
 
