@@ -68,4 +68,4 @@ def draw_importance(figures: list[dict[str, Any]], importance: dict[str, float])
     for index, (key, _) in enumerate(shares):
         names[index] = label(short[key], 18)
     layout = {"xaxis": {"range": [0, 1]}, "yaxis": tick_labels(names), "bargap": 0.4}
-    return draw(figures, [trace] if shares else [], layout, 80 + 28 * len(shares))
+    return draw(figures, [trace] if shares else [], layout, 80 + 34 * len(shares))

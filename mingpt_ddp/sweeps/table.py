@@ -3,9 +3,9 @@
 from mingpt_ddp.errors import printable
 from mingpt_ddp.metrics.objective import LOSS
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.sweeps.formats import brief, cut, duration, fixed, short_names, shown
+from mingpt_ddp.sweeps.formats import cut, duration, fixed, short_names, shown
 from mingpt_ddp.sweeps.groups import Group
-from mingpt_ddp.sweeps.pareto import Front
+from mingpt_ddp.sweeps.pareto import Front, Goal
 from mingpt_ddp.sweeps.results import Results
 from mingpt_ddp.sweeps.runs import Job, command_line, number, why_no_best
 from mingpt_ddp.sweeps.scaling_laws import power_law_lines
@@ -92,7 +92,7 @@ def head_of(results: Results, keys: list[str], short: bool) -> list[str]:
     if objective is not LOSS:
         titles.append(LOSS.column if short else LOSS.title)
     if results.front:
-        titles += [cut(goal.name) for goal in results.front.goals]
+        titles += [cut(goal.name) for goal in _further_goals(results)]
     return titles
 
 
@@ -101,8 +101,15 @@ def cells_of(results: Results, index: int, keys: list[str]) -> list[str]:
     group = results.groups[index]
     cells = group_cells(group, keys) if results.has_replicates else job_cells(group.first, keys)
     if results.front:
-        cells += [fixed(value, ".6g") for value in results.front.values[index]]
+        values = dict(zip(results.front.goals, results.front.values[index], strict=True))
+        cells += [fixed(values[goal], ".6g") for goal in _further_goals(results)]
     return cells
+
+
+def _further_goals(results: Results) -> list[Goal]:
+    """List the objectives of a search that are not what the jobs are ranked by."""
+    goals = results.front.goals if results.front else []
+    return [goal for goal in goals if goal.name != results.objective.series]
 
 
 def job_cells(job: Job, keys: list[str]) -> list[str]:
@@ -176,7 +183,7 @@ def with_interval(found: Estimate | None) -> str:
 def importance_line(importance: dict[str, float]) -> str:
     """Return the share of each parameter in one line."""
     names = short_names([*importance])
-    shares = [f"{cut(names[key])} {brief(round(share, 2))}" for key, share in importance.items()]
+    shares = [f"{cut(names[key])} {share:.2f}" for key, share in importance.items()]
     return f"importance (PED-ANOVA): {', '.join(shares[:COLUMNS])}"
 
 
