@@ -18,6 +18,7 @@ from mingpt_ddp.sweeps.groups import singles
 from mingpt_ddp.sweeps.plots import Plots
 from mingpt_ddp.sweeps.results import Results
 from mingpt_ddp.sweeps.runs import Job, command_line, varying, why_no_best
+from mingpt_ddp.sweeps.scaling_laws import draw_power_laws, power_law_lines
 from mingpt_ddp.sweeps.search_plots import draw_front, draw_importance
 from mingpt_ddp.sweeps.table import cells_of, count_seeds, front_line, head_of, with_interval
 
@@ -45,6 +46,7 @@ def render_page(title: str, results: Results) -> str:
     against = "".join(plots.against(key) for key in keys[:DRAWN])
     importance = draw_importance(plots.figures, results.importance)
     parallel = plots.parallel(keys[:DRAWN])
+    laws = draw_power_laws(plots.figures, results.laws)
     unread: list[str] = []
     for job in results.jobs:
         unread += job.notes
@@ -54,6 +56,7 @@ def render_page(title: str, results: Results) -> str:
         "Loss curves": curves and f"<p>{plots.legend()}</p>{html_grid(curves)}",
         "Pareto front": front,
         "Objective against each parameter": against and f"<p>{more}</p>{html_grid(against)}",
+        "Power laws": laws and html_list(power_law_lines(results.laws)) + html_grid(laws),
         "Importance of the parameters": importance and f"<p>{IMPORTANCE}</p>{importance}",
         "Parallel coordinates": parallel and f'<div class="wide">{parallel}</div>',
         "Groups": _groups(results),

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from mingpt_ddp.metrics.objective import Objective
 from mingpt_ddp.sweeps.comparison import comparison_notes, group_notes
-from mingpt_ddp.sweeps.groups import Group, best_group, compared, has_replicates
+from mingpt_ddp.sweeps.groups import Group, best_group, compared, has_replicates, replicates
 from mingpt_ddp.sweeps.importance import importances
 from mingpt_ddp.sweeps.pareto import Front, front_of, read_goals
 from mingpt_ddp.sweeps.runs import Job, read_jobs, varying
+from mingpt_ddp.sweeps.scaling_laws import Scaling, scalings
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Results:
     notes: list[str]  # on their comparison
     front: Front | None = None  # of a search with several objectives
     importance: dict[str, float] = field(default_factory=dict)  # share by key; {} if unknown
+    laws: list[Scaling] = field(default_factory=list)  # of a sweep over sizes, data or steps
 
     @property
     def objective(self) -> Objective:
@@ -56,4 +58,5 @@ def read_results(directories: Sequence[Path]) -> Results:
     if has_replicates(groups):
         notes += group_notes(groups)
     front = front_of(groups, read_goals(directories))
-    return Results(jobs, groups, keys, notes, front, importances(groups, keys))
+    laws = scalings(replicates(jobs))
+    return Results(jobs, groups, keys, notes, front, importances(groups, keys), laws)

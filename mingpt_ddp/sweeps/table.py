@@ -8,6 +8,7 @@ from mingpt_ddp.sweeps.groups import Group
 from mingpt_ddp.sweeps.pareto import Front, Goal
 from mingpt_ddp.sweeps.results import Results
 from mingpt_ddp.sweeps.runs import Job, command_line, number, why_no_best
+from mingpt_ddp.sweeps.scaling_laws import power_law_lines
 from mingpt_ddp.sweeps.statistics import NO_SCIPY, Estimate, has_intervals
 
 COLUMNS = 8  # for parameters; the page has all
@@ -33,6 +34,7 @@ def table(results: Results, is_run: bool) -> str:
         lines.append(NO_SCIPY)
     if results.importance:
         lines.append(importance_line(results.importance))
+    lines += power_law_lines(results.laws)
     if results.front:
         lines.append(front_line(results.front))
     lines += [f"note: {note}" for note in results.notes]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from launching import TINY, committed
 from multiprocess.ranks import configure
@@ -82,6 +83,13 @@ def test_a_run_returns_a_metric_of_the_validation_split(tmp_path, is_complete):
         result = result or read_result(tmp_path / "run")
         assert value == result.get(f"val_{metric}", math.inf)
     assert result["val_loss"] < result["val_bits_per_byte"] < math.inf
+
+
+def test_a_result_has_the_number_of_parameters(tmp_path):
+    result = train(tmp_path)
+    (file,) = tmp_path.glob("run/snapshots/step_00000012/model.safetensors")
+    tensors = safetensors.torch.load_file(file)
+    assert result["parameters"] == sum(tensor.numel() for tensor in tensors.values())
 
 
 def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
