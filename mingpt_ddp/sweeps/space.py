@@ -130,8 +130,7 @@ def _choice(line: str, values: list[Any]) -> BaseDistribution:
     check(len(choices) > 1, f"{line} has one value; give that value alone, or more")
     plain = [value for _, value in choices]
     # Optuna compares choices with ==, which takes 1, 1.0 and true for the same
-    if len(set(plain)) < len(plain):
-        plain = [_text(value) for value in plain]
+    plain = [_text(value) if plain.count(value) > 1 else value for value in plain]
     with no_warnings():
         return CategoricalDistribution(plain)
 

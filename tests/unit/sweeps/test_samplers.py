@@ -45,7 +45,7 @@ def test_every_setting_of_this_optuna_is_known(table, cls):
         (0.0012345678, 1e-5, 1, 0.001235),
         (9.9999999, 0, 10, 10.0),
         (0.99999999, 0, 0.99999, 0.99999),
-        (1.000012345, 1, 1.0001, 1.0000123),
+        (1.000012345, 1, 1.0001, 1.00001235),
         (-123456.7, -1e6, 1e6, -123500.0),
         (0.0, -1, 1, 0.0),
     ],
@@ -55,7 +55,7 @@ def test_drawn_floats_are_short(value, low, high, expected):
 
 
 def test_seeds_are_stable():
-    assert [seed_of(1, number) for number in range(2)] == [3188013021, 3036206325]
+    assert [seed_of(1, number) for number in range(2)] == [1330067697, 2774662235]
 
 
 def test_a_sequence_begins_with_the_first_trial():
@@ -105,5 +105,5 @@ def test_without_optuna(tmp_path):
         "        print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    line = "a search needs Optuna; pip install 'mingpt_ddp[sweep]'"
+    line = "config error: a search needs Optuna; pip install 'mingpt_ddp[sweep]'"
     assert ran.stdout.splitlines() == [line] * 3

@@ -26,10 +26,10 @@ Categorical = optuna.distributions.CategoricalDistribution
         ("range(5,0,-2)", Int(1, 5, step=2)),
         ("range(0,1,0.25)", Float(0, 0.75, step=0.25)),
         ("range(0.1,0.5,0.1)", Categorical([0.1, 0.2, 0.3, 0.4])),
-        ("a,b,1,1.5,true,null", Categorical(["a", "b", 1, 1.5, True, None])),
+        ("a,b,1,1.5,true,null", Categorical(["a", "b", "1", 1.5, "True", None])),
         ("choice(2,1,2)", Categorical([2, 1])),
         ("shuffle(2,1)", Categorical([2, 1])),
-        ("1,true", Categorical(["1", "true"])),
+        ("1,true", Categorical(["1", "True"])),
         ("[1,2],{a:b}", Categorical(["[1,2]", "{a:b}"])),
         ("'1','a b','a,b'", Categorical(["'1'", "a b", "'a,b'"])),
     ],
@@ -68,7 +68,9 @@ def test_the_last_override_of_a_key_counts():
 def test_an_invalid_space_is_one_line(text):
     with pytest.raises(ConfigError) as caught:
         search_space(parse(f"a.b={text}"))
-    assert str(caught.value).startswith(f"a.b={text}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"config error: a.b={text}") and "\n" not in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize(
