@@ -60,7 +60,8 @@ def test_seeds_are_stable():
 
 def test_a_sequence_begins_with_the_first_trial():
     """Sixteen points of a Sobol sequence lie in sixteen different intervals."""
-    drawing = Drawing("qmc", {}, 7, {"x": Float(0, 16)}, directions(["val_loss"]))
+    space = {"x": Float(0, 16), "kind": optuna.distributions.CategoricalDistribution(["a", "b"])}
+    drawing = Drawing("qmc", {}, 7, space, directions(["val_loss"]))
     trials = []
     for number in range(16):
         params = drawing.draw(trials)
@@ -68,6 +69,7 @@ def test_a_sequence_begins_with_the_first_trial():
         trial.number = number
         trials.append(trial)
     assert sorted(int(trial.params["x"]) for trial in trials) == list(range(16))
+    assert [trial.params["kind"] for trial in trials].count("a") == 8
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
