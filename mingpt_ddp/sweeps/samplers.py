@@ -179,10 +179,9 @@ class _Sequence(optuna.samplers.QMCSampler):
         search_space = {**search_space, **floats}
         super().sample_relative(study, trial, search_space)  # creates the counter
         storage = study._storage
-        attributes = storage.get_study_system_attrs(study._study_id)
-        counters = [key for key in attributes if key.startswith("qmc:")]
-        assert len(counters) == 1
-        storage.set_study_system_attr(study._study_id, counters[0], self._number - 1)
+        # its name differs by version; the study is new and has no other attribute
+        (counter,) = storage.get_study_system_attrs(study._study_id)
+        storage.set_study_system_attr(study._study_id, counter, self._number - 1)
         values = super().sample_relative(study, trial, search_space)
         for key, each in choices.items():
             values[key] = each[min(int(values[key]), len(each) - 1)]

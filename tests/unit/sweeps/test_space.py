@@ -27,7 +27,6 @@ Categorical = optuna.distributions.CategoricalDistribution
         ("range(0,1,0.25)", Float(0, 0.75, step=0.25)),
         ("range(0.1,0.5,0.1)", Float(0.1, 0.4, step=0.1)),
         ("range(0,1,0.3)", Categorical([0.0, 0.3, 0.6, 0.8999999999999999])),
-        ("range(0.1,2,0.6)", Categorical([0.1, 0.7, 1.3, 1.9])),
         ("a,b,1,1.5,true,null", Categorical(["a", "b", "1", 1.5, "True", None])),
         ("choice(2,1,2)", Categorical([2, 1])),
         ("shuffle(2,1)", Categorical([2, 1])),
