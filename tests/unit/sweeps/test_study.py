@@ -79,7 +79,7 @@ def test_a_study_cut_anywhere_ends_as_undisturbed(tmp_path, sampler, pruner):
     data = (whole / "trials.jsonl").read_bytes()
     ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
     sizes = [0, *ends, *(end - 7 for end in ends[::3])]
-    if sampler == "gp":  # a draw takes much longer than others
+    if sampler != "tpe":  # what the samplers share is checked once, and a draw of gp is slow
         sizes = sizes[:: len(sizes) // 6]
     for size in sizes:
         cut = cut_copy(whole, tmp_path / str(size) / "s", size)
