@@ -151,6 +151,7 @@ class Records:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         with self._explained():
             self._file = os.open(self.path, flags, 0o666)
+            os.ftruncate(self._file, self._size)
         if self.header is None:
             self.append(header)
             with contextlib.suppress(OSError):  # some file systems cannot

@@ -163,14 +163,29 @@ class _Sequence(optuna.samplers.QMCSampler):
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """Set the counter, which Optuna keeps in the attributes of a study, and draw."""
-        super().sample_relative(study, trial, search_space)  # creates it
+        """Set the counter, which Optuna keeps in the attributes of a study, and draw.
+
+        A choice is the whole part of a float: Optuna 4.7 has no choices in a sequence.
+        """
+        choices = {
+            key: each.choices
+            for key, each in search_space.items()
+            if isinstance(each, optuna.distributions.CategoricalDistribution)
+        }
+        floats = {
+            key: optuna.distributions.FloatDistribution(0, len(each))
+            for key, each in choices.items()
+        }
+        search_space = {**search_space, **floats}
+        super().sample_relative(study, trial, search_space)  # creates the counter
         storage = study._storage
-        attributes = storage.get_study_system_attrs(study._study_id)
-        counters = [key for key in attributes if key.startswith("qmc:")]
-        assert len(counters) == 1
-        storage.set_study_system_attr(study._study_id, counters[0], self._number - 1)
-        return super().sample_relative(study, trial, search_space)
+        # its name differs by version; the study is new and has no other attribute
+        (counter,) = storage.get_study_system_attrs(study._study_id)
+        storage.set_study_system_attr(study._study_id, counter, self._number - 1)
+        values = super().sample_relative(study, trial, search_space)
+        for key, each in choices.items():
+            values[key] = each[min(int(values[key]), len(each) - 1)]
+        return values
 
 
 def seed_of(seed: int, number: int) -> int:

@@ -113,8 +113,11 @@ def _range(line: str, sweep: RangeSweep) -> BaseDistribution:
     values = sorted(sweep.range())
     check(len(set(values)) > 1, f"{line} has one value; give that value, or a longer range")
     width = abs(float(step))
-    if all(values[0] + i * width == value for i, value in enumerate(values)):
-        return FloatDistribution(values[0], values[-1], step=width)
+    with no_warnings():  # of an end that Optuna moves
+        stepped = FloatDistribution(values[0], values[-1], step=width)
+    is_exact = all(values[0] + i * width == value for i, value in enumerate(values))
+    if is_exact and stepped.high == values[-1]:
+        return stepped
     return CategoricalDistribution(values)
 
 
@@ -130,8 +133,7 @@ def _choice(line: str, values: list[Any]) -> BaseDistribution:
     check(len(choices) > 1, f"{line} has one value; give that value alone, or more")
     plain = [value for _, value in choices]
     # Optuna compares choices with ==, which takes 1, 1.0 and true for the same
-    if len(set(plain)) < len(plain):
-        plain = [_text(value) for value in plain]
+    plain = [_text(value) if plain.count(value) > 1 else value for value in plain]
     with no_warnings():
         return CategoricalDistribution(plain)
 
