@@ -11,6 +11,7 @@ NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
 # The test files with integrations, the longest first.
 INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 CASES ?= 10000
 SEED ?= $(shell date +%Y%m%d)
 PYTHON_VERSION ?= 3.12
@@ -18,7 +19,7 @@ DIR ?= wheels
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest wheels lines clean
+.PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 28
@@ -67,14 +68,23 @@ coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worke
 mutation: $(VENV)/.dev  ## mutation tests, LANES=4 at a time, for an hour; run it again to continue
 	@LANES=$(LANES) $(BIN)/python scripts/mutation.py
 
-lowest:  ## run the unit tests with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0
+lowest:  ## tests of units and contract with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
 	@$(PYTHON) scripts/lowest_versions.py test >$(LOWEST)/constraints.txt
 	@echo 'torch==$(TORCH)' >>$(LOWEST)/constraints.txt
 	@echo "installing the lowest versions, and torch $(TORCH), into $(LOWEST)"
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[test]'
-	@$(LOWEST)/bin/python -m pytest tests/unit $(ARGS)
+	@$(LOWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
+
+newest:  ## the same with the newest Hydra and OmegaConf in setup.cfg, release candidates too, the rest from constraints.txt
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@grep -vE '^(hydra-core|omegaconf)==' constraints.txt >$(NEWEST)/constraints.txt
+	@echo 'installing the newest Hydra and OmegaConf into $(NEWEST)'
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --pre -c $(NEWEST)/constraints.txt -e '.[test]'
+	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(hydra|omegaconf)'
+	@$(NEWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
 
 wheels:  ## download into DIR=wheels what a machine with torch, PYTHON_VERSION=3.12 and no network needs
 	@$(PYTHON) scripts/download_wheels.py --python-version $(PYTHON_VERSION) $(DIR)
@@ -83,7 +93,7 @@ lines:  ## count the package's tokens and lines of code: without blanks, comment
 	@$(PYTHON) scripts/count_lines.py
 
 clean:  ## remove .venv and what tools left behind; runs and data stay
-	rm -rf $(VENV) $(LOWEST) mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -173,9 +173,9 @@ def compose_config(*overrides: str) -> Any:
     from hydra import compose, initialize_config_dir
 
     from mingpt_ddp.config.config import from_mapping, to_plain
-    from mingpt_ddp.config.hydra_utils import config_directory
+    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", list(overrides))))
 
 

@@ -249,9 +249,9 @@ def find_plugins() -> None:
     """
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.hydra_utils import config_directory
+    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         compose("config", ["optimizer.lr=1"])
 
 

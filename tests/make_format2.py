@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -73,7 +73,7 @@ OVERRIDES = [
 
 def configuration(name: str, steps: int) -> Config:
     """Compose the configuration of a run in a directory of tests/data/format2, or a copy of it."""
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(
             to_plain(compose("config", [*RUNS[name], *OVERRIDES, f"trainer.max_steps={steps}"]))
         )

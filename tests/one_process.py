@@ -65,13 +65,13 @@ def prepare() -> None:
 
     import mingpt_ddp.training.run  # noqa: F401
     from mingpt_ddp.cli import train_command
-    from mingpt_ddp.config.hydra_utils import config_directory
+    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
     os._exit = leave
     train_command.start_server = lambda: None  # no case comes to start its workers
     Hydra.get_mode = lambda *args, **kwargs: None  # composes everything, once more
     torch.use_deterministic_algorithms(False)  # imports what the first call needs
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         compose("config", ["optimizer.lr=1"])
     gc.freeze()
 

@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
 from mingpt_ddp.snapshots.staging_buffer import encode
@@ -66,7 +66,7 @@ def _small_config() -> Config:
         "data.block_size=8",
         "trainer.device=cpu",
     ]
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", small)))
 
 

@@ -14,6 +14,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.models import count_parameters
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.training.trainable import Trainable
 from mingpt_ddp.training.weight_average import WeightAverage
@@ -45,7 +46,7 @@ def gpt_config(**changes) -> GPTConfig:
 
 def trainable(model, optimizer, ema: float | None = None) -> Trainable:
     """Return a model and its optimizer as a run trains them."""
-    return Trainable(model, optimizer, WeightAverage(model, ema))
+    return Trainable(model, optimizer, WeightAverage(model, ema), count_parameters(model))
 
 
 def text_task(

@@ -169,7 +169,7 @@ def _preset_values(group: str) -> dict[str, Any]:
     names: str | list[str] = []
     for entry in defaults:
         if isinstance(entry, dict) and group in entry:
-            names = entry[group]
+            names = entry[group] or []  # null: none
             break
     values: dict[str, Any] = {}
     for name in [names] if isinstance(names, str) else names:

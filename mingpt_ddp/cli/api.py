@@ -182,20 +182,34 @@ def load(
 
 
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the measurements of a run by step, as `pandas.DataFrame(history(run))` takes them.
+    """Return the measurements of a run by step, or those of all jobs of a sweep.
 
     A step that was repeated after a restart counts once. A row has the keys of what was measured at
-    its step.
+    its step. Of a sweep it also has `job`, a directory relative to the sweep's, and by dotted key
+    the parameters in which the jobs differ.
+
+    Args:
+        run: a run, or a parent of runs one or two levels below.
 
     Raises:
-        RunError: this is not the directory of a run.
+        RunError: this is not the directory of a run or a sweep.
         DataError: its metrics.jsonl is damaged.
     """
     from mingpt_ddp.errors import RunError
     from mingpt_ddp.metrics.jsonl import METRICS, read_history
+    from mingpt_ddp.sweeps.runs import is_run, read_jobs, varying
 
+    directory = Path(run)
+    if directory.is_dir() and not is_run(directory):
+        jobs = read_jobs([directory])
+        keys = varying(jobs)
+        rows = []
+        for job in jobs:
+            named = {"job": job.name, **{key: job.config[key] for key in keys if key in job.config}}
+            rows += [named | row for row in job.history.rows]
+        return rows
     try:
-        return read_history(Path(run) / METRICS).rows
+        return read_history(directory / METRICS).rows
     except OSError as error:
         raise RunError(
             f"{run} is not a run directory: it has no {METRICS} that can be read"

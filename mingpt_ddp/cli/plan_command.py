@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
 
-import hydra
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import echo, human_size, parse_value
-from mingpt_ddp.cli.train_command import checked_config, prepare
+from mingpt_ddp.cli.train_command import prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
@@ -36,6 +35,7 @@ from mingpt_ddp.distributed.exit import cli_errors, exit_process
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.metrics.text_table import columns, table_lines
+from mingpt_ddp.sweeps.local_job import checked_config
 
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
@@ -68,8 +68,7 @@ def main() -> None:
             _print_plan(cfg, form == "json", target)
 
         try:
-            directory = str(hydra_utils.config_directory())
-            hydra.main(version_base="1.3", config_path=directory, config_name="config")(plan)()
+            hydra_utils.run_hydra(plan)
         except Exception as error:
             if composed:  # not from Hydra
                 raise

@@ -1,23 +1,46 @@
 """Report a run, or the results of a sweep or of any runs.
 
-    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...]
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] [format=text]
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=text]
 
-runs       directories: runs, or parents of runs one or two levels below
+runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
+compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
+format     text, or json: print a JSON document instead
 
 Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run is named, of its
 curves with restarts, timings of every rank, samples and configuration. The page of one directory is its report.html,
 that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
 
+Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t (which needs
+scipy, of the same extra), the standard deviation and the number of seeds. The best has the lowest mean.
+
+The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
+with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
+"name", "directory", "status", "seed" and "result" (every number of its result.json). Of a search with several objectives it
+has "objectives" too, and each group "on_front". What is unknown or not finite is null.
+
 Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
+
+`compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
+the difference of their means with its 95% interval, or how many seeds would show one. Where three seeds and most of
+all are in both settings, it compares seed by seed (paired t-test), else the means (Welch's). With more than two
+settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3) and scipy.
 """  # noqa: E501
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from mingpt_ddp.cli.arguments import run_command
+from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.sweeps.report_json import json_report
+from mingpt_ddp.sweeps.results import read_results
 from mingpt_ddp.sweeps.sweep_report import page_path, report
+from mingpt_ddp.sweeps.verdict import verdict
+
+COMPARE = "compare"
 
 
 @dataclass(frozen=True)
@@ -25,6 +48,7 @@ class ReportConfig:
     """The keys of the command line, as the usage above describes them."""
 
     runs: list[str]
+    format: Literal["text", "json"] = "text"
 
 
 def main() -> None:
@@ -33,11 +57,19 @@ def main() -> None:
 
 
 def _command(config: ReportConfig) -> int:
-    for url in config.runs:
+    runs = [run for run in config.runs if run != COMPARE]
+    check(bool(runs), f"{COMPARE} needs directories; name runs, or the directory of a sweep")
+    for url in runs:
         if "://" in url:
             raise RunError(
                 f"{url} is not a local directory; only snapshots may be remote, not run directories"
             )
-    directories = [*{os.path.realpath(run): Path(run) for run in config.runs}.values()]
-    print(report(directories, page_path(directories)), flush=True)
+    directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
+    as_json = config.format == "json"
+    if COMPARE in config.runs:
+        echo(verdict(directories, as_json))
+    elif as_json:
+        print(json_report(read_results(directories)), flush=True)
+    else:
+        print(report(directories, page_path(directories)), flush=True)
     return 0

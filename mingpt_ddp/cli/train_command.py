@@ -4,24 +4,22 @@ import contextlib
 import gc
 import io
 import logging
+import math
 import os
 import re
 import signal
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from mingpt_ddp.cli.notify import FAILED, notify, notifying
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.channels import reporter
 from mingpt_ddp.distributed.env import (
     CALLER,
     DIRECTORY_FILE,
@@ -42,16 +40,20 @@ from mingpt_ddp.distributed.launcher import train_on_workers
 from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
-from mingpt_ddp.metrics.trackers.outboxes import check_installed
 from mingpt_ddp.storage.run_dir import (
-    RunStatus,
     next_free_name,
-    read_result,
     run_directory,
     with_run_name,
 )
-from mingpt_ddp.storage.urls import check_url
+from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.local_job import (
+    LocalJob,
+    checked_config,
+    conclude_local,
+    prepare_local,
+)
 from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.training.notify import notifying
 
 log = logging.getLogger(__name__)
 
@@ -72,15 +74,15 @@ def main() -> None:
             print(text)
             exit_process(None, 0)
         prepare(exits.env)
-        forks = any(re.match(r"ddp\.nproc_per_node=[1-9g]", word) for word in sys.argv)
+        starts_workers = r"ddp\.nproc_per_node=[1-9g]|sweep\.parallel=([2-9a]|1\d)"
+        forks = any(re.match(starts_workers, word) for word in sys.argv)
         if exits.env.is_standalone and forks and "ddp.launcher=spawn" not in sys.argv:
             start_server()  # its imports take longer than composing the configuration
         with sweep.active():
-            directory = str(hydra_utils.config_directory())
-            hydra.main(version_base="1.3", config_path=directory, config_name="config")(train)()
+            hydra_utils.run_hydra(train)
     except JobError as error:
         if sweep.uses_external_launcher:  # otherwise already recorded
-            sweep.failed.append(error.args[0])
+            sweep.failed[str(error.args[0])] = ""
     except UserError as error:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
@@ -88,10 +90,9 @@ def main() -> None:
     except BrokenPipeError:  # stdout was closed early, e.g. --help piped into head
         exit_process(None, 0)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
-        if sweep.done or not sweep.failed:  # otherwise from Optuna, which has no best trial
-            if type(error).__module__.startswith(("submitit.", "ray.")):
-                exits.user_error(RunError(str(error)))
-            exits.user_error(ConfigError(hydra_utils.explain(error)))
+        if type(error).__module__.startswith(("submitit.", "ray.")):
+            exits.user_error(RunError(str(error)))
+        exits.user_error(ConfigError(hydra_utils.explain(error)))
     logs.to_console(exits.env)
     sweep.finish()
     # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
@@ -140,12 +141,13 @@ def train(cfg: DictConfig) -> float:
     except UserError as error:
         if not (hydra_utils.is_multirun() and exits.failed_on_all_ranks(error)):
             exits.user_error(error)
-        failure = sweep.record_failed(str(error), USER_ERROR)
+        failure = sweep.record_failed(Job.current(), str(error), USER_ERROR)
     except Exception as error:
         if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
             exits.failure(error)
         log.error("the job failed", exc_info=error)
-        failure = sweep.record_failed(f"error: {type(error).__name__}: {error}", FAILURE)
+        message = f"error: {type(error).__name__}: {error}"
+        failure = sweep.record_failed(Job.current(), message, FAILURE)
     finally:
         exits.group = None  # the signal handlers outlive the job and would keep it in memory
         logs.close()
@@ -179,9 +181,11 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
     files = hydra_utils.hydra_artifacts(cfg)
     typed = hydra_utils.typed_keys()
-    metric = sweep.objective.metric
+    report = reporter() or sweep.report_of(Job.current())
+    sweep.use_threads()
     with notifying(config, env):
-        value = run(config, runtime, files, signals, started_at, typed, metric)
+        metrics = run(config, runtime, files, signals, started_at, typed, report)
+    value = None if metrics is None else metrics.get(sweep.objective.metric, math.inf)
     # possibly too late for this job
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
@@ -194,63 +198,11 @@ def _report_directory(directory: Path) -> None:
         Path(os.environ[DIRECTORY_FILE]).write_text(str(directory.absolute()))
 
 
-def checked_config(cfg: DictConfig) -> Config:
-    """Return the configuration that Hydra has composed, typed, with the number of workers.
-
-    Raises:
-        ConfigError, CodeError: a key, a value or a user's file is invalid.
-    """
-    config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
-    if config.ddp.nproc_per_node == "gpu":
-        count = _count_gpus(config.model.devices)
-        config = replace(config, ddp=replace(config.ddp, nproc_per_node=count))
-    _check_urls(config)
-    check_installed(config)
-    return config
-
-
-def _count_gpus(per_worker: int) -> int:
-    import torch
-
-    count = torch.cuda.device_count()  # asks the driver: does not initialize CUDA
-    if count == 0:
-        raise ConfigError(
-            "ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers"
-        )
-    return max(1, count // per_worker)
-
-
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:
-    overrides = hydra_utils.worker_overrides()
-    config, known = sweep.start_job(config, lambda work: work())
-    if known is not None:
-        return known
-    if config.run.resume == "never" and env.is_standalone:  # one new directory for all restarts
-        config = with_run_name(config, next_free_name(config))
-        overrides.append("run.resume=auto")
-    directory = run_directory(config)
-    overrides.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
-    code, signalled = train_on_workers(config, env, directory, overrides, started_at)
-    if code not in (0, config.ddp.preempted_exit_code) and not signalled:
-        env.call_on_rank_zero(lambda: notify(config, FAILED))
-        if not hydra_utils.is_multirun():
-            exit_process(None, code)
-        raise sweep.record_failed(f"job error: its workers exited with code {code}", code)
-    result = read_result(directory)
-    ended = code == 0 and result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
-    value = sweep.objective.value(result) if ended else None
-    return sweep.finish_job(directory, value, signalled, code)
-
-
-def _check_urls(config: Config) -> None:
-    """Raise a ConfigError for a URL that no installed library can open."""
-    path = getattr(config.data, "path", None)
-    if path and not getattr(config.data, "reader", None):
-        check_url(path, "data.path")
-    if config.snapshot.path:
-        check_url(config.snapshot.path, "snapshot.path", writable=True)
-    if config.snapshot.fallback_path:
-        check_url(config.snapshot.fallback_path, "snapshot.fallback_path", writable=True)
-    check_url(config.run.resume, "run.resume")
-    if config.run.init_from is not None:
-        check_url(config.run.init_from, "run.init_from")
+    """Train on local workers, and return the objective; exit after a signal."""
+    local = prepare_local(config, env, sweep, started_at)
+    if not isinstance(local, LocalJob):
+        return local
+    ended = train_on_workers(local.launch, env, started_at)
+    value = conclude_local(local, ended, sweep)
+    return sweep.finish_job(local.launch.directory, value, ended.signalled, ended.code)

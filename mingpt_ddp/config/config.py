@@ -31,6 +31,7 @@ LIMITS = ("max_epochs", "max_steps")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
 COMMAND_KEYS = ("run.on_end", "run.on_failure")
 DEFAULT_CHOICE = {"task": "language_model"}
+REMOVED_KEYS = {"trainer": ("prune", "prune_after")}  # by group; recorded runs have them
 OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
 
 
@@ -160,6 +161,12 @@ def from_mapping(values: dict[str, Any]) -> Config:
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
+def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a group that this version knows or refuses, without REMOVED_KEYS."""
+    removed = REMOVED_KEYS.get(group, ())
+    return {key: value for key, value in values.items() if key not in removed}
+
+
 def build_group(group: str, values: Any) -> Any:
     """Return one group of the configuration, typed.
 
@@ -179,6 +186,7 @@ def build_group(group: str, values: Any) -> Any:
         known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
     known_keys = field_types(classes[choice])
+    values = without_removed(group, values)
     for key in values:
         if key not in known_keys:
             raise ConfigError(f"{group}.{key} is not a key{suggest(f'{group}.{key}', known_keys)}")

@@ -2,10 +2,12 @@
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from hydra import main as hydra_main
+from hydra import utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
@@ -21,7 +23,12 @@ from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
-PLUGINS = {"optuna": "sweep", "submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
+PLUGINS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
+# Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
+# of users, and protect from nothing: the same presets name Python files that are run.
+UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+# Hydra 1.3 warns without it, 1.4 with it
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else {}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
@@ -66,6 +73,17 @@ def config_directory() -> Path:
     package = Path(__file__).resolve().parents[1]
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
+
+
+def run_hydra(task: Callable[[DictConfig], Any]) -> None:
+    """Compose the configuration of the command line and call `task` with it; with -m, for each job.
+
+    Raises:
+        Exception: of `task`, or Hydra's, for `explain`.
+    """
+    options = VERSION_BASE if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
+    directory = str(config_directory())
+    hydra_main(config_path=directory, config_name="config", **options)(task)()
 
 
 def answer(argv: list[str]) -> str | None:

@@ -8,7 +8,6 @@ from pydantic import Field
 
 from mingpt_ddp.config.fields import (
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     key,
@@ -71,10 +70,6 @@ class TrainerConfig:
         None, "a spike is a loss above this times its average"
     )
     deterministic: bool = key(False, "bit-identical results on a GPU too, slower there")
-    prune: Literal["none", "median"] = neutral(
-        "none", "median: stop a sweep's jobs that do worse than most"
-    )
-    prune_after: NonNegativeInt = neutral(500, "before a job of a sweep can be pruned", "steps")
     activation_checkpointing: bool = neutral(
         False, "recompute activations: less memory, a third more time"
     )

@@ -100,6 +100,13 @@ def import_path() -> str:
     return os.pathsep.join(filter(None, [checkout, path]))
 
 
+def server_pid() -> int | None:
+    """Return the process id of the server; None if it is not running."""
+    server: Any = forkserver._forkserver
+    pid: int | None = server._forkserver_pid
+    return pid
+
+
 def stop_server() -> None:
     """Kill the server and wait until it has ended: a dying one would still be asked to fork."""
     server: Any = forkserver._forkserver

@@ -21,9 +21,15 @@ def count_cores() -> int:
     return os.cpu_count() or 1
 
 
-def threads_per_worker(workers: int) -> int:
-    """Return the threads of each of several workers on the cores of this machine."""
-    return max(1, count_cores() // workers)
+def threads_per_worker(workers: int, cores: int | None = None) -> int:
+    """Return the threads of each of several workers on so many cores, or all of this machine.
+
+    OMP_NUM_THREADS takes precedence, if it is one number.
+    """
+    named = os.environ.get("OMP_NUM_THREADS", "")
+    if named.isdecimal() and int(named) > 0:
+        return int(named)
+    return max(1, (cores or count_cores()) // workers)
 
 
 def machine_memory() -> int:

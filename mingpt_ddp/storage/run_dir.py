@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.config.config import Config, flatten, without_removed
 from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
@@ -257,7 +257,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
             config = load_yaml(read_regular(directory / name, MAX_RECORD_BYTES))
             if isinstance(config, dict) and _has_only_groups(config):
-                return config
+                return {group: without_removed(group, keys) for group, keys in config.items()}
     return None
 
 

@@ -11,8 +11,10 @@ from mingpt_ddp.metrics.objective import (
     is_text,
     loss_unit,
 )
-from mingpt_ddp.sweeps.runs import Job, identity
-from mingpt_ddp.sweeps.table import cut
+from mingpt_ddp.sweeps.formats import cut
+from mingpt_ddp.sweeps.groups import SEED, Group
+from mingpt_ddp.sweeps.runs import Job, identity, number, varying
+from mingpt_ddp.sweeps.statistics import Estimate
 
 DATA_KINDS = ("task.name", "data.dataset")
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
@@ -49,6 +51,42 @@ def comparison_notes(jobs: list[Job]) -> list[str]:
     if len(steps) > 1:
         notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps")
     return notes
+
+
+def group_notes(groups: list[Group]) -> list[str]:
+    """Return in what replicates differ besides the seed, and whether chance may order the best."""
+    notes = []
+    keys = dict[str, None]()
+    for group in groups:
+        keys |= dict.fromkeys(key for key in varying(group.jobs) if key != SEED)
+    if keys:
+        notes.append(
+            f"replicates differ in {cut(', '.join(keys), 200)}, which changes results by rounding "
+            "alone"
+        )
+    if any(len(_world_sizes(group)) > 1 for group in groups):
+        notes.append("replicates ran on different numbers of ranks: results differ by rounding")
+    best, *others = groups
+    close = [group for group in others if _overlap(best.estimate, group.estimate)]
+    if close:
+        count = "1 other group" if len(close) == 1 else f"{len(close)} other groups"
+        notes.append(
+            f"the 95% intervals of {count} overlap that of the best: chance may order them; "
+            "more seeds tell"
+        )
+    return notes
+
+
+def _world_sizes(group: Group) -> set[float]:
+    found = {number(job.result.get("world_size")) for job in group.jobs}
+    return {size for size in found if size is not None}
+
+
+def _overlap(one: Estimate | None, other: Estimate | None) -> bool:
+    """Return whether both have an interval, and these overlap."""
+    if one is None or other is None or one.high is None or other.low is None:
+        return False
+    return other.low <= one.high
 
 
 def _different_data(jobs: list[Job]) -> list[str]:

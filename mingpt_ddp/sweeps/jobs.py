@@ -83,11 +83,9 @@ def _final_value(directory: Path, config: Config, objective: Objective) -> float
 
 def _has_ended(result: dict[str, Any], config: Config) -> bool:
     """Return whether a job is complete, or was pruned by a rule that still holds."""
-    if result.get("status") == RunStatus.COMPLETE:
-        return True
-    if result.get("status") != RunStatus.PRUNED or config.trainer.prune == "none":
-        return False
-    return bool(result["step"] >= config.trainer.prune_after)
+    if result.get("status") == RunStatus.PRUNED:
+        return config.sweep.pruner != "none"
+    return bool(result.get("status") == RunStatus.COMPLETE)
 
 
 def _has_reached_limits(result: dict[str, Any], recorded: dict[str, Any], config: Config) -> bool:

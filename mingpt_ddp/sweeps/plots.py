@@ -1,24 +1,29 @@
-"""The figures of a report, as plain data for plotly."""
+"""The figures that compare groups: curves, parameters, parallel coordinates."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 from plotly.colors import sample_colorscale
 
-from mingpt_ddp.sweeps.runs import Job, Value, best_of, identity, number
-from mingpt_ddp.sweeps.table import brief, cut, fixed, short_names, shown
+from mingpt_ddp.sweeps.bands import band, error_bars, mean_curve
+from mingpt_ddp.sweeps.figures import (
+    COLOURS,
+    DRAWN,
+    INCOMPLETE,
+    draw,
+    highest,
+    label,
+    loss_axis,
+    tick_labels,
+)
+from mingpt_ddp.sweeps.formats import brief, fixed, short_names, shown
+from mingpt_ddp.sweeps.groups import Group, best_group, has_replicates
+from mingpt_ddp.sweeps.runs import Value, identity, number
+from mingpt_ddp.sweeps.statistics import Estimate, has_intervals
 
-DRAWN = 12  # parameters with a plot; the table has all
-POINTS = 200  # of a curve
-LONGEST = 40  # characters of a name or value in a plot
 LACKING = -0.16  # position on the axis, from 0 to 1, of a parameter that the job lacks
-# best to worst, legible on white and on black
-COLOURS = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]
-INCOMPLETE = "rgb(138,147,158)"
 # a plotly template; inserted text is literal
 CURVE_HOVER = "step %{x}: %{y:.4f}<br>%{text}<extra></extra>"
 LABEL = {
@@ -30,79 +35,88 @@ LABEL = {
 }
 
 
-def draw(
-    figures: list[dict[str, Any]],
-    traces: list[dict[str, Any]],
-    layout: dict[str, Any],
-    height: int,
-    width: int = 0,
-) -> str:
-    """Add a figure and return its HTML element; "" if there are no traces."""
-    if not traces:
-        return ""
-    figures.append({"data": traces, "layout": layout})
-    return f'<div class="plot" style="height:{height}px;min-width:{width}px"></div>'
-
-
-def thinned(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """Return steps and values of about POINTS points that can be drawn, the last one among them."""
-    drawn = [(x, y) for x, y in points if number(x) is not None and number(y) is not None]
-    kept = dict.fromkeys([*drawn[:: len(drawn) // POINTS + 1], *drawn[-1:]])
-    return [x for x, _ in kept], [y for _, y in kept]
-
-
 class Plots:
-    """The figures of a page, as plain data for plotly; the best job is drawn last, on top."""
+    """The figures of a page, as plain data for plotly; the best group is drawn last, on top.
 
-    def __init__(self, jobs: list[Job], keys: list[str]) -> None:
+    Without replicates each job is a group.
+    """
+
+    def __init__(self, groups: list[Group], keys: list[str]) -> None:
         self.figures: list[dict[str, Any]] = []
-        self._jobs = jobs[::-1]
-        self._best = best_of(jobs)
-        self._title = jobs[0].ranked_by.title
+        self._groups = groups[::-1]
+        self._best = best_group(groups)
+        self._title = groups[0].ranked_by.title
         self._names = short_names(keys)
-        self._objectives = [job.objective for job in jobs if job.objective is not None]
-        known = [job.value for job in jobs if job.value is not None]
-        self._highest = _highest(self._objectives or known)
-        self._hovers = {}
-        for rank, job in enumerate(jobs, start=1):
-            self._hovers[job.directory] = self._hover(rank, job)
+        self._objectives = [group.objective for group in groups if group.objective is not None]
+        known = [group.value for group in groups if group.value is not None]
+        self._highest = highest(self._objectives or known)
+        self.hovers = [self._hover(rank, group) for rank, group in enumerate(groups, start=1)]
+        self._ranks = {group.first.directory: rank for rank, group in enumerate(groups)}
 
-    def _hover(self, rank: int, job: Job) -> str:
-        """Return what a point of the job shows: rank, status, objective, parameters."""
-        value = "" if job.value is None else f", {self._title} {brief(job.value)}"
+    def _hover(self, rank: int, group: Group) -> str:
+        """Return what a point of the group shows: rank, status, objective, parameters."""
+        value = "" if group.value is None else f", {self._title} {brief(group.value)}"
+        if group.latest and group.latest.half_width is not None:
+            value += f" ± {brief(group.latest.half_width)}"
+        lines = [f"{group.seeds} seeds"] if group.seeds > 1 else []
+        lines += self._parameters(group)[:DRAWN]
+        return "<br>".join([f"<b>#{rank}</b> {label(group.status)}{value}", *lines])
+
+    def _text(self, group: Group) -> str:
+        return self.hovers[self._ranks[group.first.directory]]
+
+    def _parameters(self, group: Group) -> list[str]:
+        """Return `name: value` of each parameter, escaped."""
         lines = []
         for key, name in self._names.items():
-            if key in job.config:
-                lines.append(f"{_label(name)}: {_label(shown(job.config[key]))}")
-        return "<br>".join([f"<b>#{rank}</b> {_label(job.status)}{value}", *lines[:DRAWN]])
+            if key in group.config:
+                lines.append(f"{label(name)}: {label(shown(group.config[key]))}")
+        return lines
 
     def legend(self) -> str:
-        """Return the legend of the colours."""
+        """Return the legend of the colours, as HTML; a few groups of replicates are named."""
         text = ""
         if self._objectives:
             low = fixed(min(self._objectives), ".3f")
             more = " or more" * (max(self._objectives) > self._highest)
             text = f"Blue to orange: objectives from {low} to {fixed(self._highest, '.3f')}{more}. "
         incomplete = f"Grey, dashed or hollow: not complete, the last {self._title}."
-        return text + incomplete * (len(self._objectives) < len(self._jobs))
+        text += incomplete * (len(self._objectives) < len(self._groups))
+        if not has_replicates(self._groups):
+            return text
+        spread = "the 95% interval of the mean" if has_intervals() else "one standard deviation"
+        text += f"Lines: means over the seeds; shaded: {spread}."
+        return text + self._named() * (len(self._groups) <= DRAWN)
+
+    def _named(self) -> str:
+        """Return the parameters of each group after a square of its colour."""
+        entries = []
+        for group in reversed(self._groups):
+            square = f'<span style="color:{self._colour(group)}">&#9632;</span>'
+            entries.append(f"{square}&nbsp;{', '.join(self._parameters(group))}")
+        return "<br>" + "<br>".join(entries)
 
     def curves(self, key: str, title: str) -> str:
-        """Draw a measurement over the steps of every job that has logged it.
+        """Draw a measurement over the steps of every group that has logged it.
 
-        A single one is a point.
+        A single one is a point. Replicates are a line through their means in a band.
         """
         traces: list[dict[str, Any]] = []
-        for job in self._jobs:
-            steps, values = thinned(job.history.series(key))
-            if steps:
-                traces.append(self._line(job, steps, values) | {"hovertemplate": CURVE_HOVER})
-            if len(steps) == 1:
-                symbol = self._symbol(job, "circle")
-                marker = {"symbol": symbol, "size": self._size(job), "color": self._colour(job)}
-                traces[-1] |= {"mode": "markers", "marker": marker}
         drawn: list[float] = []
-        for trace in traces:
-            drawn += trace["y"]
+        for group in self._groups:
+            curve = mean_curve(group, key)
+            if not curve:
+                continue
+            steps = [step for step, _ in curve]
+            means = [found.mean for _, found in curve]
+            drawn += means
+            if group.seeds > 1 and len(curve) > 1:
+                traces.append(band(curve, self._colour(group)))
+            traces.append(self._line(group, steps, means) | {"hovertemplate": CURVE_HOVER})
+            if len(steps) == 1:
+                symbol = self._symbol(group, "circle")
+                marker = {"symbol": symbol, "size": self._size(group), "color": self._colour(group)}
+                traces[-1] |= {"mode": "markers", "marker": marker}
         layout = {
             "title": {"text": title},
             "xaxis": {"title": {"text": "step"}},
@@ -111,60 +125,76 @@ class Plots:
         return draw(self.figures, traces, layout, 340)
 
     def against(self, key: str) -> str:
-        """Draw the objective of all jobs over one parameter; outliers are triangles at the edge."""
-        jobs = [job for job in self._jobs if key in job.config and job.value is not None]
-        at, ticks = _positions(job.config[key] for job in jobs)
+        """Draw the objective over one parameter, with error bars; outliers are triangles."""
+        groups = [group for group in self._groups if key in group.config and group.latest]
+        at, ticks = _positions(group.config[key] for group in groups)
         x = []
-        y = []
+        found: list[Estimate] = []
         symbols = []
-        for job in jobs:
-            assert job.value is not None
-            is_outlier = job.value > self._highest
-            x.append(at[identity(job.config[key])])
-            y.append(min(job.value, self._highest))
-            symbols.append(self._symbol(job, "triangle-up" if is_outlier else "circle"))
-        colours = [self._colour(job) for job in jobs]
+        for group in groups:
+            assert group.latest is not None
+            is_outlier = group.latest.mean > self._highest
+            x.append(at[identity(group.config[key])])
+            found.append(group.latest)
+            symbols.append(self._symbol(group, "triangle-up" if is_outlier else "circle"))
+        y = [min(each.mean, self._highest) for each in found]
+        yaxis = loss_axis([*y, *self._spreads(found)], self._title)
+        colours = [self._colour(group) for group in groups]
         trace = {
             "mode": "markers",
             "cliponaxis": False,
             "x": x,
             "y": y,
-            "text": [self._hovers[job.directory] for job in jobs],
+            "text": [self._text(group) for group in groups],
             "marker": {
                 "symbol": symbols,
-                "size": [self._size(job) for job in jobs],
+                "size": [self._size(group) for group in groups],
                 "color": colours,
                 "line": {"color": colours, "width": 1.5},
             },
         }
-        title = {"text": _label(self._names[key])}
+        if any(each.deviation is not None for each in found):
+            trace["error_y"] = error_bars(found, y, yaxis["range"])
+        title = {"text": label(self._names[key])}
         layout = {
-            "xaxis": {"title": title, "range": [-0.15, 1.15], **_ticks(ticks)},
-            "yaxis": loss_axis(y, self._title),
+            "xaxis": {"title": title, "range": [-0.15, 1.15], **tick_labels(ticks)},
+            "yaxis": yaxis,
         }
-        return draw(self.figures, [trace] if jobs else [], layout, 260)
+        return draw(self.figures, [trace] if groups else [], layout, 260)
+
+    def _spreads(self, found: list[Estimate]) -> list[float]:
+        """Return what the axis shows of the error bars: a standard deviation on both sides."""
+        ends = []
+        for each in found:
+            if each.deviation is not None and each.mean <= self._highest:
+                ends += [each.mean - each.deviation, each.mean + each.deviation]
+        return ends
 
     def parallel(self, keys: list[str]) -> str:
-        """Draw a line per job through its parameters to its objective.
+        """Draw a line per group through its parameters to its objective.
 
-        It is below the axes of the parameters that the job lacks.
+        It is below the axes of the parameters that the group lacks.
         """
-        jobs = [job for job in self._jobs if any(key in job.config for key in keys)]
-        columns = [self._column(jobs, key) for key in [*keys, None]]
-        heights: dict[Path, list[float]] = {job.directory: [] for job in jobs}
+        groups = [group for group in self._groups if any(key in group.config for key in keys)]
+        columns = [self._column(groups, key) for key in [*keys, None]]
+        heights: dict[Path, list[float]] = {group.first.directory: [] for group in groups}
         labels = []
         for axis, values in enumerate(columns):
             at, ticks = _positions(values.values())
-            if len(values) < len(jobs):
+            if len(values) < len(groups):
                 ticks[LACKING] = "none"
             for directory, ys in heights.items():
                 lacks = directory not in values
                 ys.append(LACKING if lacks else at[identity(values[directory])])
             labels += [{**LABEL, "x": axis, "y": y, "text": text} for y, text in ticks.items()]
         x = range(len(columns))
-        lines = [self._line(job, x, heights[job.directory]) for job in jobs]
-        names = [*(_label(self._names[key], 18) for key in keys), self._title]
-        top = {"side": "top", "range": [-0.65, len(keys) + 0.5], **_ticks(dict(enumerate(names)))}
+        lines = [self._line(group, x, heights[group.first.directory]) for group in groups]
+        names = [*(label(self._names[key], 18) for key in keys), self._title]
+        top = {
+            "side": "top",
+            "range": [-0.65, len(keys) + 0.5],
+            **tick_labels(dict(enumerate(names))),
+        }
         layout = {
             "xaxis": top,
             "yaxis": {"visible": False, "range": [LACKING - 0.08, 1.05]},
@@ -173,44 +203,39 @@ class Plots:
         }
         return draw(self.figures, lines if keys else [], layout, 360, 105 * len(columns))
 
-    def _column(self, jobs: list[Job], key: str | None) -> dict[Path, Value]:
-        """Return the values of a parameter, or of the objective without one, by job directory."""
+    def _column(self, groups: list[Group], key: str | None) -> dict[Path, Value]:
+        """Return the values of a parameter, or of the objective without one, by first directory."""
         found: dict[Path, Value] = {}
-        for job in jobs:
-            if key is None and job.value is not None:
-                found[job.directory] = min(job.value, self._highest)
-            elif key is not None and key in job.config:
-                found[job.directory] = job.config[key]
+        for group in groups:
+            if key is None and group.value is not None:
+                found[group.first.directory] = min(group.value, self._highest)
+            elif key is not None and key in group.config:
+                found[group.first.directory] = group.config[key]
         return found
 
-    def _line(self, job: Job, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
-        width = 3.5 if job is self._best else 1.5
-        dash = "solid" if job.objective is not None else "dash"
+    def _line(self, group: Group, x: Sequence[float], y: Sequence[float]) -> dict[str, Any]:
+        width = 3.5 if group is self._best else 1.5
+        dash = "solid" if group.objective is not None else "dash"
         return {
             "mode": "lines",
             "x": [*x],
             "y": [*y],
-            "line": {"color": self._colour(job), "width": width, "dash": dash},
-            "text": self._hovers[job.directory],
+            "line": {"color": self._colour(group), "width": width, "dash": dash},
+            "text": self._text(group),
         }
 
-    def _size(self, job: Job) -> int:
-        return 13 if job is self._best else 9
+    def _size(self, group: Group) -> int:
+        return 13 if group is self._best else 9
 
-    def _symbol(self, job: Job, shape: str) -> str:
-        return shape if job.objective is not None else f"{shape}-open"
+    def _symbol(self, group: Group, shape: str) -> str:
+        return shape if group.objective is not None else f"{shape}-open"
 
-    def _colour(self, job: Job) -> str:
-        if job.objective is None:
+    def _colour(self, group: Group) -> str:
+        if group.objective is None:
             return INCOMPLETE
         low = min(self._objectives)
-        share = (min(job.objective, self._highest) - low) / ((self._highest - low) or 1.0)
+        share = (min(group.objective, self._highest) - low) / ((self._highest - low) or 1.0)
         return str(sample_colorscale(COLOURS, [share])[0])
-
-
-def _label(text: str, longest: int = LONGEST) -> str:
-    """Escape a text for plotly, which renders tags and entities in labels."""
-    return escape(cut(text, longest), quote=False)
 
 
 def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[float, str]]:
@@ -234,24 +259,5 @@ def _positions(values: Iterable[Value]) -> tuple[dict[Hashable, float], dict[flo
     for share, value in zip(shares, distinct, strict=True):
         at[identity(value)] = share
         if not ticks or share - max(ticks) >= 0.17:
-            ticks[share] = _label(shown(value), 14)
+            ticks[share] = label(shown(value), 14)
     return at, ticks
-
-
-def _ticks(labels: Mapping[float, str]) -> dict[str, Any]:
-    return {"tickvals": [*labels], "ticktext": [*labels.values()]}
-
-
-def _highest(losses: list[float]) -> float:
-    """Return the highest loss within three interquartile ranges above the third quartile."""
-    if len(losses) < 4:
-        return max(losses, default=0.0)
-    first, _, third = quantiles(losses, n=4, method="inclusive")
-    return max(loss for loss in losses if loss <= third + 3 * (third - first))
-
-
-def loss_axis(losses: list[float], title: str) -> dict[str, Any]:
-    low = min(losses, default=0.0)
-    high = _highest(losses)
-    margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
-    return {"title": {"text": title}, "range": [low - margin, high + margin]}

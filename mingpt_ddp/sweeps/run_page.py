@@ -12,10 +12,10 @@ import yaml
 
 from mingpt_ddp.metrics.event_files import RankEvents, read_events
 from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.sweeps.figures import COLOURS, INCOMPLETE, draw, loss_axis, thinned
+from mingpt_ddp.sweeps.formats import cut, duration, fixed, shown
 from mingpt_ddp.sweeps.page import document, html_grid, html_list, html_table
-from mingpt_ddp.sweeps.plots import COLOURS, INCOMPLETE, draw, loss_axis, thinned
 from mingpt_ddp.sweeps.runs import Job, command_line, number
-from mingpt_ddp.sweeps.table import cut, duration, fixed, shown
 
 RANKS = 8  # with a line in the plots; the table has all
 MOST_RANKS = 1024  # read

@@ -7,12 +7,12 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import glob
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
@@ -148,15 +148,6 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     )
 
 
-def best_of(jobs: list[Job]) -> Job | None:
-    """Return the complete job with the lowest objective.
-
-    Args:
-        jobs: sorted as `read_jobs` returns them.
-    """
-    return jobs[0] if jobs[0].objective is not None else None
-
-
 def why_no_best(jobs: list[Job]) -> str:
     """Return why none of the jobs is the best."""
     objective = jobs[0].ranked_by
@@ -165,8 +156,15 @@ def why_no_best(jobs: list[Job]) -> str:
     return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
 
 
-def varying(jobs: list[Job]) -> list[str]:
-    """List the keys whose values differ between jobs.
+class Configured(Protocol):
+    """A job, or a group of jobs."""
+
+    @property
+    def config(self) -> dict[str, Value]: ...
+
+
+def varying(jobs: Sequence[Configured]) -> list[str]:
+    """List the keys whose values differ between jobs, or between groups.
 
     Storage locations do not count, nor do keys that only follow from their group's preset.
     """
@@ -193,7 +191,12 @@ def _find_runs(directory: Path) -> list[Path]:
     """
     below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
     candidates = [directory, *sorted(directory / name for name in below)]
-    return [path for path in candidates if any(os.path.isfile(path / name) for name in RUN_FILES)]
+    return [path for path in candidates if is_run(path)]
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory has a file of a run."""
+    return any(os.path.isfile(path / name) for name in RUN_FILES)
 
 
 def _read(path: Path, name: str) -> Job:
@@ -274,6 +277,7 @@ def command_line(job: Job) -> str:
         words = overrides
         with contextlib.suppress(KeyError, TypeError):
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
+        words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
     else:
         # Remove these presets, whose keys differ.
         words = ["~model", "~optimizer"]

@@ -2,24 +2,27 @@
 
 import contextlib
 import logging
-import math
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config import hydra_utils
-from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
+from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.metrics.objective import (
     BITS_PER_BYTE,
@@ -31,18 +34,18 @@ from mingpt_ddp.metrics.objective import (
 )
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_dir import run_directory, with_run_name
-from mingpt_ddp.sweeps import search
+from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import look_up
-from mingpt_ddp.sweeps.sweep_checks import (
-    check_hydra_keys,
-    check_jobs,
-    expand,
-    parse_overrides,
-)
+from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, has_own_sweeper, plan_slots
+from mingpt_ddp.sweeps.sources import Source, in_lock_step, is_study, number_of_jobs, source_of
+from mingpt_ddp.sweeps.sweep_checks import check_hydra_keys, check_jobs, parse_overrides
+from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 log = logging.getLogger(__name__)
 
-RunOnRankZero = Callable[[Callable[[], tuple[str, float | None]]], tuple[str, float | None]]
+# of a job: its run.name, its objective if it is complete, why it has failed for good
+Known = tuple[str, float | None, str | None]
+RunOnRankZero = Callable[[Callable[[], Known]], Known]
 # Hydra creates the callback and calls jobs without arguments
 _current: ContextVar["Sweep"] = ContextVar("sweep")
 
@@ -55,13 +58,18 @@ class Sweep:
     """
 
     env: DistEnv = field(default_factory=DistEnv)
+    settings: SweepConfig = field(default_factory=SweepConfig)
     directory: Path = Path()  # of all jobs, or run.root
     launcher: str = ""  # the class of Hydra's launcher
     planned: int = 0  # jobs
     lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
+    source: Source | None = None  # None: other processes run the jobs
+    slots: list[Slot] = field(default_factory=list)  # of jobs that run at a time; []: in turn
+    file: SweepFile = field(default_factory=lambda: SweepFile(None))
+    has_other_limits: bool = False  # than the last start
     done: list[Path] = field(default_factory=list)  # directories of jobs
     n_done_before: int = 0  # of these, completed by an earlier start
-    failed: list[str] = field(default_factory=list)  # labels of jobs
+    failed: dict[str, str] = field(default_factory=dict)  # reasons, by label of the job
     exit_code: int = 0
 
     @staticmethod
@@ -88,28 +96,64 @@ class Sweep:
         """
         return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
 
+    @property
+    def has_too_many_failures(self) -> bool:
+        """Return whether no other job starts."""
+        most = self.settings.max_failures
+        return most is not None and len(self.failed) > most
+
     def start_job(
         self, config: Config, run_on_rank_zero: RunOnRankZero
     ) -> tuple[Config, float | None]:
         """Return the configuration of a job with its run.name, and its objective if it is complete.
 
         Outside a sweep return the configuration unchanged.
+
+        Raises:
+            JobError: the job has failed before, for good.
         """
         if not hydra_utils.is_multirun():
             return config, None
+        job = Job.current()
         objective = self.objective
         swept = hydra_utils.swept_overrides()
-        name, value = run_on_rank_zero(lambda: look_up(config, swept, objective))
+
+        def known() -> Known:
+            source = self.source
+            failure = source.failed_before(job.number) if source else None
+            return (*look_up(config, swept, objective), failure)
+
+        name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
         directory = run_directory(config)
         if value is not None:
             self.n_done_before += directory not in self.done
-            self.done.append(directory)
+            self.record_done(job, directory)
             log.info("%s: already complete, %s %.4f", directory, objective.title, value)
+        elif failure is not None:
+            self.failed[job.label] = failure
+            raise JobError(f"{job.label} has failed before: {failure}")
         else:
             total = f" of {self.planned}" if self.planned else ""
-            log.info("job %d%s: %s", hydra_utils.job_number() + 1, total, hydra_utils.job_label())
+            log.info("job %d%s: %s", job.number + 1, total, job.label)
         return config, value
+
+    def use_threads(self) -> None:
+        """Let torch compute in this process with the threads that the sweep began with."""
+        if self.source is None or self.env.world_size > 1:
+            return
+        import torch
+
+        threads = self.file.threads(1, torch.get_num_threads())
+        if threads != torch.get_num_threads():
+            torch.set_num_threads(threads)
+
+    def report_of(self, job: Job) -> Report | None:
+        """Return the function that judges the evaluations of a job; None if nothing does."""
+        source = self.source
+        if source is None or not source.judges:
+            return None
+        return lambda step, metrics: source.report(job.number, step, metrics)
 
     def finish_job(
         self, directory: Path, value: float | None, signalled: bool, exit_code: int
@@ -124,10 +168,15 @@ class Sweep:
             exit_code: of this process if the job ends it.
         """
         if value is not None:
-            self.done.append(directory)
+            if self.launcher:
+                self.record_done(Job.current(), directory)
             is_last = self.planned <= len(self.done) + len(self.failed)
             if not signalled or not self.launcher or is_last:
                 return value
+        self.interrupted(exit_code)
+
+    def interrupted(self, exit_code: int) -> NoReturn:
+        """Say how to resume, and exit."""
         if self.launcher:
             log.info(
                 "sweep: %d of %d jobs done; rerun the same command to resume",
@@ -136,12 +185,31 @@ class Sweep:
             )
         exit_process(None, signal_exit_code(read_env(), exit_code))
 
-    def record_failed(self, message: str, code: int) -> JobError:
+    def record_done(self, job: Job, directory: Path) -> None:
+        """Record a complete or pruned job."""
+        if directory not in self.done:
+            self.done.append(directory)
+        self.failed.pop(job.label, None)
+        self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
+
+    def _keep_done(self, job: Job, directory: Path) -> None:
+        self.file.succeed(job.label)
+        if self.source is not None:
+            self.source.finish(job.number, directory)
+
+    def record_failed(self, job: Job, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
-        self.failed.append(hydra_utils.job_label())
+        self.failed[job.label] = message
         self.exit_code = FAILURE if FAILURE in (self.exit_code, code) else code
-        self.env.call_on_rank_zero(lambda: log.error("%s", message))
-        return JobError(f"{hydra_utils.job_label()} failed")
+        self.env.call_on_rank_zero(lambda: self._keep_failed(job, message))
+        return JobError(f"{job.label} failed")
+
+    def _keep_failed(self, job: Job, message: str) -> None:
+        log.error("%s", message)
+        if self.source is not None:
+            directory = job.directory.name if job.directory else None
+            self.file.fail(job.label, directory, message)
+            self.source.fail(job.number, message)
 
     @property
     def uses_external_launcher(self) -> bool:
@@ -163,7 +231,7 @@ class Sweep:
                 print(report(runs, self.directory / PAGE))
         except RunError as error:  # e.g. no job has written a result that this machine can read
             log.warning("%s", error)
-        failed = self.failed
+        failed = [*self.failed]
         if self.uses_external_launcher and failed:
             exit_process(f"job error: {failed[0]}", FAILURE)
         if self.uses_external_launcher:
@@ -174,9 +242,12 @@ class Sweep:
         if not failed:
             return
         which = "; ".join(failed)
-        summary = JobError(
-            f"{len(failed)} of {count} failed: {which}; rerun the same command to retry"
-        )
+        again = "rerun the same command to retry"
+        if self.source is not None and self.source.judges:
+            again = "raise sweep.retries to retry"
+        if count < self.planned:
+            again = f"{self.planned - count} have not started; raise sweep.max_failures, or {again}"
+        summary = JobError(f"{len(failed)} of {count} failed: {which}; {again}")
         if self.exit_code == FAILURE:
             exit_process(str(summary), FAILURE)
         ProcessExit().user_error(summary)
@@ -217,34 +288,50 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     overrides = parse_overrides(config)
     jobs = check_jobs(config.hydra, overrides, env)
     first = jobs[0]
-    if search.is_search(config):
-        search.check_search(config)
-    if first.trainer.prune != "none" and first.run.name is None:
-        raise ConfigError(
-            "trainer.prune=median compares the jobs of one directory; give the sweep a run.name"
-        )
-
     # disable usage reports if Ray is the launcher
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     sweep.env = env
     sweep.launcher = str(config.hydra.launcher._target_)
     sweep.directory = Path(first.run.root, first.run.name or "")
-    grid = math.prod(len(expand(override)) for override in overrides)
-    sweep.planned = OmegaConf.select(config, "hydra.sweeper.n_trials") or grid
+    objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
+    sweep.settings = check_schedule(config, jobs, env, objective)
+    is_ours = has_own_sweeper(config) and (
+        is_study(sweep.settings) or not sweep.uses_external_launcher
+    )
+    if is_ours and not sweep.uses_external_launcher:
+        sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
+        sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
+    open_source = partial(source_of, sweep.settings, overrides, first, sweep.directory)
+    if is_ours:
+        env.call_on_rank_zero(open_source)  # refuses before anything is written
     if first.run.name is not None:
         sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
-    # Hydra composes all of them first
+        sweep.file = env.call_on_rank_zero(lambda: SweepFile(sweep.directory)) or sweep.file
+    sweep.planned = number_of_jobs(sweep.settings, overrides)
+    if is_ours:
+        source = env.call_on_rank_zero(open_source)  # again: another sweep may just have ended
+        sweep.source = in_lock_step(source, sweep.planned, is_study(sweep.settings), env)
+        env.call_on_rank_zero(partial(_begin, sweep, first))
     log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)
-    objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
-    with read_write(config), open_dict(config):
+    with read_write(config), read_write(config.hydra), open_dict(config):
         for_jobs = config.hydra.overrides.hydra
         if objective is not LOSS:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
             for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
         for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
         config.hydra.sweep.dir = str(sweep.directory)
-        if search.is_search(config):
-            search.start_search(config, env)
+        if is_ours:
+            config.hydra.sweeper = {"_target_": SWEEPER}
+
+
+def _begin(sweep: Sweep, first: Config) -> None:
+    """Write what the sweep keeps from its first start on."""
+    limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
+    sweep.has_other_limits = sweep.file.update_limits(limits)
+    if sweep.slots:
+        sweep.file.keep_cores(len(sweep.slots[0].cores))
+    if sweep.source is not None:
+        sweep.source.begin()
 
 
 def _constant(overrides: list[Override]) -> str:

@@ -7,7 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config import hydra_utils
@@ -16,7 +16,6 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.sweeps import search
 
 MAX_CHECKED_VALUES = 32  # of a key, besides the last
 
@@ -55,16 +54,11 @@ def parse_overrides(config: DictConfig) -> list[Override]:
     parser = OverridesParser.create(GlobalHydra.instance().config_loader())
     by_key = {override.get_key_element(): override for override in parser.parse_overrides(words)}
     overrides = list(by_key.values())
-    # Optuna's plugin prefers a fixed value to an interval, regardless of order
-    if search.is_search(config):
-        with read_write(config), open_dict(config):
-            config.hydra.sweeper.params = {}
-            config.hydra.overrides.task = [override.input_line for override in overrides]
     for override in overrides:
         check(bool(expand(override)), f"{override.input_line} has no values to sweep over")
-        if override.is_interval_sweep() and not search.is_search(config):
+        if override.is_interval_sweep() and config.sweep.sampler is None:
             raise ConfigError(
-                f"{override.input_line} is for a search: add sweep=optuna_lr, or list values"
+                f"{override.input_line} is for a search: add sweep=optuna, or list values"
             )
     return overrides
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.storage import atomic_write
-from mingpt_ddp.sweeps.comparison import comparison_notes
-from mingpt_ddp.sweeps.runs import read_jobs, varying
+from mingpt_ddp.sweeps.results import read_results
 from mingpt_ddp.sweeps.table import table
 
 PAGE = "report.html"
@@ -54,11 +53,10 @@ def report(directories: list[Path], page: Path) -> str:
     Raises:
         RunError: one of the directories holds no run, or the page cannot be written.
     """
-    jobs = read_jobs(directories)
-    keys = varying(jobs)
-    notes = comparison_notes(jobs)
-    is_run = directories == [jobs[0].directory]
-    text = table(jobs, keys, notes, is_run)
+    results = read_results(directories)
+    first = results.jobs[0]
+    is_run = directories == [first.directory]
+    text = table(results, is_run)
     try:
         from mingpt_ddp.sweeps.page import render_page
         from mingpt_ddp.sweeps.run_page import render_run
@@ -66,7 +64,7 @@ def report(directories: list[Path], page: Path) -> str:
         return f"{text}\nthe page needs plotly; pip install 'mingpt_ddp[report]'"
     try:
         title = ", ".join(directory.resolve().name for directory in directories)
-        document = render_run(title, jobs[0]) if is_run else render_page(title, jobs, keys, notes)
+        document = render_run(title, first) if is_run else render_page(title, results)
         atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
         print(text, flush=True)

@@ -52,6 +52,7 @@ def _result(prepared: Prepared, built: Built, trained: Trained) -> dict[str, Any
             result[name] = state.val_metrics[name]
     result["best_val_loss"] = state.best_val_loss
     result[task.unit] = state.step * prepared.loader.items_per_step
+    result["parameters"] = built.trainable.parameters
     result["wall_seconds"] = state.wall_seconds
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size

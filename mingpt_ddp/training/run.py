@@ -2,12 +2,12 @@
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Container
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
+from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
@@ -32,7 +32,6 @@ from mingpt_ddp.training.step_control import RunControl
 from mingpt_ddp.training.train_state import Context
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainer import Trained, Trainer
-from mingpt_ddp.training.trial_pruning import MedianPruner
 from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,8 @@ def run(
     interrupt: SignalHandler | None = None,
     started_at: float | None = None,
     typed: Container[str] = (),
-    metric: str = "loss",
-) -> float | None:
+    report: Report | None = None,
+) -> dict[str, float] | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
     Args:
@@ -54,11 +53,11 @@ def run(
         interrupt: handler of the signals that may end the run early; None: no handler.
         started_at: time.monotonic() when this attempt began; None: when the process did.
         typed: the keys that the command line sets.
-        metric: of the validation split, to return.
+        report: judges the evaluations of a job of a sweep, on rank zero; None: nothing does.
 
     Returns:
-        The last validation loss, or other metric (infinity if the task has none of this name); None
-        if a signal ended the run early.
+        The metrics of the last evaluation of the validation split, by name; None if a signal ended
+        the run early.
     """
     # refuses before anything is written
     prepared = prepare(config, runtime, typed, started_at or process_start_time())
@@ -70,12 +69,12 @@ def run(
         if built.is_complete:
             trained = evaluate_complete(built)
         else:
-            trained = train(prepared, opened, built, reports, interrupt or SignalHandler())
+            signals = interrupt or SignalHandler()
+            trained = train(prepared, opened, built, reports, signals, report)
         record_end(prepared, opened, built, reports, trained)
     if trained.status is RunStatus.PREEMPTED:
         return None
-    metrics = {"loss": built.state.val_loss, **built.state.val_metrics}
-    return metrics.get(metric, math.inf)
+    return built.state.val_metrics
 
 
 def evaluate_complete(built: Built) -> Trained:
@@ -95,9 +94,14 @@ def evaluate_complete(built: Built) -> Trained:
 
 
 def train(
-    prepared: Prepared, opened: Opened, built: Built, reports: Reports, interrupt: SignalHandler
+    prepared: Prepared,
+    opened: Opened,
+    built: Built,
+    reports: Reports,
+    interrupt: SignalHandler,
+    report: Report | None,
 ) -> Trained:
-    """Train to the limits, or until a signal ends the run early."""
+    """Train to the limits, or until a signal or `report` ends the run early."""
     config = prepared.config
     runtime = prepared.runtime
     task = prepared.task
@@ -119,8 +123,7 @@ def train(
         context, built.manager, anomaly, plan.micro_batch_size, loader.steps_per_epoch
     )
     train_step.control = RunControl(context, saves, anomaly)
-    pruner = MedianPruner(config, runtime, prepared.directory)
-    validation = Validation(context, saves, built.evaluator, reports.hooks, pruner)
+    validation = Validation(context, saves, built.evaluator, reports.hooks, report)
     trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
 
     if opened.owner:

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.models import apply_activation_checkpointing
+from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.tasks.task import Task
@@ -22,6 +22,7 @@ class Trainable:
     model: nn.Module  # prepared by the strategy, not wrapped
     optimizer: Optimizer
     average: WeightAverage
+    parameters: int  # a number: those of the whole model, on however many ranks
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a snapshot by kind and name."""
@@ -47,7 +48,9 @@ def build_trainable(
         initialize(model)
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
+    parameters = count_parameters(model)
     model = runtime.strategy.prepare(model)
     optimizer = build_optimizer(model, config.optimizer)
     runtime.strategy.configure(optimizer)
-    return Trainable(model, optimizer, WeightAverage(model, config.trainer.ema))
+    average = WeightAverage(model, config.trainer.ema)
+    return Trainable(model, optimizer, average, parameters)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import Context, has_stopped_early, record_evaluation
-from mingpt_ddp.training.trial_pruning import MedianPruner
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,19 @@ class Validation:
         saves: SaveSchedule,
         evaluator: Evaluator,
         hooks: Hooks,
-        pruner: MedianPruner,
+        report: Report | None,
     ) -> None:
+        """
+        Args:
+            report: judges the evaluations of a job of a sweep, on rank zero; None: nothing does.
+        """
         self.context = context
         self.config = context.config
         self.state = context.state
         self.saves = saves
         self.evaluator = evaluator
         self.hooks = hooks
-        self.pruner = pruner
+        self.report = report
 
     def evaluate(self) -> Evaluated:
         """Evaluate this step, unless that is done; record and log the metrics."""
@@ -65,17 +69,21 @@ class Validation:
         return Evaluated(improved=improved and self.config.snapshot.keep_best)
 
     def prune(self, is_last: bool) -> RunStatus | None:
-        """End the job of a sweep after an evaluation, if the pruner says so.
+        """Report an evaluation of a job of a sweep, whose pruner may end it.
 
         Args:
             is_last: this is the last step, after which there is nothing to prune.
         """
         state = self.state
-        if is_last or state.best_val_loss is None or state.val_step != state.step:
+        report = self.report
+        if report is None or state.best_val_loss is None or state.val_step != state.step:
             return None
-        if self.pruner.should_prune(state.step, state.best_val_loss):
-            return RunStatus.PRUNED
-        return None
+        group = self.context.runtime.group
+        reason = group.run_on_rank_zero(lambda: report(state.step, state.val_metrics))
+        if is_last or reason is None:
+            return None
+        log.info("pruned at step %d: %s", state.step, reason)
+        return RunStatus.PRUNED
 
     def stop_early(self, is_last: bool) -> RunStatus | None:
         """End the run after an evaluation if trainer.patience is at its end."""

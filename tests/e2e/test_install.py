@@ -35,11 +35,14 @@ USES = {
         "trainer.max_steps=1",
         "run.name=digits",
     ],
-    "report": ["-c", "from mingpt_ddp.sweeps.page import get_plotlyjs; get_plotlyjs()"],
+    "report": [
+        "-c",
+        "import scipy.special; from mingpt_ddp.sweeps.page import get_plotlyjs; get_plotlyjs()",
+    ],
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
     "tokenizers": [*TRAIN, "data.tokenizer=bpe", "data.vocab_size=300", "run.name=bpe"],
-    "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "hydra.sweeper.n_trials=1"],
+    "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "sweep.trials=1"],
 }
 NOT_INSTALLED = {
     "ray": "1.9 GB; what pip would install is looked at",

@@ -21,7 +21,7 @@ from launching import ROOT, TINY, Job, committed, last_step, wait_for
 from ports import free_port
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
 PREEMPTED = 143
 RUNTIME, JOB = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
@@ -90,7 +90,7 @@ def test_an_invalid_manifest_is_detected(path, value, expected):
 
 def configuration() -> Config:
     """Compose the configuration from the arguments of the manifest."""
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", TRAINER["args"])))
 
 

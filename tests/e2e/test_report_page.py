@@ -13,9 +13,20 @@ from fake_runs import fake_run
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.sweeps.sweep_report import report
 
+
+def has_importance() -> bool:
+    """Return whether Optuna has PED-ANOVA."""
+    try:
+        from optuna.importance import PedAnovaImportanceEvaluator  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
 pytestmark = pytest.mark.integration
 JOBS = 100
-FIGURES = 2 + 8 + 1  # curves, the objective against each parameter, parallel coordinates
+# curves, the objective against each parameter, parallel coordinates, and with Optuna importance
+FIGURES = 2 + 8 + 1 + has_importance()
 # Axis labels that overlap, as text for the message of a failure.
 OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
   const boxes = [...plot.querySelectorAll(".xtick text, .ytick text, .annotation-text, .xtitle, .ytitle, .gtitle")]
@@ -191,6 +202,49 @@ def test_the_page_of_a_run(browser, run, scheme, width):
     assert browser.evaluate("document.documentElement.scrollWidth") == width
     page, text, labels, lines = browser.evaluate(CONTRAST)
     assert (page > 0.9) == (scheme == "light")
+    assert min(text, labels) >= 4.5 and lines >= 2.5
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+@pytest.fixture(scope="module")
+def replicates(tmp_path_factory):
+    """The page of twelve recipes of three seeds, with two objectives."""
+    root = tmp_path_factory.mktemp("replicates")
+    for number in range(36):
+        values = {
+            "optimizer.lr": 10.0 ** -(1 + number // 3 % 4),
+            "model.name": ["gelu", "<b>relu", "silu"][number // 12],
+            "run.seed": number % 3,
+        }
+        loss = 2 + number // 3 % 5 / 10 + (number * 7 % 5) / 100
+        run = fake_run(root / "sweep" / f"{number}", values, val_loss=loss)
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps({**result, "speed": number // 3}))
+    (root / "sweep" / "trials.jsonl").write_text('{"objectives": ["val_loss", "-speed"]}')
+    report([root / "sweep"], root / "page.html")
+    return root / "page.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_page_of_replicates(browser, replicates, scheme, width):
+    browser.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=width < 800,
+    )
+    use_scheme(browser, scheme)
+    browser.open(replicates)
+    assert browser.errors() == browser.evaluate(OVERLAPPING) == []
+    assert browser.requested() == [replicates.as_uri()]
+    assert counted(browser, "tbody tr") == 12 + 36
+    assert counted(browser, ".plots .js-fill") == 2 * 12, "a band around each curve"
+    assert counted(browser, ".errorbar") == 2 * 12
+    assert counted(browser, "p b, .plot b") == 0
+    assert browser.evaluate("document.documentElement.scrollWidth") == width
+    _, text, labels, lines = browser.evaluate(CONTRAST)
     assert min(text, labels) >= 4.5 and lines >= 2.5
     browser.call("Emulation.clearDeviceMetricsOverride")
 

@@ -172,7 +172,7 @@ def test_keys_outside_the_digest_still_distinguish_jobs(tmp_path):
 
 def test_resume_never(tmp_path):
     """run.resume=never trains complete jobs again, in new directories, which the summary lists."""
-    overrides = [*SHORT, "run.seed=1,2", "trainer.max_steps=2"]
+    overrides = [*SHORT, "optimizer.lr=1e-3,2e-3", "trainer.max_steps=2"]
     assert call(single_process(*overrides), tmp_path).returncode == 0
     again = call(single_process(*overrides, "run.resume=never"), tmp_path)
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in again.stdout, again.stdout

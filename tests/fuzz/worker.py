@@ -109,9 +109,9 @@ def stop_before_training() -> None:
     torch.use_deterministic_algorithms(False)  # imports what the first call needs
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.hydra_utils import config_directory
+    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         compose("config", ["optimizer.lr=1"])
 
 

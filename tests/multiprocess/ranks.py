@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from ports import free_port
 
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
 processes = multiprocessing.get_context("forkserver")
 # torch imports the latter two eventually.
@@ -53,7 +53,7 @@ def configure(*overrides: str) -> dict[str, Any]:
 
 @functools.cache
 def composed(*presets: str) -> DictConfig:
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return compose("config", [*presets])
 
 
@@ -67,7 +67,7 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
     for job, values in enumerate(configs):
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
-        losses.append(run(config, runtime, {}))
+        losses.append(run(config, runtime, {})["loss"])
         runtime.close()
         del runtime
     return losses

@@ -106,7 +106,7 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             config = from_mapping(values)
             runtime = Runtime(config, read_env(), job)
             job += 1
-            loss = run(config, runtime, {})
+            loss = run(config, runtime, {})["loss"]
             outcomes[name] = {
                 "loss": loss,
                 "shared": runtime.group.shared_memory is not None,

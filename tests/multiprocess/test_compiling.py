@@ -49,7 +49,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
         counters.clear()
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
-        loss = run(config, runtime, {})
+        loss = run(config, runtime, {})["loss"]
         runtime.close()
         results.append((loss, counters["stats"]["unique_graphs"]))
     return results

@@ -25,7 +25,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_dir import read_result, run_name
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.step_control import StepControl
 from mingpt_ddp.training.train_step import TrainStep
@@ -185,13 +185,15 @@ def runs(tmp_path_factory) -> Path:
 
 
 def loss(root: Path, name: str) -> float:
-    return float(json.loads((root / name / "result.json").read_text())["val_loss"])
+    return float(read_result(root / name)["val_loss"])
 
 
 @pytest.mark.parametrize("name", ["split", "four", "split-then-whole", "whole-then-split"])
 def test_the_same_run_split_or_whole(runs, name):
     """Also with a snapshot that was saved split and resumed whole, or the other way round."""
     assert loss(runs, name) == pytest.approx(loss(runs, "whole"), abs=1e-5)
+    count = read_result(runs / name)["parameters"]
+    assert count == read_result(runs / "whole")["parameters"], "those of all ranks"
     whole, split = tensors(runs, "whole"), tensors(runs, name)
     assert {key: tensor.shape for key, tensor in split.items()} == {
         key: tensor.shape for key, tensor in whole.items()

@@ -7,7 +7,7 @@ from benchmarking import ROOT, modules
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_a_benchmark_trains_what_it_says(trainers, tmp_path, recipe, device):
         setting, tmp_path / "text", tmp_path, getattr(trainers, recipe), device
     )
     assert (program, script) == (sys.executable, str(ROOT / "main.py"))
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         config = from_mapping(to_plain(compose("config", overrides)))
     model, trainer = config.model, config.trainer
     shape = (model.n_layer, model.n_head, model.n_embd, config.data.block_size, trainer.batch_size)

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from fake_runs import fake_run
 from launching import ROOT
 
 import mingpt_ddp
@@ -85,9 +86,9 @@ def test_generated_text_depends_on_the_seed_alone():
             "temperature=-1.0 must be at least",
         ),
         (
-            lambda: mingpt_ddp.history(ROOT),
+            lambda: mingpt_ddp.history(ROOT / "docs"),
             RunError,
-            "is not a run directory: it has no metrics.jsonl",
+            "name a run or the directory of a sweep",
         ),
         (lambda: mingpt_ddp.history(ROOT / "setup.cfg"), RunError, "is not a run directory"),
         (lambda: mingpt_ddp.train(["-m", "run.seed=1,2"]), ConfigError, "train runs one job"),
@@ -119,6 +120,16 @@ def test_the_history_has_each_step_once(tmp_path):
         {"step": 1, "train_loss": 3.0},
         {"step": 2, "train_loss": 2.8, "lr": 0.1},
     ]
+
+
+def test_the_history_of_a_sweep_has_the_rows_of_every_job(tmp_path):
+    for seed in (1, 2):
+        fake_run(tmp_path / f"job{seed}", {"run.seed": seed}, val_loss=float(seed))
+    rows = mingpt_ddp.history(tmp_path)
+    assert [(row["job"], row["run.seed"], row["step"]) for row in rows if "val_loss" in row] == [
+        (f"job{seed}", seed, step) for seed in (1, 2) for step in (20, 40, 60, 80, 100)
+    ]
+    assert mingpt_ddp.history(tmp_path / "job1")[0].keys().isdisjoint({"job", "run.seed"})
 
 
 @pytest.mark.parametrize(

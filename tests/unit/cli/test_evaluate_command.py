@@ -13,13 +13,13 @@ from snapshot_helpers import filled
 
 from mingpt_ddp.cli.evaluate_command import EvaluateConfig, _run_config, evaluate
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import DataError, SnapshotError
 
 
 def state(*overrides: str) -> dict[str, Any]:
     """Return the part of a snapshot's state with a configuration."""
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return {"config": from_mapping(to_plain(compose("config", [*overrides]))).to_dict()}
 
 

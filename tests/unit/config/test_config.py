@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, numeric_keys, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory, to_config
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, to_config
 from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, selected
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.errors import ConfigError
@@ -23,13 +23,13 @@ CONF = config_directory()
 
 
 def composed(*overrides: str) -> Config:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", list(overrides))))
 
 
 def started(*overrides: str) -> Config:
     """Compose a configuration as main.py does."""
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         node = SimpleNamespace(runtime=SimpleNamespace(config_sources=[]))
         return to_config(compose("config", list(overrides)), node, overrides)
 
@@ -91,7 +91,7 @@ def test_every_folder_of_conf_is_a_known_group():
 def test_sweep_in_slurm():
     """The launcher is a plugin; the preset uses only its options."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         launcher = compose("config", ["sweep=slurm"], return_hydra_config=True).hydra.launcher
     assert launcher._target_.endswith("SlurmLauncher")
     assert "scontrol requeue" in launcher.setup[0]
@@ -268,7 +268,6 @@ NOT_IN_THE_NAME = {
     "trainer.eval_every": 7,
     "trainer.sample_every": 7,
     "data.cache_dir": "elsewhere",
-    "trainer.prune_after": 7,
     "trainer.activation_checkpointing": True,
     "snapshot.path": "memory://snapshots",
     "snapshot.every_steps": 7,
@@ -371,7 +370,7 @@ def test_omitted_keys_have_their_defaults(override):
 
 
 def composed_config(*overrides: str) -> dict:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
         return to_plain(compose("config", list(overrides)))
 
 

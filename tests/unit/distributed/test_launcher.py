@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -14,7 +15,8 @@ import pytest
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
-from mingpt_ddp.distributed.launcher import _join, _run_with_restarts, _shared_environ, _started
+from mingpt_ddp.distributed.launcher import _run_with_restarts
+from mingpt_ddp.distributed.workers import SignalForwarder, join_workers, shared_environ
 
 
 @pytest.fixture
@@ -32,14 +34,14 @@ def attempts(tmp_path):
             if result is not None:
                 (tmp_path / "result.json").write_text(json.dumps(result))
 
-        def attempt(started_at: float) -> tuple[int, int]:
+        async def attempt(started_at: float) -> tuple[int, int]:
             ending, result = next(remaining)
             write_result(result)
             return ending
 
         write_result(before)
         config = DDPConfig(max_restarts=1, preempted_exit_code=preempted_exit_code)
-        done = _run_with_restarts(attempt, time.monotonic(), config, tmp_path)
+        done = asyncio.run(_run_with_restarts(attempt, time.monotonic(), config, tmp_path))
         assert next(remaining, None) is None, "fewer attempts than expected"
         return done
 
@@ -90,11 +92,11 @@ def test_all_restarts_used_up(attempts):
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
 def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
     monkeypatch.delenv(name, raising=False)
-    assert _shared_environ(2, local).get(name) == (
+    assert shared_environ(2, local).get(name) == (
         ("lo0" if sys.platform == "darwin" else "lo") if local else None
     )
     monkeypatch.setenv(name, "eth0")
-    assert _shared_environ(2, local)[name] == "eth0", "the setting of the user was overwritten"
+    assert shared_environ(2, local)[name] == "eth0", "the setting of the user was overwritten"
 
 
 def test_workers_share_the_cores(monkeypatch):
@@ -102,9 +104,9 @@ def test_workers_share_the_cores(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [_shared_environ(n, True)["OMP_NUM_THREADS"] for n in (1, 3, 9)] == ["8", "2", "1"]
+    assert [shared_environ(n, True)["OMP_NUM_THREADS"] for n in (1, 3, 9)] == ["8", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert _shared_environ(2, True)["OMP_NUM_THREADS"] == "5"
+    assert shared_environ(2, True)["OMP_NUM_THREADS"] == "5"
 
 
 def finish(ending: str, seconds: float) -> None:
@@ -122,7 +124,7 @@ def finish(ending: str, seconds: float) -> None:
 
 
 @pytest.fixture
-def join_workers():
+def start_and_join():
     """Return a function that joins workers with these endings.
 
     It returns the outcome and their exit codes.
@@ -133,38 +135,38 @@ def join_workers():
     ) -> tuple[tuple[int, int], list[int | None]]:
         context = multiprocessing.get_context("fork")
         workers = [context.Process(target=finish, args=ending) for ending in endings]
-        received: list[int] = []
-        with _started(workers, received):
-            ended = _join(workers, timeout_s, preempted_code)
-        assert not received
+        forwarder = SignalForwarder()
+        with forwarder.installed(), forwarder.started(workers):
+            ended = asyncio.run(join_workers(workers, timeout_s, preempted_code))
+        assert not forwarder.received
         return ended, [worker.exitcode for worker in workers]
 
     return join
 
 
-def test_all_workers_succeed(join_workers):
-    assert join_workers(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
+def test_all_workers_succeed(start_and_join):
+    assert start_and_join(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
 
 
-def test_a_preempted_worker_has_not_failed(join_workers):
+def test_a_preempted_worker_has_not_failed(start_and_join):
     """The other one may be writing the result."""
-    assert join_workers(("143", 0), ("143", 0.3), preempted_code=143) == ((143, 0), [143, 143])
-    assert join_workers(("143", 0), ("1", 0.3), preempted_code=143) == ((1, 1), [143, 1])
+    assert start_and_join(("143", 0), ("143", 0.3), preempted_code=143) == ((143, 0), [143, 143])
+    assert start_and_join(("143", 0), ("1", 0.3), preempted_code=143) == ((1, 1), [143, 1])
 
 
-def test_after_a_failure_the_others_get_sigterm(join_workers):
-    assert join_workers(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, 1), [0, 1])
+def test_after_a_failure_the_others_get_sigterm(start_and_join):
+    assert start_and_join(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, 1), [0, 1])
 
 
-def test_a_worker_that_does_not_exit_is_killed(join_workers):
-    assert join_workers(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == (
+def test_a_worker_that_does_not_exit_is_killed(start_and_join):
+    assert start_and_join(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == (
         (2, 1),
         [-signal.SIGKILL, 2],
     )
 
 
-def test_after_a_worker_is_killed_the_others_are_killed_at_once(join_workers):
-    assert join_workers(("ignores SIGTERM", 60), ("killed", 0.5)) == (
+def test_after_a_worker_is_killed_the_others_are_killed_at_once(start_and_join):
+    assert start_and_join(("ignores SIGTERM", 60), ("killed", 0.5)) == (
         (-signal.SIGKILL, 1),
         [-signal.SIGKILL] * 2,
     )
@@ -185,20 +187,20 @@ def test_the_root_cause_of_several_failures(endings, cause):
     """
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=finish, args=(ending, 0)) for ending in endings]
-    with _started(workers, []):
+    with SignalForwarder().started(workers):
         for worker in workers:
             worker.join()
-        assert _join(workers, 60, 0) == cause
+        assert asyncio.run(join_workers(workers, 60, 0)) == cause
 
 
-def test_signals_are_forwarded(join_workers):
+def test_signals_are_forwarded(start_and_join):
     before = signal.getsignal(signal.SIGUSR1)
     worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
-    received: list[int] = []
-    with _started([worker], received):
+    forwarder = SignalForwarder()
+    with forwarder.installed(), forwarder.started([worker]):
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
-    assert received == [signal.SIGUSR1]
+        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, 0)
+    assert forwarder.received == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
@@ -206,10 +208,10 @@ def test_signals_that_are_ignored_stay_so():
     """As SIGHUP under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        received: list[int] = []
-        with _started([], received):
+        forwarder = SignalForwarder()
+        with forwarder.installed():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert received == []
+            assert forwarder.received == []
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -219,13 +221,13 @@ def test_a_signal_during_the_start_reaches_the_workers(monkeypatch):
 
     def install_and_send(number, handler):
         replaced = install(number, handler)
-        if number == signal.SIGUSR1 and callable(handler) and handler.__name__ == "forward":
+        if number == signal.SIGUSR1 and callable(handler) and handler.__name__ == "_forward":
             os.kill(os.getpid(), number)
         return replaced
 
     monkeypatch.setattr(signal, "signal", install_and_send)
     worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
-    received: list[int] = []
-    with _started([worker], received):
-        assert _join([worker], 60, 0) == (-signal.SIGUSR1, 0)
-    assert received == [signal.SIGUSR1]
+    forwarder = SignalForwarder()
+    with forwarder.installed(), forwarder.started([worker]):
+        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, 0)
+    assert forwarder.received == [signal.SIGUSR1]

@@ -9,7 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import flatten, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS, loss_unit, objective_of
 
 TEXT = {"data.path": "a.txt", "data.truncate": 1.0, "run.init_from": None}
@@ -97,7 +97,7 @@ def test_composed_configurations():
     def unit(*overrides: str):
         return loss_unit(flatten(from_mapping(to_plain(compose("config", [*overrides]))).to_dict()))
 
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         presets = [
             "experiment=shakespeare_char",
             "experiment=shakespeare_char_best",

@@ -25,7 +25,7 @@ from mingpt_ddp.cli.export_command import ExportConfig, export
 from mingpt_ddp.cli.sample_command import SampleConfig, sample
 from mingpt_ddp.cli.snapshots_command import inspect, verify_step
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import (
@@ -63,7 +63,7 @@ def valid_files() -> dict[str, bytes]:
         "data.block_size=8",
         "trainer.device=cpu",
     ]
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         config = from_mapping(to_plain(compose("config", overrides)))
     torch.manual_seed(0)
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 from tasks import ENCODED, text_task, trainable
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, StorageUnusableError
@@ -42,7 +42,7 @@ OVERRIDES = ["model=gpt_nano", "trainer.device=cpu", "data.block_size=8", "snaps
 
 
 def composed(*overrides: str) -> Config:
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", [*OVERRIDES, *overrides])))
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.data.bpe import train_bpe
 from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer
 from mingpt_ddp.data.tokenizer_base import Tokenizer
@@ -32,7 +32,7 @@ BLOCK_SIZE = 16
 
 def snapshot(*overrides: str, **state: Any) -> Snapshot:
     """Make a snapshot of random weights; `state` replaces parts of its state.json."""
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         config = from_mapping(
             to_plain(compose("config", [f"data.block_size={BLOCK_SIZE}", *overrides]))
         )

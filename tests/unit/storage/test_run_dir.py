@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from launching import ROOT
 
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import lock as lock_module
 from mingpt_ddp.storage.lock import LOCK, check_can_lock
@@ -190,7 +190,7 @@ def test_a_directory_that_can_be_locked(tmp_path):
 
 
 def test_the_next_free_name(tmp_path):
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         config = from_mapping(
             to_plain(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
         )

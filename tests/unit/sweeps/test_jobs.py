@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.sweeps.jobs import look_up
 
@@ -28,7 +28,7 @@ from mingpt_ddp.sweeps.jobs import look_up
     ids=str,
 )
 def test_a_complete_job_has_its_objective(tmp_path, measured, expected):
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         config = from_mapping(to_plain(compose("config", [f"run.root={tmp_path}", "run.name=a"])))
     name, value = look_up(config, {"optimizer.lr": "1"}, LOSS)
     assert value is None

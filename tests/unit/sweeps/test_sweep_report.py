@@ -21,12 +21,14 @@ from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import config_directory
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps.plots import DRAWN, POINTS, _highest, _positions
+from mingpt_ddp.sweeps.figures import DRAWN, POINTS, highest
+from mingpt_ddp.sweeps.formats import brief, short_names
+from mingpt_ddp.sweeps.groups import best_group, compared
+from mingpt_ddp.sweeps.plots import _positions
 from mingpt_ddp.sweeps.runs import (
     NO_COMMAND,
-    best_of,
     command_line,
     hydra_value,
     identity,
@@ -35,7 +37,6 @@ from mingpt_ddp.sweeps.runs import (
     varying,
 )
 from mingpt_ddp.sweeps.sweep_report import report
-from mingpt_ddp.sweeps.table import brief, short_names
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
 
@@ -54,7 +55,7 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
         ("d", "preempted", None),
     ]
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
-    assert best_of(jobs).name == "b/c"
+    assert best_group(compared(jobs)).name == "b/c"
     assert [(job.step, job.speed, job.faults) for job in jobs] == [
         (100, 4e4, 2),
         (100, 4e4, 0),
@@ -333,7 +334,7 @@ def test_any_values_have_a_legible_axis(values):
 
 
 @pytest.mark.parametrize(
-    ("losses", "highest"),
+    ("losses", "expected"),
     [
         ([1.5, 1.6, 1.7, 1.8, 90.0], 1.8),
         ([1.5, 1.6, 1.7, 1.8, 1e99], 1.8),
@@ -343,8 +344,8 @@ def test_any_values_have_a_legible_axis(values):
     ],
     ids=str,
 )
-def test_outlier_losses_do_not_compress_the_axis(losses, highest):
-    assert _highest(losses) == highest
+def test_outlier_losses_do_not_compress_the_axis(losses, expected):
+    assert highest(losses) == expected
 
 
 # The table and the page
@@ -368,6 +369,9 @@ class Page(html.parser.HTMLParser):
     def handle_data(self, data):
         if self._inside == "figures":
             self.figures = json.loads(data)
+            # the importance of parameters needs Optuna
+            bars = [figure for figure in self.figures if "type" in figure["data"][0]]
+            self.figures = [figure for figure in self.figures if figure not in bars]
         elif self._inside not in ("script", "style"):
             self.text += data
 
@@ -565,7 +569,7 @@ SWEEP = [
 
 
 def compose_config(overrides: list[str]) -> dict:
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", overrides))).to_dict()
 
 
@@ -678,7 +682,7 @@ def test_any_text_survives_hydra():
         "{",
     ]
     texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
-    with initialize_config_dir(str(config_directory()), version_base="1.3"):
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         overrides = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
         assert list(compose("config", overrides).probe.values()) == texts
 

@@ -55,7 +55,7 @@ def validation_of(
         runtime=SimpleNamespace(group=parts.group),
         trainable=SimpleNamespace(model="model", average=average),
     )
-    return Validation(context, parts.saves, parts.evaluator, parts.hooks, parts.pruner), parts
+    return Validation(context, parts.saves, parts.evaluator, parts.hooks, parts.report), parts
 
 
 def names(parts: Mock) -> list[str]:
@@ -120,24 +120,32 @@ def test_patience_counts_from_a_loss_lower_by_min_delta():
 
 
 @pytest.mark.parametrize(
-    ("says", "is_last", "best", "val_step", "end"),
+    ("reason", "is_last", "best", "val_step", "end"),
     [
-        (True, False, 2.0, 4, RunStatus.PRUNED),
-        (False, False, 2.0, 4, None),
-        (True, True, 2.0, 4, None),
-        (True, False, None, 4, None),
-        (True, False, 2.0, 3, None),  # not evaluated at this step
+        ("too high", False, 2.0, 4, RunStatus.PRUNED),
+        (None, False, 2.0, 4, None),
+        ("too high", True, 2.0, 4, None),
+        ("too high", False, None, 4, None),
+        ("too high", False, 2.0, 3, None),  # not evaluated at this step
     ],
 )
-def test_the_pruner_is_asked_after_an_evaluation_before_the_last_step(
-    says, is_last, best, val_step, end
-):
-    state = TrainState(step=4, best_val_loss=best, val_step=val_step)
+def test_an_evaluation_is_reported_and_may_end_the_job(reason, is_last, best, val_step, end):
+    """That of the last step is reported too: other jobs are compared with it."""
+    state = TrainState(step=4, best_val_loss=best, val_step=val_step, val_metrics=METRICS)
     validation, parts = validation_of(state)
-    parts.pruner.should_prune.return_value = says
+    parts.report.return_value = reason
+    parts.group.run_on_rank_zero = lambda work: work()
     assert validation.prune(is_last) is end
-    is_asked = not is_last and best is not None and val_step == 4
-    assert parts.mock_calls == ([call.pruner.should_prune(4, 2.0)] if is_asked else [])
+    is_reported = best is not None and val_step == 4
+    assert parts.mock_calls == ([call.report(4, METRICS)] if is_reported else [])
+
+
+def test_nothing_is_reported_outside_of_a_study():
+    state = TrainState(step=4, best_val_loss=2.0, val_step=4)
+    validation, parts = validation_of(state)
+    validation.report = None
+    assert validation.prune(False) is None
+    assert not parts.mock_calls
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""The sweeper of mingpt_ddp, where Hydra looks for sweepers: it imports this at every start."""
+
+from typing import Any
+
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+
+class JobSweeper(Sweeper):
+    """Run the jobs of a sweep, of a grid or drawn by Optuna, one or several at a time."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Ignore the settings of Hydra's own sweeper: `mingpt_ddp.sweeps.sweep` has read them."""
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Keep what Hydra's launchers need."""
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
+
+    def sweep(self, arguments: list[str]) -> None:
+        """Run all jobs, of which `arguments` are the overrides; `Preflight` has parsed them."""
+        from mingpt_ddp.sweeps.sweeper import run_jobs
+
+        run_jobs(self.hydra_context, self.task_function, self.config)

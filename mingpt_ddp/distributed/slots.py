@@ -1,0 +1,60 @@
+"""Slots: the cores and GPUs of a machine, divided among the jobs that run at a time."""
+
+import os
+from dataclasses import dataclass
+
+CORES = "MINGPT_DDP_CORES"  # of a worker, as 0,1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The cores and GPUs of one job at a time."""
+
+    number: int
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...] | None = None  # as CUDA_VISIBLE_DEVICES has them; None: all
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment variables that keep the workers of a job in this slot."""
+        variables = {CORES: ",".join(map(str, self.cores))}
+        if self.gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        return variables
+
+
+def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> list[Slot]:
+    """Return n slots.
+
+    Args:
+        cores: of this machine.
+        per_job: cores of a slot; slots share cores where they are too few.
+        gpus: of this machine; None: the jobs use none.
+    """
+    slots = []
+    for number in range(n):
+        first = number * per_job
+        own = [cores[(first + i) % len(cores)] for i in range(min(per_job, len(cores)))]
+        share = None
+        if gpus is not None:
+            size = len(gpus) // n
+            share = tuple(gpus[number * size : (number + 1) * size])
+        slots.append(Slot(number, tuple(sorted(own)), share))
+    return slots
+
+
+def bind_cores() -> None:
+    """Keep this process, and those that it starts, on the cores of its slot, if it has one."""
+    cores = os.environ.pop(CORES, None)
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+
+
+def visible_gpus() -> list[str]:
+    """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()  # asks the driver: does not initialize CUDA
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named:
+        return named.split(",")[:count]
+    return [str(index) for index in range(count)]

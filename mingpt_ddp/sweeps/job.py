@@ -1,0 +1,20 @@
+"""One job of a sweep: which it is, whatever job Hydra's state describes meanwhile."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingpt_ddp.config import hydra_utils
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of a sweep."""
+
+    number: int  # from 0
+    label: str  # its swept overrides
+    directory: Path | None = None  # once it is known
+
+    @staticmethod
+    def current() -> "Job":
+        """Return the job that Hydra's state describes."""
+        return Job(hydra_utils.job_number(), hydra_utils.job_label())

@@ -1,0 +1,41 @@
+"""Which jobs of a sweep are left."""
+
+import logging
+from collections.abc import Iterator
+
+from mingpt_ddp.sweeps.sources import Source
+from mingpt_ddp.sweeps.sweep import Sweep
+
+log = logging.getLogger(__name__)
+
+
+def jobs_left(sweep: Sweep, source: Source) -> Iterator[int]:
+    """Yield the numbers of the jobs to run; count those that have ended for good.
+
+    Stop after too many failures.
+    """
+    for number in range(source.total):
+        if sweep.has_too_many_failures:
+            log.warning(
+                "no other job starts: %d failed, sweep.max_failures=%d",
+                len(sweep.failed),
+                sweep.settings.max_failures,
+            )
+            return
+        if source.is_settled(number, sweep.has_other_limits):
+            count_settled(sweep, source, number)
+        else:
+            yield number
+
+
+def count_settled(sweep: Sweep, source: Source, number: int) -> None:
+    """Count a job that an earlier start has ended for good."""
+    reason = source.failed_before(number)
+    if reason is None:
+        sweep.done.append(source.directory(number))
+        sweep.n_done_before += 1
+        log.info("%s: already complete", sweep.done[-1])
+    else:
+        label = source.label(number)
+        sweep.failed[label] = reason
+        log.info("%s has failed before: %s", label, reason)

@@ -1,0 +1,180 @@
+"""When the jobs of a sweep run: the checks of `sweep.*`, and the slots of concurrent jobs."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.config.validation import check, hint_at
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
+from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.objective import LOSS, Objective
+from mingpt_ddp.sweeps.sweep_file import SweepFile
+
+SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
+HYDRAS_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+BITS = ("bits_per_byte", "bits_per_char")
+# numbers of result.json
+MEASURED = (
+    "val_loss",
+    "val_accuracy",
+    "best_val_loss",
+    "train_loss",
+    *BITS,
+    *(f"val_{name}" for name in BITS),
+    "test_loss",
+    "test_accuracy",
+    *("wall_seconds", "parameters", "tokens", "samples", "step", "epoch", "goodput"),
+)
+HYDRAS_LAUNCHERS = "hydra._internal."
+
+
+def has_own_sweeper(config: DictConfig) -> bool:
+    """Return whether the jobs are ours to run: no other sweeper has been chosen."""
+    return bool(config.hydra.sweeper._target_ == HYDRAS_SWEEPER)
+
+
+def check_schedule(
+    config: DictConfig, jobs: list[Config], env: DistEnv, objective: Objective
+) -> SweepConfig:
+    """Check the keys of `sweep` against the machine and the rest of the command.
+
+    Args:
+        jobs: the checked configurations, that of the first job first.
+        objective: what jobs are ranked by.
+
+    Returns:
+        The keys, with `objective` as objective where the command names none.
+
+    Raises:
+        ConfigError: they cannot be combined.
+    """
+    settings = jobs[0].sweep
+    check(
+        all(job.sweep == settings for job in jobs),
+        "sweep.* holds for all jobs of a sweep; give each key one value",
+    )
+    is_study = settings.sampler is not None or settings.pruner != "none"
+    launcher = str(config.hydra.launcher._target_)
+    is_remote = not launcher.startswith(HYDRAS_LAUNCHERS)
+    if not has_own_sweeper(config):
+        check(
+            not is_study and settings.parallel == 1,
+            f"sweep.sampler, sweep.pruner and sweep.parallel have no effect with hydra/sweeper="
+            f"{config.hydra.sweeper._target_}; leave one of them out",
+        )
+    if is_study:
+        check(
+            jobs[0].run.name is not None,
+            "a search or a pruner compares the jobs of one directory; give the sweep a run.name",
+        )
+    _check_objectives(jobs[0])
+    if is_remote:
+        _check_remote(settings, launcher.rpartition(".")[2], is_study)
+    if env.world_size > 1 or not env.is_standalone:
+        started = "python main.py -m ddp.nproc_per_node=N"
+        check(
+            settings.parallel == 1,
+            f"sweep.parallel={settings.parallel} needs a parent of all jobs: {started} ...",
+        )
+        check(
+            settings.retries == 0,
+            f"sweep.retries={settings.retries}: all ranks fail alike in lock-step; use {started}",
+        )
+    if settings.objectives == ("val_loss",) and objective is not LOSS:
+        return replace(settings, objectives=(objective.metric,))
+    return settings
+
+
+def _check_objectives(config: Config) -> None:
+    """Check that the jobs measure the objectives: of user code only they themselves know."""
+    settings = config.sweep
+    for objective in settings.objectives:
+        name = objective.removeprefix("-")
+        is_evaluated = name.startswith("val_") or name in BITS
+        check(
+            settings.pruner == "none" or is_evaluated,
+            f"sweep.pruner={settings.pruner} judges evaluations, which do not measure {name}; "
+            "leave the pruner out, or search for a metric of the validation split",
+        )
+        if config.task.code is not None and is_evaluated:
+            continue
+        check(
+            name in MEASURED,
+            f"sweep.objectives={name} is no number of result.json; {hint_at(name, MEASURED)}",
+        )
+
+
+def _check_remote(settings: SweepConfig, launcher: str, is_study: bool) -> None:
+    """Check what a launcher that runs jobs elsewhere can do: batches of jobs, and no pruner."""
+    check(
+        settings.pruner == "none",
+        f"sweep.pruner={settings.pruner} needs jobs of this machine, not of {launcher}; leave "
+        "sweep=slurm or sweep=ray out, or the pruner",
+    )
+    check(
+        settings.parallel != "auto",
+        f"sweep.parallel=auto is for jobs of this machine, not of {launcher}; give a number",
+    )
+    check(
+        is_study or settings.parallel == 1,
+        f"sweep.parallel={settings.parallel}: {launcher} gets all jobs of a grid at once, and its "
+        "own settings say how many run; leave sweep.parallel out",
+    )
+    check(
+        settings.retries == 0 and settings.max_failures is None,
+        f"sweep.retries and sweep.max_failures are for jobs of this machine, not of {launcher}; "
+        "leave them out",
+    )
+
+
+def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> list[Slot]:
+    """Return the slots of the jobs that run at a time; none if they run in turn.
+
+    Args:
+        directory: of the sweep, which keeps the cores of a job.
+
+    Raises:
+        ConfigError: this machine has too few GPUs or cores.
+    """
+    if settings.parallel == 1:
+        return []
+    for job in jobs:
+        check(
+            job.ddp.nproc_per_node != "gpu",
+            "ddp.nproc_per_node=gpu takes all GPUs for one job; give a number of workers",
+        )
+    ranks = max(job.ddp.local_workers or 1 for job in jobs)
+    cores = _cores()
+    gpus = None
+    if any(job.trainer.device != "cpu" for job in jobs):
+        gpus = visible_gpus() or None
+    per_job = max((job.ddp.local_workers or 1) * job.model.devices for job in jobs)
+    if gpus is not None and per_job > len(gpus):
+        raise ConfigError(
+            f"ddp.nproc_per_node={ranks} needs {per_job} GPUs for a job, and this machine has "
+            f"{len(gpus)}"
+        )
+    if settings.parallel == "auto":
+        n = max(1, len(cores) // ranks) if gpus is None else len(gpus) // per_job
+    else:
+        n = settings.parallel
+    check_processes("sweep.parallel", n, per=ranks, min_bytes=MIN_RANK_BYTES * ranks)
+    if gpus is not None and n * per_job > len(gpus):
+        raise ConfigError(
+            f"sweep.parallel={n} needs {n * per_job} GPUs, {per_job} for a job, and this machine "
+            f"has {len(gpus)}; choose at most {len(gpus) // per_job}, or trainer.device=cpu"
+        )
+    kept = SweepFile(directory).cores if jobs[0].run.name else None
+    return divide(n, cores, kept or max(1, len(cores) // n), gpus)
+
+
+def _cores() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]

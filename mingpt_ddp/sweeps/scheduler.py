@@ -1,0 +1,139 @@
+"""Run several jobs of a sweep at a time on this machine, each in a slot of its own."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from omegaconf import DictConfig
+
+from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.distributed.launcher import Ended, run_workers
+from mingpt_ddp.distributed.machine import check_machine
+from mingpt_ddp.distributed.slots import Slot
+from mingpt_ddp.distributed.workers import SignalForwarder
+from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
+from mingpt_ddp.sweeps.progress import jobs_left
+from mingpt_ddp.sweeps.sources import Source
+from mingpt_ddp.sweeps.sweep import Sweep
+
+log = logging.getLogger(__name__)
+
+Compose = Callable[[int, list[str]], DictConfig]
+
+
+class Scheduler:
+    """Give each free slot the next job, until none is left, or a signal or failures end that.
+
+    One event loop in one thread: what is not awaited runs alone.
+    """
+
+    def __init__(self, sweep: Sweep, source: Source, compose: Compose) -> None:
+        """
+        Args:
+            compose: makes a job's configuration Hydra's state, and returns it.
+        """
+        self._sweep = sweep
+        self._source = source
+        self._compose = compose
+        self._left = jobs_left(sweep, source)
+        self._next: int | None = None  # waits for results
+        self._forwarder = SignalForwarder()
+        self._codes: list[int] = []  # of jobs that a signal ended
+
+    def run(self) -> None:
+        """Run all jobs; exit if a signal ends the sweep before the last one."""
+        with self._forwarder.installed():
+            asyncio.run(self._run())
+        if self._forwarder.received and len(self._sweep.done) < self._sweep.planned:
+            number = 128 + self._forwarder.received[-1]
+            self._sweep.interrupted(max(self._codes, default=number))
+
+    async def _run(self) -> None:
+        self._changed = asyncio.Condition()
+        await asyncio.gather(*map(self._work, self._sweep.slots))
+
+    async def _work(self, slot: Slot) -> None:
+        """Run one job after the other in a slot."""
+        while True:
+            number = await self._take(slot)
+            if number is None:
+                return
+            await self._run_job(number, slot)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _take(self, slot: Slot) -> int | None:
+        """Return the next job, once the results that determine it are known; None without one."""
+        waits = False
+        async with self._changed:
+            while not self._forwarder.received:
+                if self._next is None:
+                    self._next = next(self._left, None)
+                if self._next is None or self._source.can_start(self._next):
+                    number = self._next
+                    self._next = None
+                    return number
+                if not waits:
+                    message = "slot %d waits: job %d is drawn from results that are not known yet"
+                    log.info(message, slot.number, self._next + 1)
+                waits = True
+                await self._changed.wait()
+        return None
+
+    async def _run_job(self, number: int, slot: Slot) -> None:
+        """Run a job, and again while it fails and retries are left."""
+        retries = self._sweep.settings.retries
+        for retry in range(retries + 1):
+            if retry:
+                log.warning("job %d: retry %d of %d", number + 1, retry, retries)
+            try:
+                await self._attempt(number, slot)
+                return
+            except JobError:  # recorded
+                if self._forwarder.received:
+                    return
+
+    async def _attempt(self, number: int, slot: Slot) -> None:
+        prepared = self._prepare(number, slot)
+        if not isinstance(prepared, LocalJob):
+            return
+        ended = await run_workers(
+            prepared.launch, prepared.env, prepared.started_at, self._forwarder
+        )
+        self._conclude(prepared, ended)
+
+    def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
+        """Return the job to start, or the objective of one that is complete.
+
+        Raises:
+            JobError: its configuration is invalid; recorded.
+        """
+        sweep = self._sweep
+        overrides = self._source.overrides(number)
+        try:
+            cfg = self._compose(number, overrides)
+            config = checked_config(cfg)
+            check_machine(config)
+            return prepare_local(config, sweep.env, sweep, time.monotonic(), slot)
+        except JobError:
+            raise
+        except Exception as error:
+            if not isinstance(error, UserError):
+                error = ConfigError(hydra_utils.explain(error))
+            job = Job(number, self._source.label(number))
+            raise sweep.record_failed(job, str(error), 2) from error
+
+    def _conclude(self, local: LocalJob, ended: Ended) -> None:
+        value = conclude_local(local, ended, self._sweep)
+        number = local.job.number + 1
+        seconds = time.monotonic() - local.started_at
+        if value is None:
+            self._codes.append(ended.code)
+            log.info("job %d: interrupted after %.0f s", number, seconds)
+            return
+        self._sweep.record_done(local.job, local.launch.directory)
+        title = self._sweep.objective.title
+        log.info("job %d: %s %.4f after %.0f s", number, title, value, seconds)

@@ -1,0 +1,322 @@
+"""What the jobs of a sweep are: all combinations of a grid, or the trials of a study."""
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hydra.core.override_parser.types import Override
+
+from mingpt_ddp.config.config import Config, numeric_values
+from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.errors import ConfigError, RunError
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.sweeps.sweep_checks import expand
+
+if TYPE_CHECKING:
+    from mingpt_ddp.sweeps.study import Study
+
+
+STORE_TIMEOUT_S = 600.0  # for rank zero to draw
+
+
+class Source(Protocol):
+    """The jobs of a sweep by number, from 0. Its methods are called on rank zero, if not stated."""
+
+    total: int
+    judges: bool  # every evaluation is reported; the same on all ranks
+
+    def begin(self) -> None:
+        """Write what is kept between starts; the directory is locked."""
+
+    def overrides(self, number: int) -> list[str]:
+        """Return the overrides of a job, in the order of the numbers; on all ranks."""
+
+    def can_start(self, number: int) -> bool:
+        """Return whether the results that determine the job are known."""
+
+    def is_settled(self, number: int, has_other_limits: bool) -> bool:
+        """Return whether the job has ended for good, so that it need not even be composed."""
+
+    def failed_before(self, number: int) -> str | None:
+        """Return why the job has failed for good; None if it has not."""
+
+    def label(self, number: int) -> str:
+        """Return the swept overrides of a job as text."""
+
+    def directory(self, number: int) -> Path:
+        """Return the directory of a settled job that has not failed."""
+
+    def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Record an evaluation; return why the job is pruned, None if it goes on."""
+
+    def finish(self, number: int, directory: Path) -> None:
+        """Record the end of a complete or pruned job."""
+
+    def fail(self, number: int, reason: str) -> None:
+        """Record a failure."""
+
+
+class Grid:
+    """All combinations of the values; what the jobs have measured stands in their directories."""
+
+    judges = False
+
+    def __init__(self, jobs: list[list[str]]) -> None:
+        """
+        Args:
+            jobs: the overrides of each.
+        """
+        self._jobs = jobs
+        self.total = len(jobs)
+
+    def begin(self) -> None:
+        pass
+
+    def overrides(self, number: int) -> list[str]:
+        return self._jobs[number]
+
+    def can_start(self, number: int) -> bool:
+        return True
+
+    def is_settled(self, number: int, has_other_limits: bool) -> bool:
+        return False
+
+    def failed_before(self, number: int) -> str | None:
+        return None
+
+    def label(self, number: int) -> str:
+        return ", ".join(self._jobs[number])
+
+    def directory(self, number: int) -> Path:
+        raise AssertionError("no job of a grid is settled")
+
+    def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        return None
+
+    def finish(self, number: int, directory: Path) -> None:
+        pass
+
+    def fail(self, number: int, reason: str) -> None:
+        pass
+
+
+class Trials:
+    """The trials of a study."""
+
+    judges = True
+
+    def __init__(
+        self,
+        study: "Study",
+        settings: SweepConfig,
+        fixed: list[str],
+        directory: Path,
+        total: int,
+    ) -> None:
+        """
+        Args:
+            fixed: the overrides that all trials share.
+            directory: of the sweep.
+        """
+        self._study = study
+        self._settings = settings
+        self._fixed = fixed
+        self._directory = directory
+        self.total = total
+
+    def begin(self) -> None:
+        self._study.begin()
+
+    def overrides(self, number: int) -> list[str]:
+        from mingpt_ddp.sweeps.space import override_text
+
+        values = self._study.trial(number).values
+        return [*self._fixed, *(override_text(key, value) for key, value in values.items())]
+
+    def can_start(self, number: int) -> bool:
+        return self._study.can_draw(number)
+
+    def is_settled(self, number: int, has_other_limits: bool) -> bool:
+        from mingpt_ddp.sweeps.study import Outcome
+
+        outcome = self._study.outcome(number)
+        if outcome is None:
+            return False
+        if outcome is Outcome.FAILED:
+            return self._study.failures(number) > self._settings.retries
+        if outcome is Outcome.PRUNED and self._settings.pruner == "none":
+            return False
+        return not has_other_limits and bool(read_result(self.directory(number)))
+
+    def label(self, number: int) -> str:
+        from mingpt_ddp.sweeps.space import override_text
+
+        values = self._study.trial(number).values
+        return ", ".join(override_text(key, value) for key, value in values.items())
+
+    def directory(self, number: int) -> Path:
+        return self._directory / self._study.job(number)
+
+    def failed_before(self, number: int) -> str | None:
+        from mingpt_ddp.sweeps.study import Outcome
+
+        if self._study.outcome(number) is not Outcome.FAILED:
+            return None
+        if self._study.failures(number) <= self._settings.retries:
+            return None
+        return self._study.reason(number)
+
+    def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        objective = self._settings.objectives[0].removeprefix("-")
+        value = metrics.get(objective, metrics.get(objective.removeprefix("val_")))
+        if value is None:
+            return None
+        return self._study.report(number, step, value)
+
+    def finish(self, number: int, directory: Path) -> None:
+        from mingpt_ddp.sweeps.study import Outcome
+
+        result = read_result(directory)
+        is_pruned = result.get("status") == RunStatus.PRUNED
+        outcome = Outcome.PRUNED if is_pruned else Outcome.COMPLETE
+        values = [_number(result, name.removeprefix("-")) for name in self._settings.objectives]
+        if self._study.outcome(number) is not None:
+            if self._recorded(number) == (outcome, values):
+                return
+            self._study.reopen(number)
+        self._study.finish(number, outcome, values, job=directory.name)
+
+    def _recorded(self, number: int) -> tuple[Any, Sequence[float]]:
+        return self._study.outcome(number), [*self._study.values(number)]
+
+    def fail(self, number: int, reason: str) -> None:
+        from mingpt_ddp.sweeps.study import Outcome
+
+        if self._study.outcome(number) is not None:
+            self._study.reopen(number)
+        self._study.finish(number, Outcome.FAILED, reason=reason)
+
+
+def _number(result: Mapping[str, Any], name: str) -> float:
+    """Return a number of a result.json.
+
+    Raises:
+        RunError: there is none of this name.
+    """
+    value: Any = result.get(name)
+    if type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    numbers = [key for key, each in result.items() if type(each) in (int, float)]
+    raise RunError(
+        f"sweep.objectives={name}: the job's result.json has no such number; "
+        f"it has {', '.join(numbers)}"
+    )
+
+
+class LockStep:
+    """The jobs of a source that rank zero alone has: it sends their overrides to the other ranks.
+
+    The store of the process group carries them: they decide how the group of the job is built. It
+    may still hold those of an attempt before a restart, which are the same.
+    """
+
+    def __init__(self, source: Source | None, total: int, judges: bool, env: DistEnv) -> None:
+        """
+        Args:
+            source: on rank zero.
+        """
+        self._source = source
+        self._env = env
+        self.total = total
+        self.judges = judges
+
+    def overrides(self, number: int) -> list[str]:
+        from mingpt_ddp.distributed.rendezvous import connect
+
+        store = connect(self._env, number, STORE_TIMEOUT_S)
+        if self._source is not None:
+            store.set("overrides", json.dumps(self._source.overrides(number)))
+        words: list[str] = json.loads(store.get("overrides"))
+        return words
+
+    def can_start(self, number: int) -> bool:
+        return True
+
+    def is_settled(self, number: int, has_other_limits: bool) -> bool:
+        return False  # all ranks ask rank zero once the job has its process group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)  # of a method that is called on rank zero
+
+
+def in_lock_step(source: Source | None, total: int, judges: bool, env: DistEnv) -> Source | None:
+    """Return the source of every rank, if there are several; `source` is that of rank zero."""
+    return source if env.world_size == 1 else LockStep(source, total, judges, env)
+
+
+def is_study(settings: SweepConfig) -> bool:
+    """Return whether the evaluations of the jobs are recorded: by a search, or for a pruner."""
+    return settings.sampler is not None or settings.pruner != "none"
+
+
+def number_of_jobs(settings: SweepConfig, overrides: list[Override]) -> int:
+    """Return the number of jobs of a sweep."""
+    if settings.sampler is not None:
+        return settings.trials
+    return math.prod(len(expand(override)) for override in overrides)
+
+
+def source_of(
+    settings: SweepConfig, overrides: list[Override], first: Config, directory: Path
+) -> Source:
+    """Return the jobs of a sweep; write nothing.
+
+    Args:
+        first: the configuration of the first job.
+        directory: of the sweep.
+
+    Raises:
+        UserError: the study cannot continue that of the directory.
+    """
+    if not is_study(settings):
+        return Grid([[*job] for job in itertools.product(*map(expand, overrides))])
+    from mingpt_ddp.sweeps.space import search_space
+    from mingpt_ddp.sweeps.study import Study
+
+    fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
+    swept = [each for each in overrides if each.is_sweep_override()]
+    shared = {}
+    for key, value in numeric_values(first.to_dict()).items():
+        if not any(key == each.get_key_element() or _is_in(key, each) for each in swept):
+            shared[key] = value
+    listed = None
+    if settings.sampler is None:
+        values = itertools.product(*map(expand, swept))
+        listed = [dict(map(_key_and_value, words)) for words in values]
+    space = {} if settings.sampler is None else search_space(swept)
+    if settings.sampler is not None and not space:
+        raise ConfigError(
+            "a search needs values to draw, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))'"
+        )
+    study = Study(directory, settings, space, listed, shared)
+    return Trials(study, settings, fixed, directory, number_of_jobs(settings, overrides))
+
+
+def _is_in(key: str, preset: Override) -> bool:
+    """Return whether a key belongs to the group of which a preset is swept."""
+    return key.partition(".")[0] == preset.get_key_element()
+
+
+def _key_and_value(word: str) -> tuple[str, Any]:
+    """Return the key of an override, and its value; as text unless it is a number."""
+    key, _, text = word.partition("=")
+    with contextlib.suppress(ValueError):
+        number = json.loads(text)
+        if type(number) in (int, float) and math.isfinite(number):
+            return key, number
+    return key, text

@@ -1,0 +1,91 @@
+"""`sweep.json`: what a sweep keeps from its first start on, and its failures."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage.storage import atomic_write, read_regular
+
+FILE = "sweep.json"
+MAX_BYTES = 1 << 24
+
+
+class SweepFile:
+    """The cores and threads of a job, the limits, and the failures of a sweep, as JSON.
+
+    Another number of jobs at a time must not change the threads, and with them the last bits.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        """
+        Args:
+            directory: of the sweep; None: it has none of its own, and nothing is kept.
+        """
+        self._path = directory / FILE if directory else None
+        self._values: dict[str, Any] = {}
+        if self._path is None:
+            return
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            values = json.loads(read_regular(self._path, MAX_BYTES))
+            if isinstance(values, dict):
+                self._values = values
+
+    @property
+    def cores(self) -> int | None:
+        """The cores of a job; None before a sweep of several jobs at a time has begun."""
+        return _positive(self._values.get("cores"))
+
+    def keep_cores(self, cores: int) -> None:
+        """Keep the cores of a job."""
+        self._write("cores", cores)
+
+    def threads(self, ranks: int, default: int) -> int:
+        """Return the threads of each rank of a job with so many ranks; keep the default."""
+        kept = self._values.get("threads")
+        threads = kept if isinstance(kept, dict) else {}
+        found = _positive(threads.get(str(ranks)))
+        if found is None:
+            self._write("threads", {**threads, str(ranks): default})
+        return found or default
+
+    def update_limits(self, limits: dict[str, Any]) -> bool:
+        """Keep the limits of this start; return whether the last start had others."""
+        before = self._values.get("limits")
+        if before != limits:
+            self._write("limits", limits)
+        return before is not None and before != limits
+
+    def fail(self, label: str, directory: str | None, reason: str) -> None:
+        """Keep why a job has failed, and how often."""
+        failures = self._failures()
+        count = (_positive(failures.get(label, {}).get("count")) or 0) + 1
+        failures[label] = {"directory": directory, "count": count, "reason": reason}
+        self._write("failures", failures)
+
+    def succeed(self, label: str) -> None:
+        """Forget the failures of a job that is now complete."""
+        failures = self._failures()
+        if failures.pop(label, None):
+            self._write("failures", failures)
+
+    def _failures(self) -> dict[str, Any]:
+        failures = self._values.get("failures")
+        if not isinstance(failures, dict):
+            return {}
+        return {label: each for label, each in failures.items() if isinstance(each, dict)}
+
+    def _write(self, key: str, value: Any) -> None:
+        self._values = {**self._values, key: value}
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self._path, json.dumps(self._values, indent=1).encode())
+        except OSError as error:
+            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
+
+
+def _positive(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None

@@ -1,0 +1,119 @@
+"""Run the jobs of a sweep: in turn, in batches of an external launcher, or several at a time."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.errors import JobError
+from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
+from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.jobs import job_name
+from mingpt_ddp.sweeps.local_job import checked_config
+from mingpt_ddp.sweeps.progress import jobs_left
+from mingpt_ddp.sweeps.scheduler import Scheduler
+from mingpt_ddp.sweeps.sources import Source
+from mingpt_ddp.sweeps.sweep import Sweep
+
+log = logging.getLogger(__name__)
+
+
+def run_jobs(context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    """Run the jobs of the current sweep that are left.
+
+    Args:
+        task_function: trains the job that Hydra's state describes.
+        config: of Hydra, of the sweep.
+    """
+    sweep = Sweep.current()
+    source = sweep.source
+    assert source is not None
+    sweep.env.call_on_rank_zero(lambda: _write_multirun(sweep.directory, config))
+    if sweep.slots:
+        Scheduler(sweep, source, partial(compose, context, config)).run()
+        return
+    launcher = Plugins.instance().instantiate_launcher(
+        hydra_context=context, task_function=task_function, config=config
+    )
+    if sweep.uses_external_launcher:
+        _run_batches(sweep, source, launcher, context, config)
+    else:
+        _run_in_turn(sweep, source, launcher)
+
+
+def _write_multirun(directory: Path, config: DictConfig) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, directory / "multirun.yaml")
+
+
+def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
+    """Run one job after the other, in this process or by a parent of workers."""
+    for number in jobs_left(sweep, source):
+        overrides = source.overrides(number)
+        for retry in range(sweep.settings.retries + 1):
+            if retry:
+                log.warning("retry %d of %d", retry, sweep.settings.retries)
+            failed_before = len(sweep.failed)
+            (returned,) = launcher.launch([overrides], initial_job_idx=number)
+            if returned.status is JobStatus.COMPLETED:
+                break
+            try:
+                _ = returned.return_value
+            except JobError:  # recorded
+                assert len(sweep.failed) >= failed_before
+
+
+def _run_batches(
+    sweep: Sweep,
+    source: Source,
+    launcher: Launcher,
+    context: HydraContext,
+    config: DictConfig,
+) -> None:
+    """Run batches of `sweep.parallel` trials in other processes; the next one waits for all."""
+    left = [*jobs_left(sweep, source)]
+    size = int(sweep.settings.parallel)
+    for first in range(0, len(left), size):
+        numbers = left[first : first + size]
+        batch = [source.overrides(number) for number in numbers]
+        results = launcher.launch(batch, initial_job_idx=numbers[0])
+        for number, words, returned in zip(numbers, batch, results, strict=True):
+            cfg = compose(context, config, number, words)
+            job = Job.current()
+            name = job_name(checked_config(cfg), hydra_utils.swept_overrides())
+            directory = run_directory(with_run_name(checked_config(cfg), name))
+            if returned.status is JobStatus.COMPLETED and read_result(directory):
+                sweep.record_done(job, directory)
+            else:
+                sweep.record_failed(job, _reason(returned), 1)
+        HydraConfig.instance().set_config(config)
+
+
+def _reason(returned: object) -> str:
+    try:
+        _ = returned.return_value  # type: ignore[attr-defined]
+    except Exception as error:
+        return hydra_utils.explain(error)
+    return "its directory has no result.json here"
+
+
+def compose(
+    context: HydraContext, config: DictConfig, number: int, overrides: list[str]
+) -> DictConfig:
+    """Compose a job's configuration and make it Hydra's state, as Hydra's own launcher does."""
+    composed = context.config_loader.load_sweep_config(config, [*overrides])
+    with open_dict(composed):
+        composed.hydra.job.id = str(number)
+        composed.hydra.job.num = number
+    HydraConfig.instance().set_config(composed)
+    task_config = composed.copy()
+    with open_dict(task_config):
+        del task_config["hydra"]
+    return task_config

@@ -1,0 +1,39 @@
+"""Two settings with three seeds each, trained and compared."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+from launching import ROOT, TINY, environment, python_main
+
+
+def test_two_learning_rates_of_real_runs(tmp_path):
+    """A rate of 1e-9 trains nothing: the other one is better beyond any doubt."""
+    words = [*TINY, "run.name=lr", "optimizer.lr=1e-9,1e-2", "run.seed=1,2,3"]
+    command = [*python_main(), "-m", *words, "trainer.max_steps=30", "trainer.eval_every=30"]
+    env = environment(tmp_path, PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    report = [sys.executable, "-m", "mingpt_ddp.report", "outputs/lr", "compare"]
+    text, numbers = (
+        subprocess.run([*report, *more], cwd=tmp_path, env=env, capture_output=True, text=True)
+        for more in ([], ["format=json"])
+    )
+    assert text.returncode == 0, text.stderr
+    assert "lr=0.01 is better than lr=1e-9 by " in text.stdout.splitlines()[-1]
+    assert "3 paired seeds" in text.stdout
+    (comparison,) = json.loads(numbers.stdout)["comparisons"]
+    means = {}
+    for lr in ("1e-09", "0.01"):
+        found = [
+            json.loads(path.read_text())
+            for path in tmp_path.glob(f"outputs/lr/optimizer.lr={lr},*/result.json")
+        ]
+        assert len(found) == 3
+        assert all(result["parameters"] > 10_000 for result in found)
+        means[lr] = statistics.fmean(result["val_loss"] for result in found)
+    assert abs(comparison["difference"] - (means["1e-09"] - means["0.01"])) < 1e-9
+    assert comparison["low"] > 0

@@ -1,0 +1,29 @@
+"""No warning of Hydra or OmegaConf reaches a user, whichever versions are installed."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+from launching import ROOT, call
+
+TOY = ["experiment=toy", "trainer.max_steps=1"]
+MAIN = str(ROOT / "main.py")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param([MAIN, *TOY, "-m", "run.seed=1,2"], id="sweep", marks=pytest.mark.core),
+        pytest.param([MAIN, *TOY], id="run"),
+        pytest.param([MAIN, "--cfg", "job"], id="configuration"),
+        pytest.param(["-m", "mingpt_ddp.plan", *TOY], id="plan"),
+    ],
+)
+def test_hydra_warns_of_nothing(command, tmp_path):
+    # an option of Python, so that the command is not forked from a process with other filters
+    done = call([sys.executable, "-W", "always", *command], tmp_path)
+    assert done.returncode == 0, done.stdout
+    theirs = r".*(?:Hydra\w*Warning|/(?:hydra|omegaconf|hydra_plugins)/.*Warning).*"
+    assert re.findall(theirs, done.stdout) == []

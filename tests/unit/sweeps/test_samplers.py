@@ -1,0 +1,111 @@
+"""Settings of samplers and pruners, and drawn values."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from mingpt_ddp.sweeps.optuna_trials import directions, optuna
+from mingpt_ddp.sweeps.pruners import PRUNERS
+from mingpt_ddp.sweeps.samplers import SAMPLERS, Drawing, rounded, seed_of
+from mingpt_ddp.sweeps.study import Outcome
+from tests.unit.sweeps.studies import open_study, run_all
+
+Float = optuna.distributions.FloatDistribution
+# Deprecated, with equal defaults from Optuna 4.7 on, or functions.
+NOT_OFFERED = {
+    *("self", "seed", "group", "constraints_func", "independent_sampler", "gamma", "weights"),
+    *("consider_prior", "prior_weight", "consider_magic_clip", "consider_endpoints"),
+    *("warn_independent_sampling", "warn_asynchronous_seeding", "categorical_distance_func"),
+}
+CLASSES = [
+    (SAMPLERS["tpe"], optuna.samplers.TPESampler),
+    (SAMPLERS["gp"], optuna.samplers.GPSampler),
+    (SAMPLERS["qmc"], optuna.samplers.QMCSampler),
+    (SAMPLERS["random"], optuna.samplers.RandomSampler),
+    (PRUNERS["median"], optuna.pruners.MedianPruner),
+    (PRUNERS["asha"], optuna.pruners.SuccessiveHalvingPruner),
+]
+
+
+@pytest.mark.parametrize(("table", "cls"), CLASSES, ids=lambda each: getattr(each, "__name__", ""))
+def test_every_setting_of_this_optuna_is_known(table, cls):
+    known = inspect.signature(cls.__init__).parameters.keys() - NOT_OFFERED
+    assert known == table.keys()
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "expected"),
+    [
+        (0.0012345678, 1e-5, 1, 0.001235),
+        (9.9999999, 0, 10, 10.0),
+        (0.99999999, 0, 0.99999, 0.99999),
+        (1.000012345, 1, 1.0001, 1.00001235),
+        (-123456.7, -1e6, 1e6, -123500.0),
+        (0.0, -1, 1, 0.0),
+    ],
+)
+def test_drawn_floats_are_short(value, low, high, expected):
+    assert rounded(value, Float(low, high)) == expected
+
+
+def test_seeds_are_stable():
+    assert [seed_of(1, number) for number in range(2)] == [1330067697, 2774662235]
+
+
+def test_a_sequence_begins_with_the_first_trial():
+    """Sixteen points of a Sobol sequence lie in sixteen different intervals."""
+    space = {"x": Float(0, 16), "kind": optuna.distributions.CategoricalDistribution(["a", "b"])}
+    drawing = Drawing("qmc", {}, 7, space, directions(["val_loss"]))
+    trials = []
+    for number in range(16):
+        params = drawing.draw(trials)
+        trial = optuna.create_trial(params=params, distributions=drawing.space, value=1.0)
+        trial.number = number
+        trials.append(trial)
+    assert sorted(int(trial.params["x"]) for trial in trials) == list(range(16))
+    assert [trial.params["kind"] for trial in trials].count("a") == 8
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.filterwarnings("error")
+def test_optuna_says_nothing(tmp_path, sampler, capfd, caplog):
+    caplog.set_level(logging.DEBUG)
+    settings = {"n_startup_trials": 2} if sampler in ("tpe", "gp") else None
+    if sampler == "gp":
+        settings["deterministic_objective"] = True
+    with warnings.catch_warnings(record=True) as caught:
+        study = open_study(
+            tmp_path, sampler=sampler, sampler_settings=settings, pruner="median", parallel=2
+        )
+        run_all(study, 4)
+        study.trial(4)
+        study.report(4, 10, 1.0)
+        study.finish(4, Outcome.COMPLETE, [float("inf")])
+        study.trial(5)
+    assert not caught
+    assert capfd.readouterr() == ("", "")
+    assert not [each for each in caplog.records if not each.name.startswith("mingpt_ddp")]
+
+
+def test_without_optuna(tmp_path):
+    (tmp_path / "optuna.py").write_text("raise ImportError('as if it were not installed')\n")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import mingpt_ddp.sweeps.sweep, mingpt_ddp.sweeps.records\n"
+        "assert 'optuna' not in sys.modules\n"
+        "from mingpt_ddp.errors import ConfigError\n"
+        "for name in ('space', 'samplers', 'study'):\n"
+        "    try:\n"
+        "        __import__(f'mingpt_ddp.sweeps.{name}')\n"
+        "    except ConfigError as error:\n"
+        "        print(error)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    line = "config error: a search needs Optuna; pip install 'mingpt_ddp[sweep]'"
+    assert ran.stdout.splitlines() == [line] * 3

@@ -1,0 +1,420 @@
+"""A study that is killed anywhere draws, prunes and ends as an undisturbed one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+
+from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.errors import ConfigError, RunError
+from mingpt_ddp.sweeps.space import search_space
+from mingpt_ddp.sweeps.study import Outcome, Study
+from tests.unit.sweeps.studies import (
+    SWEPT,
+    cut_copy,
+    lines_of,
+    loss,
+    open_study,
+    parse,
+    run_all,
+    run_job,
+)
+
+STARTUP = {"tpe": {"n_startup_trials": 3}, "gp": {"n_startup_trials": 3}}
+SAMPLERS = ("tpe", "gp", "qmc", "random")
+
+
+def load(directory: Path, storage: str = "journal") -> list[optuna.trial.FrozenTrial]:
+    """Read the study as Optuna's own tools do."""
+    if storage == "journal":
+        backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
+        opened = optuna.storages.JournalStorage(backend)
+    else:
+        opened = f"sqlite:///{directory}/study.db"
+    return optuna.load_study(study_name=directory.name, storage=opened).trials
+
+
+def check_agrees(directory: Path, storage: str = "journal") -> None:
+    """Check that Optuna reads what the records say."""
+    states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": None}
+    study = Study(
+        directory,
+        SweepConfig(sampler="random", storage=storage),
+        search_space(parse(*SWEPT)),
+    )
+    trials = load(directory, storage)
+    assert [trial.number for trial in trials] == list(range(len(study.trials())))
+    for trial, record in zip(trials, study.trials(), strict=True):
+        assert trial.params == record.params
+        assert states[trial.state.name] == record.outcome
+        reports = {step: each.value for step, each in record.reports.items()}
+        assert trial.intermediate_values == reports
+        assert trial.user_attrs.get("job", "") == record.job
+        if record.outcome == "complete":
+            assert trial.values == record.values
+
+
+@pytest.mark.parametrize("pruner", ["median", "asha"])
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_study_cut_anywhere_ends_as_undisturbed(tmp_path, sampler, pruner):
+    settings = {
+        "sampler": sampler,
+        "sampler_settings": STARTUP.get(sampler),
+        "pruner": pruner,
+        "pruner_settings": {"n_startup_trials": 2} if pruner == "median" else None,
+    }
+    trials = 6 if sampler == "gp" else 8
+    whole = tmp_path / "whole" / "s"
+    whole.mkdir(parents=True)
+    run_all(open_study(whole, **settings), trials)
+    expected = lines_of(whole)
+    assert any(line.get("outcome") == "pruned" for line in expected)
+    data = (whole / "trials.jsonl").read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
+    sizes = [0, *ends, *(end - 7 for end in ends[::3])]
+    if sampler != "tpe":  # what the samplers share is checked once, and a draw of gp is slow
+        sizes = sizes[:: len(sizes) // 6]
+    for size in sizes:
+        cut = cut_copy(whole, tmp_path / str(size) / "s", size)
+        run_all(open_study(cut, **settings), trials)
+        assert lines_of(cut) == expected, size
+        check_agrees(cut)
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "qmc", "gp"])
+def test_the_order_of_results_does_not_change_draws(tmp_path, sampler):
+    """With a lag of 4, four jobs run at a time and end in any order."""
+    trials = 9 if sampler == "gp" else 14
+    draws = []
+    for seed in range(2 if sampler == "gp" else 6):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        study = open_study(
+            directory, sampler=sampler, sampler_settings=STARTUP.get(sampler), lag=4, parallel=4
+        )
+        draw = random.Random(seed)
+        running: list[int] = []
+        drawn = {}
+        while len(drawn) < trials or running:
+            number = len(drawn)
+            if number < trials and len(running) < 4 and study.can_draw(number):
+                drawn[number] = study.trial(number).values
+                running.append(number)
+                continue
+            number = running.pop(draw.randrange(len(running)))
+            study.finish(number, Outcome.COMPLETE, [loss(drawn[number])])
+            if draw.random() < 0.2:
+                study = open_study(
+                    directory, sampler=sampler, sampler_settings=STARTUP.get(sampler), lag=4
+                )
+        draws.append(drawn)
+    assert all(each == draws[0] for each in draws)
+
+
+def test_a_draw_waits_for_the_results_that_lag_demands(tmp_path):
+    study = open_study(tmp_path, lag=2)
+    assert study.lag == 2
+    assert study.can_draw(0) and study.can_draw(1) and not study.can_draw(2)
+    study.trial(0)
+    study.trial(1)
+    study.finish(1, Outcome.COMPLETE, [1.0])
+    assert not study.can_draw(2)
+    study.finish(0, Outcome.FAILED, reason="exit code 1")
+    assert study.can_draw(3) and not study.can_draw(4)
+    assert open_study(tmp_path, lag=2, order="free").can_draw(9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lag"),
+    [({}, 1), ({"parallel": 3}, 6), ({"parallel": 3, "lag": 2}, 2)],
+    ids=str,
+)
+def test_lag_is_recorded(tmp_path, settings, lag):
+    assert open_study(tmp_path, **settings).lag == lag
+    assert open_study(tmp_path).lag == lag
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_two_objectives(tmp_path, sampler):
+    objectives = ("val_loss", "-accuracy")
+    study = open_study(
+        tmp_path, sampler=sampler, sampler_settings=STARTUP.get(sampler), objectives=objectives
+    )
+    run_all(study, 7)
+    best = study.best()
+    assert best
+    for one in best:
+        for other in study.trials():
+            if other.outcome == "complete":
+                assert not (other.values[0] < one.values[0] and other.values[1] > one.values[1])
+    again = open_study(
+        tmp_path, sampler=sampler, sampler_settings=STARTUP.get(sampler), objectives=objectives
+    )
+    assert [each.params for each in again.best()] == [each.params for each in best]
+
+
+@pytest.mark.parametrize("storage", ["journal", "sqlite"])
+def test_optuna_reads_the_study_after_each_change(tmp_path, storage):
+    directory = tmp_path / "a b?c%20#'d"
+    directory.mkdir()
+    study = open_study(directory, pruner="median", storage=storage, order="free")
+    study.trial(0)
+    if storage == "journal":
+        check_agrees(directory)
+    study.report(0, 5, 2.0)
+    study.report(0, 6, float("nan"))
+    study.finish(0, Outcome.COMPLETE, [float("nan")], job="job-0")
+    study.trial(1)
+    study.finish(1, Outcome.FAILED, reason="exit code 1", job="job-1")
+    assert study.failures(1) == 1
+    study.reopen(1)
+    assert study.outcome(1) is None
+    study.trial(2)
+    study.finish(1, Outcome.COMPLETE, [float("-inf")], job="job-1")
+    backup = directory.with_name("copy")
+    backup.mkdir()
+    name = {"journal": "study.journal", "sqlite": "study.db"}[storage]
+    (backup / name).write_bytes((directory / name).read_bytes())
+    url = (
+        optuna.storages.JournalStorage(
+            optuna.storages.journal.JournalFileBackend(str(backup / name))
+        )
+        if storage == "journal"
+        else f"sqlite:///{backup}/{name}"
+    )
+    trials = optuna.load_study(study_name=directory.name, storage=url).trials
+    assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "RUNNING"]
+    assert trials[0].value == float("inf") and trials[0].user_attrs == {"job": "job-0"}
+    assert trials[0].intermediate_values == {5: 2.0, 6: float("inf")}
+    assert (directory / f"{name}.before").exists()
+
+
+def test_a_torn_journal_is_repaired_at_once(tmp_path, monkeypatch, caplog):
+    whole = tmp_path / "whole" / "s"
+    whole.mkdir(parents=True)
+    run_all(open_study(whole), 3)
+    journal = (whole / "study.journal").read_bytes()
+    last = journal.rindex(b"\n", 0, -1) + 1
+    for size in range(last, len(journal) + 1, 3):
+        cut = cut_copy(whole, tmp_path / str(size) / "s", 10**6)
+        os.truncate(cut / "trials.jsonl", (whole / "trials.jsonl").stat().st_size)
+        os.truncate(cut / "study.journal", size)
+        os.symlink(cut / "study.journal", cut / "study.journal.lock")
+        os.symlink(cut / "study.journal", cut / "study.journal.lock1234.rename")
+        with monkeypatch.context() as patch:
+            patch.delattr(time, "sleep")  # with which Optuna waits 30 seconds for a lock
+            open_study(cut)
+        assert not caplog.text
+        check_agrees(cut)
+        assert not list(cut.glob("*.lock*")) and not list(cut.glob("*.before"))
+
+
+@pytest.mark.parametrize("storage", ["journal", "sqlite"])
+def test_a_lagging_or_foreign_storage_is_mended(tmp_path, storage):
+    name = {"journal": "study.journal", "sqlite": "study.db"}[storage]
+    directory = tmp_path / "s"
+    directory.mkdir()
+    study = open_study(directory, storage=storage)
+    run_all(study, 2)
+    lagging = (directory / name).read_bytes()
+    run_job(study, 2)
+    study.trial(3)
+    study.report(3, 10, 1.5)
+    for content, is_kept in (
+        (lagging, True),
+        (b"hello\n", False),
+        (b"", None),
+        (b"\xff" * 99, False),
+    ):
+        (directory / name).write_bytes(content)
+        open_study(directory, storage=storage)
+        check_agrees(directory, storage)
+        before = directory / f"{name}.before"
+        if is_kept is not None:
+            assert before.exists() != is_kept
+        before.unlink(missing_ok=True)
+    (directory / name).unlink()
+    (directory / name).symlink_to(tmp_path / "elsewhere")
+    open_study(directory, storage=storage)
+    assert not (tmp_path / "elsewhere").exists()
+    check_agrees(directory, storage)
+
+
+def test_a_storage_that_cannot_be_written_does_not_end_the_sweep(tmp_path, caplog):
+    (tmp_path / "study.journal.lock" / "x").mkdir(parents=True)  # as no kill leaves it
+    study = open_study(tmp_path)
+    run_all(study, 2)
+    assert study.outcome(1) is Outcome.COMPLETE
+    assert "study.journal is no longer updated" in caplog.text
+
+
+def test_decisions_of_the_median_are_repeated(tmp_path):
+    settings = {"pruner": "median", "pruner_settings": {"n_startup_trials": 2}}
+    study = open_study(tmp_path, **settings)
+    for number, value in enumerate((1.0, 2.0, 3.0)):
+        study.trial(number)
+        study.report(number, 100, value)
+        study.finish(number, Outcome.COMPLETE, [value])
+    study.trial(3)
+    assert study.report(3, 50, 9.0) is None
+    reason = "validation loss 2.5000 is above the median 2.0000 of 3 jobs at step 100"
+    assert study.report(3, 100, 2.5) == reason
+    study = open_study(tmp_path, **settings)
+    assert study.report(3, 50, 9.0) is None
+    assert study.report(3, 100, 2.5) == reason
+    assert study.report(3, 200, 0.0) == reason, "the job has not ended yet"
+    assert open_study(tmp_path).report(3, 100, 2.5) is None, "without a pruner"
+    study.finish(3, Outcome.PRUNED, reason=reason)
+    study.reopen(3)
+    assert study.report(3, 50, 9.0) is None
+    assert study.report(3, 100, 2.0) is None
+
+
+def test_maximized_objectives_prune_below_the_median(tmp_path):
+    settings = {"n_startup_trials": 1}
+    study = open_study(
+        tmp_path, pruner="median", pruner_settings=settings, objectives=("-accuracy",)
+    )
+    study.trial(0)
+    study.report(0, 1, 0.5)
+    study.finish(0, Outcome.COMPLETE, [0.5])
+    study.trial(1)
+    assert study.report(1, 1, 0.6) is None
+    study.finish(1, Outcome.COMPLETE, [0.6])
+    study.trial(2)
+    assert study.report(2, 1, 0.1) == (
+        "accuracy 0.1000 is below the median 0.5500 of 2 jobs at step 1"
+    )
+    study.finish(2, Outcome.FAILED)
+    study.trial(3)
+    assert "(not finite) is below" in str(study.report(3, 1, float("nan")))
+
+
+def test_asha_keeps_the_best_third(tmp_path):
+    study = open_study(tmp_path, pruner="asha", parallel=6)
+    for number, value in enumerate((3.0, 2.0, 1.0)):
+        study.trial(number)
+        assert study.report(number, 20, value) is None
+    study.trial(3)
+    assert study.report(3, 10, 9.0) is None, "the first rung is at the first step reported, 20"
+    reason = "not among the best third of 4 jobs at rung 1, step 20"
+    assert study.report(3, 20, 2.5) == reason
+    assert study.report(2, 60, 1.0) is None
+    study = open_study(tmp_path, pruner="asha")
+    assert study.report(3, 20, 2.5) == reason
+    assert study.report(1, 60, 1.5) == "not among the best third of 2 jobs at rung 2, step 60"
+
+
+def test_a_grid_may_change(tmp_path):
+    def open_grid(*values: float, **settings) -> Study:
+        listed = [{"lr": value, "betas": "[1,2]"} for value in values]
+        study = Study(tmp_path, SweepConfig(**settings), {}, listed)
+        study.begin()
+        return study
+
+    study = open_grid(0.1, 0.2)
+    assert study.trial(1).values == {"lr": 0.2, "betas": "[1,2]"}
+    study.finish(1, Outcome.COMPLETE, [1.0])
+    assert study.can_draw(5)
+    study = open_grid(0.05, 0.2, 0.1)
+    assert [study.outcome(number) for number in range(3)] == [None, Outcome.COMPLETE, None]
+    assert study.trial(0).values["lr"] == 0.05
+    trials = load(tmp_path)
+    assert [trial.params["lr"] for trial in trials] == [0.2, 0.05]
+    assert trials[0].state.name == "COMPLETE"
+
+
+REFUSED = [
+    ({"sampler_settings": {"n_startup_trial": 1}}, "did you mean"),
+    ({"sampler_settings": {"n_startup_trials": -1}}, "at least 0"),
+    ({"sampler_settings": {"n_startup_trials": True}}, "whole number"),
+    ({"sampler_settings": {"multivariate": 1}}, "true or false"),
+    ({"sampler": "qmc", "sampler_settings": {"qmc_type": "x"}}, "sobol, halton"),
+    ({"sampler": "random", "sampler_settings": {"a": 1}}, "has no settings"),
+    ({"pruner": "asha", "pruner_settings": {"rungs": 1}}, "use one of min_resource"),
+    ({"pruner": "asha", "pruner_settings": {"min_resource": 0}}, "at least 1"),
+    ({"pruner_settings": {"n_min_trials": 1}}, "has no settings"),
+    ({"seed": 2}, "sweep.seed=2 was 1"),
+    ({"objectives": ("-val_loss",)}, "sweep.objectives=-val_loss was val_loss"),
+    ({"objectives": ("val_loss", "x")}, "sweep.objectives=val_loss,x was val_loss"),
+    ({"sampler": None}, "holds a search and the command is a grid"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=str)
+def test_refused_in_one_line(tmp_path, settings, message):
+    settings = {"sampler": "tpe", **settings}
+    space = search_space(parse(*SWEPT))
+    first = Study(tmp_path, SweepConfig(sampler="tpe"), space, fixed={"lr": 0.1})
+    assert not list(tmp_path.iterdir()), "nothing is written before begin()"
+    first.begin()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    listed = [{"lr": 1}] if settings["sampler"] is None else None
+    with pytest.raises(ConfigError) as caught:
+        Study(tmp_path, SweepConfig(**settings), space, listed, {"lr": 0.1})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("swept", "fixed", "message"),
+    [
+        ([*SWEPT[:2], "kind=a,b"], {"x": 1}, "kind was searched in another range"),
+        (SWEPT[:2], {"x": 1}, "kind was searched in this directory, and is not now"),
+        ([*SWEPT, "more=1,2"], {"x": 1}, "more was not searched in this directory before"),
+        (SWEPT, {"x": 2}, "x=2 was 1 in this directory; choose another run.name"),
+        (SWEPT, {}, "x=not set was 1"),
+        (SWEPT, {"x": 1, "y": 0.5}, "y=0.5 was not set"),
+    ],
+    ids=str,
+)
+def test_another_space_or_configuration_is_refused(tmp_path, swept, fixed, message):
+    settings = SweepConfig(sampler="tpe")
+    Study(tmp_path, settings, search_space(parse(*SWEPT)), fixed={"x": 1}).begin()
+    with pytest.raises(ConfigError) as caught:
+        Study(tmp_path, settings, search_space(parse(*swept)), fixed=fixed)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_values_outside_of_the_space_are_damage(tmp_path):
+    run_all(open_study(tmp_path, "lr=interval(1,2)", "n=1,2", "kind=a,b"), 1)
+    path = tmp_path / "trials.jsonl"
+    path.write_text(path.read_text().replace('"params":{"lr":1', '"params":{"lr":7'))
+    with pytest.raises(RunError, match="values of trial 0 are damaged"):
+        open_study(tmp_path, "lr=interval(1,2)", "n=1,2", "kind=a,b")
+
+
+@pytest.mark.parametrize("storage", ["journal", "sqlite"])
+def test_a_study_killed_at_any_time_ends_as_undisturbed(tmp_path, storage):
+    settings = {"sampler": "tpe", "pruner": "median", "sampler_settings": {"n_startup_trials": 4}}
+    trials = 40
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run_all(open_study(whole, **settings), trials)
+    directory = tmp_path / "killed"
+    directory.mkdir()
+    wait = random.Random(storage)
+    killed = 0
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                run_all(open_study(directory, **settings, storage=storage), trials)
+                os._exit(0)
+            os._exit(1)
+        time.sleep(wait.uniform(0.0, 0.1 if storage == "journal" else 0.3))
+        os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        killed += status != 0
+    assert killed > 1
+    run_all(open_study(directory, **settings, storage=storage), trials)
+    assert lines_of(directory) == lines_of(whole)
+    check_agrees(directory, storage)

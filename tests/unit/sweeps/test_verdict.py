@@ -1,0 +1,208 @@
+"""`report A B compare`: which of several settings is better, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from fake_runs import fake_run
+from tools import call_tool
+
+from mingpt_ddp.cli import report_command as tool
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    return call_tool(tool, monkeypatch, capsys)
+
+
+def replicate(root, losses, first=1, **values):
+    """Write a run for each loss, with seeds from `first` on."""
+    for seed, loss in enumerate(losses, first):
+        keys = {"run.seed": seed, **{f"optimizer.{key}": value for key, value in values.items()}}
+        name = ",".join(f"{key}={value}" for key, value in keys.items())
+        fake_run(root / name, keys, val_loss=loss)
+
+
+def strict(out):
+    def refuse(constant):
+        raise ValueError(constant)
+
+    return json.loads(out, parse_constant=refuse)
+
+
+def test_two_directories_are_compared_seed_by_seed(tmp_path, call):
+    replicate(tmp_path / "a", [1.0, 2.0, 3.0], lr=1e-3)
+    replicate(tmp_path / "b", [1.1, 2.2, 3.3], lr=3e-3)
+    code, out, _ = call(tmp_path / "a", tmp_path / "b", "compare")
+    assert code == 0
+    assert out.splitlines()[-1] == (
+        "no difference shown between lr=0.001 and lr=0.003: 0.20 ± 0.25 (95% interval -0.05 to "
+        "0.45, 3 paired seeds, p = 0.074); about 5 seeds each would settle it (for a difference "
+        "as large as the one seen, power 80%)"
+    )
+
+
+def test_a_difference_that_is_shown(tmp_path, call):
+    replicate(tmp_path / "s", [1.0, 2.0, 3.0, 4.0], lr=1e-3)
+    replicate(tmp_path / "s", [1.1, 2.12, 3.1, 4.12], lr=3e-3)
+    code, out, _ = call("compare", tmp_path / "s")
+    assert code == 0
+    assert "compared by validation loss, in nats per token" in out
+    assert out.splitlines()[-1] == (
+        "lr=0.001 is better than lr=0.003 by 0.110 ± 0.018 (95% interval 0.092 to 0.128, "
+        "4 paired seeds, p = 0.00032)"
+    )
+    assert not list(tmp_path.rglob("*.html")), "compare writes no page"
+
+
+def test_other_seeds_are_compared_by_their_means(tmp_path, call):
+    replicate(tmp_path / "a", [1.0, 1.1, 1.2], lr=1e-3)
+    replicate(tmp_path / "b", [2.0, 2.1, 2.2, 2.3], first=7, lr=3e-3)
+    _, out, _ = call(tmp_path / "a", tmp_path / "b", "compare", "format=json")
+    (comparison,) = strict(out)["comparisons"]
+    assert (comparison["test"], comparison["seeds"]) == ("Welch", [3, 4])
+    assert comparison["difference"] == pytest.approx(1.05)
+
+
+def test_the_numbers_as_json(tmp_path, call):
+    replicate(tmp_path / "s", [1.0, 2.0, 3.0], lr=1e-3)
+    replicate(tmp_path / "s", [1.1, 2.2, 3.3], lr=3e-3)
+    fake_run(tmp_path / "s" / "bad", {"run.seed": 9, "optimizer.lr": 3e-3}, val_loss=float("nan"))
+    code, out, _ = call(tmp_path / "s", "compare", "format=json")
+    found = strict(out)
+    assert code == 0
+    assert found["best"] == "lr=0.001"
+    assert found["settings"][0]["by_seed"] == {"1": 1.0, "2": 2.0, "3": 3.0}
+    assert found["settings"][1]["left_out"] == 1
+    (comparison,) = found["comparisons"]
+    assert comparison["is_better"] is False
+    assert comparison["seeds_needed"] == 5
+    assert comparison["p"] == comparison["p_corrected"]
+    assert any("1 job of lr=0.003 not counted" in note for note in found["notes"])
+
+
+def test_several_settings_are_corrected_for_all_pairs(tmp_path, call):
+    for lr, shift in ((1e-3, 0.0), (2e-3, 0.1), (3e-3, 0.2)):
+        losses = [1.0 + shift, 2.01 + 1.1 * shift, 3.0 + 1.2 * shift]
+        replicate(tmp_path / "s", losses, lr=lr)
+    _, out, _ = call(tmp_path / "s", "compare", "format=json")
+    found = strict(out)
+    assert found["pairs_corrected_for"] == 3
+    first, second = found["comparisons"]
+    assert (first["other"], second["other"]) == ("lr=0.002", "lr=0.003")
+    # the three differences are proportional, so their p are equal: Holm multiplies each by 3
+    assert first["p"] == pytest.approx(second["p"], rel=1e-6)
+    assert first["p_corrected"] == pytest.approx(3 * first["p"], rel=1e-6)
+    _, out, _ = call(tmp_path / "s", "compare")
+    assert "note: p is corrected for all 3 pairs of settings (Holm)" in out
+
+
+def test_one_seed_each_says_nothing(tmp_path, call):
+    replicate(tmp_path / "s", [1.0], lr=1e-3)
+    replicate(tmp_path / "s", [2.0], lr=3e-3)
+    code, out, _ = call(tmp_path / "s", "compare")
+    assert (code, out) == (
+        0,
+        "nothing can be said: each setting has one seed, which says nothing about chance; train "
+        "more of them: -m run.seed=1,2,3\n",
+    )
+    _, out, _ = call(tmp_path / "s", "compare", "format=json")
+    assert strict(out)["comparisons"] == []
+
+
+def test_a_setting_with_one_seed_among_others(tmp_path, call):
+    replicate(tmp_path / "s", [1.5, 1.6], lr=1e-3)
+    replicate(tmp_path / "s", [1.0], lr=3e-3)
+    _, out, _ = call(tmp_path / "s", "compare")
+    assert out.splitlines()[-1].startswith("nothing can be said of lr=0.003 against lr=0.001: it")
+    assert "is better" not in out
+
+
+def test_runs_of_the_same_recipe_in_two_directories_are_compared(tmp_path, call):
+    """As before and after a change of the code."""
+    replicate(tmp_path / "before", [1.0, 2.0, 3.0], lr=1e-3)
+    replicate(tmp_path / "after", [1.1, 2.11, 3.1], lr=1e-3)
+    _, out, _ = call(tmp_path / "before", tmp_path / "after", "compare")
+    assert out.splitlines()[-1].startswith("before is better than after by 0.103 ± 0.014")
+
+
+def test_seeds_in_several_directories_are_one_setting(tmp_path, call):
+    runs = []
+    for name, lr, seed, loss in (
+        ("a", 1, 1, 1.0),
+        ("b", 1, 2, 1.1),
+        ("c", 2, 1, 2.0),
+        ("d", 2, 2, 2.2),
+    ):
+        runs.append(
+            fake_run(tmp_path / name, {"run.seed": seed, "optimizer.lr": lr}, val_loss=loss)
+        )
+    _, out, _ = call(*runs, "compare", "format=json")
+    assert [len(side["by_seed"]) for side in strict(out)["settings"]] == [2, 2]
+
+
+def test_one_setting_is_refused(tmp_path, call):
+    replicate(tmp_path / "s", [1.0, 1.1], lr=1e-3)
+    code, _, err = call(tmp_path / "s", "compare")
+    assert code == 2
+    assert err.count("\n") == 1
+    assert "there is one setting to compare" in err
+
+
+def test_different_texts_are_noted(tmp_path, call):
+    for name, loss in (("a", 1.0), ("b", 2.0)):
+        for seed in (1, 2):
+            keys = {"run.seed": seed, "data.path": f"{name}.txt"}
+            fake_run(tmp_path / f"{name}{seed}", keys, val_loss=loss + seed / 100)
+    _, out, _ = call(tmp_path, "compare")
+    assert "note: the jobs were measured on different texts (data.path)" in out
+
+
+def test_different_tokenizers_are_compared_by_bits_per_byte(tmp_path, call):
+    for kind, loss, bits in (("char", 1.0, 2.5), ("byte", 2.0, 2.0)):
+        for seed in (1, 2):
+            keys = {"run.seed": seed, "data.tokenizer": kind}
+            run = tmp_path / f"{kind}{seed}"
+            fake_run(run, keys, val_loss=loss, bits_per_byte=bits + seed / 1000)
+    _, out, _ = call(tmp_path, "compare", "format=json")
+    found = strict(out)
+    assert (found["objective"], found["best"]) == ("val_bits_per_byte", "tokenizer=byte")
+
+
+def test_without_scipy_one_line_says_what_to_install(tmp_path, call, monkeypatch):
+    replicate(tmp_path / "s", [1.0, 1.1], lr=1e-3)
+    replicate(tmp_path / "s", [2.0, 2.1], lr=3e-3)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    code, _, err = call(tmp_path / "s", "compare")
+    assert code == 2
+    assert err == "run error: compare needs scipy; pip install 'mingpt_ddp[report]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare"], "compare needs directories"),
+        (["outputs", "compare", "format=yaml"], "format"),
+    ],
+)
+def test_arguments_are_checked(arguments, message, call):
+    code, _, err = call(*arguments)
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_names_are_printed_without_escapes(tmp_path, call):
+    for number, name in enumerate(("x\x1b[2J", "y\n\x07")):
+        for seed in (1, 2):
+            keys = {"run.seed": seed, "model.name": name}
+            fake_run(tmp_path / f"{number}-{seed}", keys, val_loss=1 + number + seed / 10)
+    _, out, _ = call(tmp_path, "compare")
+    assert "\x1b" not in out
+    assert "\x07" not in out
