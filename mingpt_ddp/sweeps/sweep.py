@@ -71,6 +71,7 @@ class Sweep:
     n_done_before: int = 0  # of these, completed by an earlier start
     failed: dict[str, str] = field(default_factory=dict)  # reasons, by label of the job
     exit_code: int = 0
+    _names: dict[str, str] = field(default_factory=dict)  # of directories, by label of the job
 
     @staticmethod
     def current() -> "Sweep":
@@ -126,6 +127,7 @@ class Sweep:
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
         directory = run_directory(config)
+        self._names[job.label] = directory.name
         if value is not None:
             self.n_done_before += directory not in self.done
             self.record_done(job, directory)
@@ -205,10 +207,9 @@ class Sweep:
         return JobError(f"{job.label} failed")
 
     def _keep_failed(self, job: Job, message: str) -> None:
-        log.error("%s", message)
+        log.error("%s%s", f"job {job.number + 1}: " if self.slots else "", message)
         if self.source is not None:
-            directory = job.directory.name if job.directory else None
-            self.file.fail(job.label, directory, message)
+            self.file.fail(job.label, self._names.get(job.label), message)
             self.source.fail(job.number, message)
 
     @property
