@@ -14,6 +14,7 @@ from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, UserError
 from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
 from mingpt_ddp.sweeps.progress import jobs_left
 from mingpt_ddp.sweeps.sources import Source
@@ -41,6 +42,7 @@ class Scheduler:
         self._left = jobs_left(sweep, source)
         self._next: int | None = None  # waits for results
         self._forwarder = SignalForwarder()
+        self._table = LiveTable(sweep)
         self._codes: list[int] = []  # of jobs that a signal ended
 
     def run(self) -> None:
@@ -53,7 +55,8 @@ class Scheduler:
 
     async def _run(self) -> None:
         self._changed = asyncio.Condition()
-        await asyncio.gather(*map(self._work, self._sweep.slots))
+        async with self._table.shown():
+            await asyncio.gather(*map(self._work, self._sweep.slots))
 
     async def _work(self, slot: Slot) -> None:
         """Run one job after the other in a slot."""
@@ -100,9 +103,10 @@ class Scheduler:
         prepared = self._prepare(number, slot)
         if not isinstance(prepared, LocalJob):
             return
-        ended = await run_workers(
-            prepared.launch, prepared.env, prepared.started_at, self._forwarder
-        )
+        with self._table.row(slot.number, prepared):
+            ended = await run_workers(
+                prepared.launch, prepared.env, prepared.started_at, self._forwarder
+            )
         self._conclude(prepared, ended)
 
     def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
