@@ -8,11 +8,12 @@ from collections.abc import Callable
 from omegaconf import DictConfig
 
 from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.distributed.exit import USER_ERROR
 from mingpt_ddp.distributed.launcher import Ended, run_workers
 from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import SignalForwarder
-from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
@@ -98,6 +99,10 @@ class Scheduler:
             except JobError:  # recorded
                 if self._forwarder.received:
                     return
+            except RunError as error:  # its result lacks an objective
+                job = Job(number, self._source.label(number))
+                self._sweep.record_failed(job, str(error), USER_ERROR)
+                return
 
     async def _attempt(self, number: int, slot: Slot) -> None:
         prepared = self._prepare(number, slot)
@@ -128,7 +133,7 @@ class Scheduler:
             if not isinstance(error, UserError):
                 error = ConfigError(hydra_utils.explain(error))
             job = Job(number, self._source.label(number))
-            raise sweep.record_failed(job, str(error), 2) from error
+            raise sweep.record_failed(job, str(error), USER_ERROR) from error
 
     def _conclude(self, local: LocalJob, ended: Ended) -> None:
         value = conclude_local(local, ended, self._sweep)
