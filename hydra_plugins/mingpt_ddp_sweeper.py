@@ -1,17 +1,35 @@
 """The sweeper of mingpt_ddp, where Hydra looks for sweepers: it imports this at every start."""
 
-from typing import Any
+from dataclasses import dataclass, field
 
+from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 
+@dataclass
+class JobSweeperConf:
+    """The keys of `hydra.sweeper`, as Hydra's own sweeper has them; the others are in `sweep`."""
+
+    _target_: str = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = field(default_factory=dict)
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="mingpt_ddp", node=JobSweeperConf)
+
+
 class JobSweeper(Sweeper):
     """Run the jobs of a sweep, of a grid or drawn by Optuna, one or several at a time."""
 
-    def __init__(self, **settings: Any) -> None:
-        """Ignore the settings of Hydra's own sweeper: `mingpt_ddp.sweeps.sweep` has read them."""
+    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
+        """
+        Args:
+            max_batch_size: jobs that an external launcher gets at once; None: all of a grid.
+            params: overrides of the sweep, which `mingpt_ddp.sweeps.preflight` has parsed.
+        """
+        self.max_batch_size = max_batch_size
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -25,4 +43,4 @@ class JobSweeper(Sweeper):
         """Run all jobs, of which `arguments` are the overrides; `Preflight` has parsed them."""
         from mingpt_ddp.sweeps.sweeper import run_jobs
 
-        run_jobs(self.hydra_context, self.task_function, self.config)
+        run_jobs(self.hydra_context, self.task_function, self.config, self.max_batch_size)

@@ -27,7 +27,7 @@ from mingpt_ddp.metrics.objective import (
     objective_of,
 )
 from mingpt_ddp.storage.lock import acquire_lock
-from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, has_own_sweeper, plan_slots
+from mingpt_ddp.sweeps.schedule import check_schedule, has_own_sweeper, plan_slots
 from mingpt_ddp.sweeps.sources import in_lock_step, is_study, number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.sweeps.sweep_checks import check_hydra_keys, check_jobs, parse_overrides
@@ -78,9 +78,7 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     sweep.directory = Path(first.run.root, first.run.name or "")
     objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
     sweep.settings = check_schedule(config, jobs, env, objective)
-    is_ours = has_own_sweeper(config) and (
-        is_study(sweep.settings) or not sweep.uses_external_launcher
-    )
+    is_ours = has_own_sweeper(config)
     if is_ours and not sweep.uses_external_launcher:
         sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
         sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
@@ -103,8 +101,6 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
             for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
         for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
         config.hydra.sweep.dir = str(sweep.directory)
-        if is_ours:
-            config.hydra.sweeper = {"_target_": SWEEPER}
 
 
 def _begin(sweep: Sweep, first: Config) -> None:

@@ -17,7 +17,6 @@ from mingpt_ddp.metrics.objective import LOSS, Objective
 from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
-HYDRAS_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 BITS = ("bits_per_byte", "bits_per_char")
 # numbers of result.json
 MEASURED = (
@@ -36,7 +35,7 @@ HYDRAS_LAUNCHERS = "hydra._internal."
 
 def has_own_sweeper(config: DictConfig) -> bool:
     """Return whether the jobs are ours to run: no other sweeper has been chosen."""
-    return bool(config.hydra.sweeper._target_ == HYDRAS_SWEEPER)
+    return bool(config.hydra.sweeper._target_ == SWEEPER)
 
 
 def check_schedule(
@@ -65,8 +64,8 @@ def check_schedule(
     if not has_own_sweeper(config):
         check(
             not is_study and settings.parallel == 1,
-            f"sweep.sampler, sweep.pruner and sweep.parallel have no effect with hydra/sweeper="
-            f"{config.hydra.sweeper._target_}; leave one of them out",
+            "sweep.sampler, sweep.pruner and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
+            f"{config.hydra.sweeper._target_}",
         )
     if is_study:
         check(

@@ -19,19 +19,25 @@ from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import job_name
 from mingpt_ddp.sweeps.local_job import checked_config
 from mingpt_ddp.sweeps.progress import jobs_left
-from mingpt_ddp.sweeps.scheduler import Scheduler
+from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 
 log = logging.getLogger(__name__)
 
 
-def run_jobs(context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+def run_jobs(
+    context: HydraContext,
+    task_function: TaskFunction,
+    config: DictConfig,
+    max_batch_size: int | None,
+) -> None:
     """Run the jobs of the current sweep that are left.
 
     Args:
         task_function: trains the job that Hydra's state describes.
         config: of Hydra, of the sweep.
+        max_batch_size: jobs of a grid that an external launcher gets at once; None: all.
     """
     sweep = Sweep.current()
     source = sweep.source
@@ -43,8 +49,10 @@ def run_jobs(context: HydraContext, task_function: TaskFunction, config: DictCon
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )
-    if sweep.uses_external_launcher:
-        _run_batches(sweep, source, launcher, context, config)
+    if sweep.uses_external_launcher and source.judges:
+        _run_batches(sweep, source, launcher, partial(compose, context, config))
+    elif sweep.uses_external_launcher:
+        _run_grid(source, launcher, max_batch_size or source.total)
     else:
         _run_in_turn(sweep, source, launcher)
 
@@ -67,12 +75,19 @@ def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
                 break
 
 
+def _run_grid(source: Source, launcher: Launcher, size: int) -> None:
+    """Give an external launcher batches of the jobs of a grid."""
+    jobs = [source.overrides(number) for number in range(source.total)]
+    for first in range(0, source.total, size):
+        for returned in launcher.launch(jobs[first : first + size], initial_job_idx=first):
+            _ = returned.return_value  # raises the error of a job that has failed
+
+
 def _run_batches(
     sweep: Sweep,
     source: Source,
     launcher: Launcher,
-    context: HydraContext,
-    config: DictConfig,
+    compose: Compose,
 ) -> None:
     """Run batches of `sweep.parallel` trials in other processes; the next one waits for all."""
     left = [*jobs_left(sweep, source)]
@@ -82,7 +97,7 @@ def _run_batches(
         batch = [source.overrides(number) for number in numbers]
         results = launcher.launch(batch, initial_job_idx=numbers[0])
         for number, words, returned in zip(numbers, batch, results, strict=True):
-            cfg = compose(context, config, number, words)
+            cfg = compose(number, words)
             job = Job.current()
             job_config = checked_config(cfg)
             name = job_name(job_config, hydra_utils.swept_overrides())
@@ -91,7 +106,6 @@ def _run_batches(
                 sweep.record_done(job, directory)
             else:
                 sweep.record_failed(job, _reason(returned), 1)
-        HydraConfig.instance().set_config(config)
 
 
 def _reason(returned: object) -> str:

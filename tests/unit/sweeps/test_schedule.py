@@ -18,7 +18,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.sweeps import schedule
 from mingpt_ddp.sweeps.live_table import LiveTable
-from mingpt_ddp.sweeps.schedule import HYDRAS_SWEEPER, check_schedule, plan_slots
+from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, plan_slots
 from mingpt_ddp.sweeps.sources import Grid, LockStep
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.sweeps.sweep_file import FILE, Failure, SweepFile
@@ -41,7 +41,7 @@ def configure(tmp_path):
 
 
 def check(config: Config, launcher: str = LOCAL, env: DistEnv = ALONE, objective=LOSS):
-    targets = {"launcher": {"_target_": launcher}, "sweeper": {"_target_": HYDRAS_SWEEPER}}
+    targets = {"launcher": {"_target_": launcher}, "sweeper": {"_target_": SWEEPER}}
     return check_schedule(OmegaConf.create({"hydra": targets}), [config], env, objective)
 
 
