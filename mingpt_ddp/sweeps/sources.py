@@ -66,13 +66,10 @@ class Grid:
 
     judges = False
 
-    def __init__(self, jobs: list[list[str]]) -> None:
-        """
-        Args:
-            jobs: the overrides of each.
-        """
-        self._jobs = jobs
-        self.total = len(jobs)
+    def __init__(self, overrides: list[Override]) -> None:
+        self._jobs = [[*job] for job in itertools.product(*map(expand, overrides))]
+        self._varies = [each.is_sweep_override() for each in overrides]
+        self.total = len(self._jobs)
 
     def begin(self) -> None:
         pass
@@ -90,7 +87,8 @@ class Grid:
         return None
 
     def label(self, number: int) -> str:
-        return ", ".join(self._jobs[number])
+        swept = itertools.compress(self._jobs[number], self._varies)
+        return ", ".join(swept) or "the only job"
 
     def directory(self, number: int) -> Path:
         raise AssertionError("no job of a grid is settled")
@@ -151,7 +149,9 @@ class Trials:
             return self._study.failures(number) > self._settings.retries
         if outcome is Outcome.PRUNED and self._settings.pruner == "none":
             return False
-        return not has_other_limits and bool(read_result(self.directory(number)))
+        if outcome is Outcome.COMPLETE and has_other_limits:
+            return False
+        return bool(read_result(self.directory(number)))
 
     def label(self, number: int) -> str:
         from mingpt_ddp.sweeps.space import override_text
@@ -284,7 +284,7 @@ def source_of(
         UserError: the study cannot continue that of the directory.
     """
     if not is_study(settings):
-        return Grid([[*job] for job in itertools.product(*map(expand, overrides))])
+        return Grid(overrides)
     from mingpt_ddp.sweeps.space import search_space
     from mingpt_ddp.sweeps.study import Study
 

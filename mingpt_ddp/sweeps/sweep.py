@@ -66,8 +66,9 @@ class Sweep:
     source: Source | None = None  # None: other processes run the jobs
     slots: list[Slot] = field(default_factory=list)  # of jobs that run at a time; []: in turn
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
-    has_other_limits: bool = False  # than the last start
-    done: list[Path] = field(default_factory=list)  # directories of jobs
+    limits: dict[str, Any] = field(default_factory=dict)  # of the first job
+    has_other_limits: bool = False  # than the last start that ended all jobs
+    done: dict[int, Path] = field(default_factory=dict)  # directories, by number of the job
     n_done_before: int = 0  # of these, completed by an earlier start
     failed: dict[str, str] = field(default_factory=dict)  # reasons, by label of the job
     exit_code: int = 0
@@ -95,6 +96,11 @@ class Sweep:
         `_start` has decided it, in this process or in the one of an external launcher.
         """
         return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all jobs have ended."""
+        return self.planned <= len(self.done) + len(self.failed)
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -127,7 +133,7 @@ class Sweep:
         config = with_run_name(config, name)
         directory = run_directory(config)
         if value is not None:
-            self.n_done_before += directory not in self.done
+            self.n_done_before += directory not in self.done.values()
             self.record_done(job, directory)
             log.info("%s: already complete, %s %.4f", directory, objective.title, value)
         elif failure is not None:
@@ -170,8 +176,7 @@ class Sweep:
         if value is not None:
             if self.launcher:
                 self.record_done(Job.current(), directory)
-            is_last = self.planned <= len(self.done) + len(self.failed)
-            if not signalled or not self.launcher or is_last:
+            if not signalled or not self.launcher or self.is_over:
                 return value
         self.interrupted(exit_code)
 
@@ -187,8 +192,7 @@ class Sweep:
 
     def record_done(self, job: Job, directory: Path) -> None:
         """Record a complete or pruned job."""
-        if directory not in self.done:
-            self.done.append(directory)
+        self.done[job.number] = directory
         self.failed.pop(job.label, None)
         self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
 
@@ -205,7 +209,8 @@ class Sweep:
         return JobError(f"{job.label} failed")
 
     def _keep_failed(self, job: Job, message: str) -> None:
-        log.error("%s", message)
+        name = f"job {job.number + 1}: " if self.slots else ""  # among the lines of others
+        log.error("%s%s", name, message)
         if self.source is not None:
             directory = job.directory.name if job.directory else None
             self.file.fail(job.label, directory, message)
@@ -224,8 +229,10 @@ class Sweep:
     def _report(self) -> None:
         from mingpt_ddp.sweeps.sweep_report import PAGE, report
 
+        if self.is_over:
+            self.file.keep_limits(self.limits)
         is_own = self.lock and (self.done or self.uses_external_launcher)
-        runs = [self.directory] if is_own else self.done
+        runs = [self.directory] if is_own else list(dict.fromkeys(self.done.values()))
         try:
             if runs:
                 print(report(runs, self.directory / PAGE))
@@ -326,8 +333,8 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
 
 def _begin(sweep: Sweep, first: Config) -> None:
     """Write what the sweep keeps from its first start on."""
-    limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
-    sweep.has_other_limits = sweep.file.update_limits(limits)
+    sweep.limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
+    sweep.has_other_limits = sweep.file.has_other_limits(sweep.limits)
     if sweep.slots:
         sweep.file.keep_cores(len(sweep.slots[0].cores))
     if sweep.source is not None:
