@@ -33,7 +33,7 @@ class WorkerEnds:
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
                 os.dup2(self.console.fileno(), descriptor)
                 # The old stream may be that of a file, which has a position.
-                stream = open(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
+                stream = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
                 setattr(sys, name, stream)
         if self.are_judged:
             descriptor = -1 if self.reports is None else os.dup(self.reports.fileno())
