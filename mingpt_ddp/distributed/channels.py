@@ -5,6 +5,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,8 +30,11 @@ class WorkerEnds:
     def open(self) -> None:
         """Write the console to the launcher, and leave the other end to `reporter`."""
         if self.console is not None:
-            for stream in (1, 2):
-                os.dup2(self.console.fileno(), stream)
+            for name, descriptor in (("stdout", 1), ("stderr", 2)):
+                os.dup2(self.console.fileno(), descriptor)
+                # The old stream may be that of a file, which has a position.
+                stream = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
+                setattr(sys, name, stream)
         if self.are_judged:
             descriptor = -1 if self.reports is None else os.dup(self.reports.fileno())
             os.environ[REPORTS] = str(descriptor)

@@ -68,7 +68,10 @@ def _final_value(directory: Path, config: Config, objective: Objective) -> float
     result = read_result(directory)
     recorded = recorded_config(directory) or {}
     try:
-        if not _has_ended(result, config) or not _has_reached_limits(result, recorded, config):
+        if not _has_ended(result, config):
+            return None
+        is_pruned = result["status"] == RunStatus.PRUNED  # whatever the limits
+        if not is_pruned and not _has_reached_limits(result, recorded, config):
             return None
         if numeric_values(recorded) != numeric_values(config.to_dict()):
             return None

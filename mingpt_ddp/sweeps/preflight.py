@@ -105,8 +105,8 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
 
 def _begin(sweep: Sweep, first: Config) -> None:
     """Write what the sweep keeps from its first start on."""
-    limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
-    sweep.has_other_limits = sweep.file.update_limits(limits)
+    sweep.limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
+    sweep.has_other_limits = sweep.file.has_other_limits(sweep.limits)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
     if sweep.source is not None:

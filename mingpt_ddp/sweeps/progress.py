@@ -28,13 +28,25 @@ def jobs_left(sweep: Sweep, source: Source) -> Iterator[int]:
             yield number
 
 
+def attempts(sweep: Sweep, source: Source, number: int) -> Iterator[None]:
+    """Yield for each time that a job may start, the first and `sweep.retries`."""
+    retries = sweep.settings.retries
+    yield
+    for retry in range(1, retries + 1):
+        if source.failed_before(number) is not None:  # as often, with earlier starts
+            return
+        log.warning("job %d: retry %d of %d", number + 1, retry, retries)
+        sweep.failed.pop(source.label(number), None)  # not yet
+        yield
+
+
 def count_settled(sweep: Sweep, source: Source, number: int) -> None:
     """Count a job that an earlier start has ended for good."""
     reason = source.failed_before(number)
     if reason is None:
-        sweep.done.append(source.directory(number))
+        sweep.done[number] = source.directory(number)
         sweep.n_done_before += 1
-        log.info("%s: already complete", sweep.done[-1])
+        log.info("%s: already complete", sweep.done[number])
     else:
         label = source.label(number)
         sweep.failed[label] = reason

@@ -72,6 +72,11 @@ def check_schedule(
             jobs[0].run.name is not None,
             "a search or a pruner compares the jobs of one directory; give the sweep a run.name",
         )
+        check(
+            jobs[0].run.resume != "never",
+            "run.resume=never would train jobs again of which a search or a pruner has the "
+            "results; choose another run.name",
+        )
     _check_objectives(jobs[0])
     if is_remote:
         _check_remote(settings, launcher.rpartition(".")[2], is_study)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -17,7 +18,7 @@ from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
-from mingpt_ddp.sweeps.progress import jobs_left
+from mingpt_ddp.sweeps.progress import attempts, jobs_left
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 
@@ -45,14 +46,20 @@ class Scheduler:
         self._forwarder = SignalForwarder()
         self._table = LiveTable(sweep)
         self._codes: list[int] = []  # of jobs that a signal ended
+        self._running: set[Path] = set()  # directories of jobs
 
     def run(self) -> None:
         """Run all jobs; exit if a signal ends the sweep before the last one."""
         with self._forwarder.installed():
             asyncio.run(self._run())
-        if self._forwarder.received and len(self._sweep.done) < self._sweep.planned:
-            number = 128 + self._forwarder.received[-1]
-            self._sweep.interrupted(max(self._codes, default=number))
+        if self._is_interrupted and not self._sweep.is_over:
+            codes = self._codes or [128 + self._forwarder.received[-1]]
+            self._sweep.interrupted(max(codes))
+
+    @property
+    def _is_interrupted(self) -> bool:
+        """Return whether no other job starts: this process, or a job alone, got a signal."""
+        return bool(self._forwarder.received or self._codes)
 
     async def _run(self) -> None:
         self._changed = asyncio.Condition()
@@ -73,7 +80,7 @@ class Scheduler:
         """Return the next job, once the results that determine it are known; None without one."""
         waits = False
         async with self._changed:
-            while not self._forwarder.received:
+            while not self._is_interrupted:
                 if self._next is None:
                     self._next = next(self._left, None)
                 if self._next is None or self._source.can_start(self._next):
@@ -89,15 +96,12 @@ class Scheduler:
 
     async def _run_job(self, number: int, slot: Slot) -> None:
         """Run a job, and again while it fails and retries are left."""
-        retries = self._sweep.settings.retries
-        for retry in range(retries + 1):
-            if retry:
-                log.warning("job %d: retry %d of %d", number + 1, retry, retries)
+        for _ in attempts(self._sweep, self._source, number):
             try:
                 await self._attempt(number, slot)
                 return
             except JobError:  # recorded
-                if self._forwarder.received:
+                if self._is_interrupted:
                     return
             except RunError as error:  # its result lacks an objective
                 job = Job(number, self._source.label(number))
@@ -106,13 +110,24 @@ class Scheduler:
 
     async def _attempt(self, number: int, slot: Slot) -> None:
         prepared = self._prepare(number, slot)
+        while isinstance(prepared, LocalJob) and prepared.launch.directory in self._running:
+            log.info("job %d waits: another job has the same values", number + 1)
+            async with self._changed:
+                await self._changed.wait()
+            if self._is_interrupted:
+                return
+            prepared = self._prepare(number, slot)
         if not isinstance(prepared, LocalJob):
             return
-        with self._table.row(slot.number, prepared):
-            ended = await run_workers(
-                prepared.launch, prepared.env, prepared.started_at, self._forwarder
-            )
-        self._conclude(prepared, ended)
+        self._running.add(prepared.launch.directory)
+        try:
+            with self._table.row(slot.number, prepared):
+                ended = await run_workers(
+                    prepared.launch, prepared.env, prepared.started_at, self._forwarder
+                )
+            self._conclude(prepared, ended)
+        finally:
+            self._running.remove(prepared.launch.directory)
 
     def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
         """Return the job to start, or the objective of one that is complete.

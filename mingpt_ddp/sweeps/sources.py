@@ -64,13 +64,10 @@ class Grid:
 
     judges = False
 
-    def __init__(self, jobs: list[list[str]]) -> None:
-        """
-        Args:
-            jobs: the overrides of each.
-        """
-        self._jobs = jobs
-        self.total = len(jobs)
+    def __init__(self, overrides: list[Override]) -> None:
+        self._jobs = [[*job] for job in itertools.product(*map(expand, overrides))]
+        self._varies = [each.is_sweep_override() for each in overrides]
+        self.total = len(self._jobs)
 
     def begin(self) -> None:
         pass
@@ -88,7 +85,8 @@ class Grid:
         return None
 
     def label(self, number: int) -> str:
-        return ", ".join(self._jobs[number])
+        swept = itertools.compress(self._jobs[number], self._varies)
+        return ", ".join(swept) or "the only job"
 
     def directory(self, number: int) -> Path:
         raise AssertionError("no job of a grid is settled")
@@ -172,7 +170,7 @@ def source_of(
         UserError: the study cannot continue that of the directory.
     """
     if not is_study(settings):
-        return Grid([[*job] for job in itertools.product(*map(expand, overrides))])
+        return Grid(overrides)
     from mingpt_ddp.sweeps.space import search_space
     from mingpt_ddp.sweeps.study import Study
     from mingpt_ddp.sweeps.trials import Trials

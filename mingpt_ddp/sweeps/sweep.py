@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
@@ -53,8 +53,9 @@ class Sweep:
     source: Source | None = None  # None: other processes run the jobs
     slots: list[Slot] = field(default_factory=list)  # of jobs that run at a time; []: in turn
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
-    has_other_limits: bool = False  # than the last start
-    done: list[Path] = field(default_factory=list)  # directories of jobs
+    limits: dict[str, Any] = field(default_factory=dict)  # of the first job
+    has_other_limits: bool = False  # than the last start that ended all jobs
+    done: dict[int, Path] = field(default_factory=dict)  # directories, by number of the job
     n_done_before: int = 0  # of these, completed by an earlier start
     failed: dict[str, str] = field(default_factory=dict)  # reasons, by label of the job
     exit_code: int = 0
@@ -83,6 +84,11 @@ class Sweep:
         `_start` has decided it, in this process or in the one of an external launcher.
         """
         return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all jobs have ended."""
+        return self.planned <= len(self.done) + len(self.failed)
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -116,7 +122,7 @@ class Sweep:
         directory = run_directory(config)
         self._names[job.label] = directory.name
         if value is not None:
-            self.n_done_before += directory not in self.done
+            self.n_done_before += directory not in self.done.values()
             self.record_done(job, directory)
             log.info("%s: already complete, %s %.4f", directory, objective.title, value)
         elif failure is not None:
@@ -162,8 +168,7 @@ class Sweep:
         if value is not None:
             if self.launcher:
                 self.record_done(Job.current(), directory)
-            is_last = self.planned <= len(self.done) + len(self.failed)
-            if not signalled or not self.launcher or is_last:
+            if not signalled or not self.launcher or self.is_over:
                 return value
         self.interrupted(exit_code)
 
@@ -185,8 +190,7 @@ class Sweep:
         """
         self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
         self.failed.pop(job.label, None)
-        if directory not in self.done:
-            self.done.append(directory)
+        self.done[job.number] = directory
 
     def _keep_done(self, job: Job, directory: Path) -> None:
         if self.source is not None:
@@ -201,7 +205,8 @@ class Sweep:
         return JobError(f"{job.label} failed")
 
     def _keep_failed(self, job: Job, message: str) -> None:
-        log.error("%s%s", f"job {job.number + 1}: " if self.slots else "", message)
+        name = f"job {job.number + 1}: " if self.slots else ""  # among the lines of others
+        log.error("%s%s", name, message)
         if self.source is not None:
             self.file.fail(job.label, self._names.get(job.label), message)
             self.source.fail(job.number, message)
@@ -219,8 +224,10 @@ class Sweep:
     def _report(self) -> None:
         from mingpt_ddp.sweeps.sweep_report import PAGE, report
 
+        if self.is_over:
+            self.file.keep_limits(self.limits)
         is_own = self.lock and (self.done or self.uses_external_launcher)
-        runs = [self.directory] if is_own else self.done
+        runs = [self.directory] if is_own else list(dict.fromkeys(self.done.values()))
         try:
             if runs:
                 print(report(runs, self.directory / PAGE))

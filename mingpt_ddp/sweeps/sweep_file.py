@@ -61,12 +61,17 @@ class SweepFile:
             self._write("threads", {**threads, str(ranks): default})
         return found or default
 
-    def update_limits(self, limits: dict[str, Any]) -> bool:
-        """Keep the limits of this start; return whether the last start had others."""
+    def has_other_limits(self, limits: dict[str, Any]) -> bool:
+        """Return whether jobs may have ended at other limits; keep those of the first start."""
         before = self._values.get("limits")
-        if before != limits:
-            self._write("limits", limits)
+        if before is None:
+            self.keep_limits(limits)
         return before is not None and before != limits
+
+    def keep_limits(self, limits: dict[str, Any]) -> None:
+        """Keep the limits at which all jobs have ended."""
+        if self._values.get("limits") != limits:
+            self._write("limits", limits)
 
     @property
     def failures(self) -> list[Failure]:

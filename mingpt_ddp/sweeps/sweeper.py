@@ -18,7 +18,7 @@ from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import job_name
 from mingpt_ddp.sweeps.local_job import checked_config
-from mingpt_ddp.sweeps.progress import jobs_left
+from mingpt_ddp.sweeps.progress import attempts, jobs_left
 from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -66,9 +66,7 @@ def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
     """Run one job after the other, in this process or by a parent of workers."""
     for number in jobs_left(sweep, source):
         overrides = source.overrides(number)
-        for retry in range(sweep.settings.retries + 1):
-            if retry:
-                log.warning("retry %d of %d", retry, sweep.settings.retries)
+        for _ in attempts(sweep, source, number):
             (returned,) = launcher.launch([overrides], initial_job_idx=number)
             with contextlib.suppress(JobError):  # recorded
                 _ = returned.return_value  # raises the error of a job that has failed

@@ -57,7 +57,9 @@ class Trials:
             return self._study.failures(number) > self._settings.retries
         if outcome is Outcome.PRUNED and self._settings.pruner == "none":
             return False
-        return not has_other_limits and bool(read_result(self.directory(number)))
+        if outcome is Outcome.COMPLETE and has_other_limits:
+            return False
+        return bool(read_result(self.directory(number)))
 
     def label(self, number: int) -> str:
         return ", ".join(self._drawn(number))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
@@ -169,8 +170,10 @@ def test_a_damaged_file_counts_as_none(content, tmp_path):
     file = SweepFile(tmp_path)
     assert (file.cores, file.failures) == (None, [])
     assert file.threads(1, 2) == 2
-    assert not file.update_limits({"max_steps": 1})
-    assert SweepFile(tmp_path).update_limits({"max_steps": 2})
+    assert not file.has_other_limits({"max_steps": 1})
+    assert SweepFile(tmp_path).has_other_limits({"max_steps": 2})
+    file.keep_limits({"max_steps": 2})
+    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 2})
 
 
 def test_an_unnamed_sweep_writes_no_file(tmp_path, monkeypatch):
@@ -187,8 +190,11 @@ def test_rank_zero_sends_the_overrides_of_a_job(monkeypatch):
     store = HashStore()
     connect = lambda env, job, timeout_s: PrefixStore(f"{job}", store)  # noqa: E731
     monkeypatch.setattr(rendezvous, "connect", connect)
-    jobs = [["optimizer.lr=1"], ["optimizer.lr=2", "run.seed=3"]]
-    zero = LockStep(Grid(jobs), 2, False, DistEnv(world_size=2))
+    parser = OverridesParser.create()
+    grid = Grid(parser.parse_overrides(["optimizer.lr=1,2", "run.seed=3"]))
+    jobs = [["optimizer.lr=1", "run.seed=3"], ["optimizer.lr=2", "run.seed=3"]]
+    assert [grid.label(number) for number in (0, 1)] == ["optimizer.lr=1", "optimizer.lr=2"]
+    zero = LockStep(grid, 2, False, DistEnv(world_size=2))
     other = LockStep(None, 2, False, DistEnv(rank=1, world_size=2))
     for number in (0, 1):
         assert zero.overrides(number) == jobs[number]

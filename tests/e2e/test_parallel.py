@@ -1,0 +1,294 @@
+"""Jobs of a sweep side by side: the same bits, killed anywhere, signalled, failing, in slots."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from launching import (
+    Job,
+    call,
+    children,
+    committed,
+    is_running,
+    last_step,
+    python_main,
+    torchrun,
+    wait_for,
+)
+from searching import (
+    DIRECTORY,
+    SEARCH,
+    SHORT,
+    history_lines,
+    recorded,
+    results,
+    starts,
+    states,
+    statuses,
+    trials,
+    weights,
+)
+
+GRID = ["-m", *SHORT, "run.name=sweep"]
+LONG = [*GRID, "trainer.max_steps=100000", "trainer.eval_every=100000", "snapshot.every_steps=null"]
+SWEEP = Path("outputs", "sweep")
+TWO = "sweep.parallel=2"
+
+
+def sweep(*overrides: str) -> list[str]:
+    return [*python_main(), *overrides]
+
+
+def succeed(command: list[str], cwd: Path) -> str:
+    done = call(command, cwd, timeout=240)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def failures(directory: Path) -> dict[str, dict]:
+    return json.loads((directory / "sweep.json").read_text())["failures"]
+
+
+def until(job: Job, condition, what: str) -> None:
+    """Wait for a condition while a sweep runs."""
+    wait_for(lambda: condition() or job.process.poll() is not None, what=what)
+    assert job.process.poll() is None, job.text()
+
+
+def two_train(job: Job, directory: Path) -> list[int]:
+    """Wait until two jobs train; return the processes of their ranks."""
+
+    def ready() -> bool:
+        training = [run for run in directory.glob("*/") if last_step(run) > 2]
+        return len(training) == 2 and len(job.workers()) == 2
+
+    until(job, ready, "two jobs")
+    return job.workers()
+
+
+def fork_server(job: Job) -> int:
+    (server,) = [child for child in children(job.process.pid) if children(child)]
+    return server
+
+
+def test_the_bits_are_those_of_jobs_in_turn_and_of_single_runs(tmp_path):
+    values = ["optimizer.lr=1e-3,2e-3", "run.seed=1,2"]
+    found = {}
+    for parallel in (1, 2):
+        cwd = tmp_path / str(parallel)
+        cwd.mkdir()
+        text = succeed(sweep(*GRID, *values, f"sweep.parallel={parallel}"), cwd)
+        assert "sweep: 4 jobs, 0 already complete, 0 failed" in text
+        found[parallel] = weights(cwd / SWEEP)
+    assert len(found[1]) == 4 and found[1] == found[2]
+    succeed(sweep(*SHORT, "optimizer.lr=2e-3", "run.seed=1", "run.name=alone"), tmp_path)
+    (alone,) = (tmp_path / "outputs/alone").glob("snapshots/step_00000004/model.safetensors")
+    (same,) = [name for name in found[2] if name.startswith("optimizer.lr=0.002,run.seed=1")]
+    assert alone.read_bytes() == found[2][same]
+
+
+def test_a_search_does_not_depend_on_how_many_jobs_run(tmp_path):
+    """With the same lag, also if it is killed under one number and resumed under another."""
+    overrides = [
+        *SEARCH,
+        "sweep.trials=8",
+        "sweep.lag=2",
+        "sweep.sampler_settings={n_startup_trials: 2}",
+    ]
+    in_turn, side_by_side = tmp_path / "1", tmp_path / "2"
+    in_turn.mkdir()
+    side_by_side.mkdir()
+    succeed(sweep(*overrides), in_turn)
+    job = Job(sweep(*overrides, TWO), side_by_side)
+    until(job, lambda: len(statuses(side_by_side / DIRECTORY)) >= 3, "three jobs")
+    job.kill_tree()
+    succeed(sweep(*overrides, "sweep.parallel=1"), side_by_side)
+    assert trials(side_by_side / DIRECTORY) == trials(in_turn / DIRECTORY)
+    assert weights(side_by_side / DIRECTORY) == weights(in_turn / DIRECTORY)
+
+
+def kill(job: Job, what: str, generator: random.Random) -> None:
+    """SIGKILL one rank, the parent, the server of the ranks, or everything."""
+    if what == "a rank":
+        if ranks := job.workers():
+            os.kill(generator.choice(ranks), signal.SIGKILL)
+        return
+    if what == "the fork server":
+        os.kill(fork_server(job), signal.SIGKILL)
+        return
+    if what == "the parent":
+        ranks = job.kill_agent()
+        wait_for(lambda: not any(map(is_running, ranks)), 10, "the end of the ranks")
+        return
+    job.kill_tree()
+
+
+def killed_often(command: list[str], cwd: Path, kills: list[str]) -> None:
+    """Run a search with kills at random moments, and at last to its end."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    directory = cwd / DIRECTORY
+    job = Job(command, cwd)
+    for what in kills:
+        line = history_lines(directory) + generator.randint(5, 25)
+        wait_for(
+            lambda: history_lines(directory) >= line or job.process.poll() is not None,  # noqa: B023
+            what=f"line {line}",
+        )
+        if job.process.poll() is not None:
+            break
+        time.sleep(generator.uniform(0, 0.5))
+        before = starts(directory)
+        finished = set(results(directory))
+        with contextlib.suppress(ProcessLookupError, ValueError):  # has just ended
+            kill(job, what, generator)
+        if what in ("the parent", "everything"):
+            job.process.wait()
+            job = Job(command, cwd)
+        print(f"killed {what} at line {line}")
+        for name in finished:
+            assert starts(directory)[name] == before[name]
+    assert job.wait(240) == 0, job.text()
+    assert "0 failed" in job.text()
+
+
+def check_ended(directory: Path, count: int) -> None:
+    """Check that a search has all trials, each once, and that Optuna reads them."""
+    assert len(statuses(directory)) == count
+    assert set(statuses(directory).values()) <= {"complete", "pruned"}
+    found = trials(directory)
+    assert len(found) == count
+    assert {state for state, _, _ in found} <= {"COMPLETE", "PRUNED"}
+    ends = [line["trial"] for line in recorded(directory) if line["kind"] == "finished"]
+    assert sorted(ends) == list(range(count)), "a trial ended twice, or never"
+    jobs = {line["job"] for line in recorded(directory) if line["kind"] == "finished"}
+    assert jobs == set(statuses(directory))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_search_with_a_pruner_killed_five_times(tmp_path):
+    command = sweep(*SEARCH, "sweep.trials=24", "sweep.pruner=asha", TWO)
+    kills = ["a rank", "the parent", "everything", "the fork server", "the parent"]
+    killed_often(command, tmp_path, kills)
+    check_ended(tmp_path / DIRECTORY, 24)
+    assert "PRUNED" in states(tmp_path / DIRECTORY)
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_search_equals_the_undisturbed_one(tmp_path):
+    """Without a pruner, whose decisions depend on which evaluation comes first."""
+    command = sweep(*SEARCH, "sweep.trials=10", "sweep.sampler_settings={n_startup_trials: 3}", TWO)
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    succeed(command, undisturbed)
+    killed_often(command, disturbed, ["the parent", "a rank", "the fork server"])
+    check_ended(disturbed / DIRECTORY, 10)
+    assert trials(disturbed / DIRECTORY) == trials(undisturbed / DIRECTORY)
+    assert weights(disturbed / DIRECTORY) == weights(undisturbed / DIRECTORY)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_all_running_jobs(number, tmp_path):
+    """And no other starts; the same command, with lower limits, finishes."""
+    job = Job(sweep(*LONG, "run.seed=1,2,3", TWO), tmp_path)
+    two_train(job, tmp_path / SWEEP)
+    job.process.send_signal(number)
+    assert job.wait() == 0, job.text()
+    assert list(statuses(tmp_path / SWEEP).values()) == ["preempted"] * 2
+    assert len(weights(tmp_path / SWEEP)) == 2
+    assert "sweep: 0 of 3 jobs done; rerun the same command to resume" in job.text()
+    steps = max(result["step"] for result in results(tmp_path / SWEEP).values()) + 2
+    text = succeed(sweep(*LONG, f"trainer.max_steps={steps}", "run.seed=1,2,3", TWO), tmp_path)
+    assert "sweep: 3 jobs, 0 already complete, 0 failed" in text
+    assert sorted(starts(tmp_path / SWEEP).values()) == [1, 2, 2]
+
+
+def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
+    """As of one job at a time; trials that need its result would wait for ever."""
+    overrides = ["sweep.trials=6", "sweep.lag=2", "trainer.max_steps=300", "trainer.eval_every=300"]
+    job = Job(sweep(*SEARCH, *overrides, "snapshot.every_steps=null", TWO), tmp_path)
+    ranks = two_train(job, tmp_path / DIRECTORY)
+    os.kill(ranks[0], signal.SIGTERM)
+    assert job.wait(60) == 0, job.text()
+    assert sorted(statuses(tmp_path / DIRECTORY).values()) == ["complete", "preempted"]
+    assert "sweep: 1 of 6 jobs done; rerun the same command to resume" in job.text()
+
+
+def test_a_failing_job_of_several(tmp_path):
+    """Its reason names it, and is kept; it is tried as often as sweep.retries says."""
+    done = call(sweep(*GRID, "optimizer.lr=1e-3,1e30,2e-3", "sweep.retries=1", TWO), tmp_path)
+    assert done.returncode == 2, done.stdout
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("job 2: training error: step ") for line in lines) == 2
+    assert "job 2: retry 1 of 1" in lines
+    assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines
+    assert "job error: 1 of 3 failed: optimizer.lr=1e+30; rerun the same command to retry" in lines
+    failure = failures(tmp_path / SWEEP)["optimizer.lr=1e+30"]
+    assert failure["count"] == 2 and failure["reason"].startswith("training error: step ")
+    assert list(statuses(tmp_path / SWEEP).values()).count("complete") == 2
+
+
+def test_no_job_starts_after_too_many_failures(tmp_path):
+    """A combination that is invalid, found when its job starts, is a failure too."""
+    values = ["run.seed=1,2", "model.n_head=3,16", "model.n_embd=48,24"]
+    done = call(sweep(*GRID, *values, "sweep.max_failures=0", TWO), tmp_path)
+    assert done.returncode == 2, done.stdout
+    reason = "config error: model.n_embd=24 must be divisible by model.n_head=16"
+    assert f"\njob 6: {reason}" in done.stdout
+    label = "model.n_embd=24, run.seed=1, model.n_head=16"
+    assert failures(tmp_path / SWEEP)[label]["reason"] == reason
+    assert "no other job starts: 1 failed, sweep.max_failures=0" in done.stdout
+    assert f"job error: 1 of 6 failed: {label}; 2 have not started;" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_jobs_of_the_same_values_run_in_turn(tmp_path):
+    text = succeed(sweep(*GRID, "optimizer.lr=1e-3,0.001,1e-3,2e-3", TWO), tmp_path)
+    assert "job 2 waits: another job has the same values" in text
+    assert [*starts(tmp_path / SWEEP).values()] == [1, 1]
+    assert "sweep: 4 jobs, 0 already complete, 0 failed" in text
+
+
+def test_slots(tmp_path):
+    """Each job has cores and threads of its own; a sweep keeps them."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    job = Job(["env", "-u", "OMP_NUM_THREADS", *sweep(*LONG, "run.seed=1,2", TWO)], tmp_path)
+    ranks = two_train(job, tmp_path / SWEEP)
+    bound = [os.sched_getaffinity(rank) for rank in ranks]
+    assert not bound[0] & bound[1]
+    assert {len(each) for each in bound} == {len(cores) // 2}
+    job.kill_tree()
+    kept = json.loads((tmp_path / SWEEP / "sweep.json").read_text())
+    assert (kept["cores"], kept["threads"]) == (len(cores) // 2, {"1": len(cores) // 2})
+
+
+def test_the_fork_server_is_killed(tmp_path):
+    """Both jobs resume from their snapshots, below another server."""
+    lines = ["trainer.max_steps=400", "trainer.eval_every=400", "snapshot.every_steps=10"]
+    job = Job(sweep(*GRID, *lines, "run.seed=1,2", TWO), tmp_path)
+    two_train(job, tmp_path / SWEEP)
+    runs = [*(tmp_path / SWEEP).glob("run.seed=*")]
+    until(job, lambda: all(map(committed, runs)), "two snapshots")
+    os.kill(fork_server(job), signal.SIGKILL)
+    assert job.wait() == 0, job.text()
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in job.text()
+    assert set(starts(tmp_path / SWEEP).values()) == {2}
+
+
+def test_ranks_in_lock_step_refuse_it(tmp_path):
+    done = call([*torchrun(2), *GRID, "run.seed=1,2", TWO], tmp_path)
+    lines = [line for line in done.stdout.splitlines() if "error: " in line]
+    assert len(lines) >= 1 and "sweep.parallel=2 needs a parent of all jobs" in lines[0]
+    assert not (tmp_path / "outputs").exists()

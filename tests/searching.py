@@ -1,0 +1,79 @@
+"""What the jobs and the files of a sweep say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launching import TINY
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+
+SHORT = [
+    *TINY,
+    "model.n_layer=1",
+    "data.truncate=0.01",
+    "trainer.max_steps=4",
+    "trainer.eval_every=2",
+    "snapshot.every_steps=2",
+]
+SEARCH = ["-m", "sweep=optuna_lr", *SHORT]
+DIRECTORY = Path("outputs", "optuna_lr")
+
+
+def recorded(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of trials.jsonl without their times."""
+    lines = [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+
+
+def trials(directory: Path) -> list[tuple[str, dict[str, Any], list[float] | None]]:
+    """Return state, parameters and objectives of every trial, read by Optuna."""
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    storage: Any = f"sqlite:///{directory}/study.db"
+    if (directory / "study.journal").exists():
+        storage = optuna.storages.JournalStorage(JournalFileBackend(f"{directory}/study.journal"))
+    study = optuna.load_study(study_name=directory.name, storage=storage)
+    return [(trial.state.name, trial.params, trial.values) for trial in study.trials]
+
+
+def states(directory: Path) -> list[str]:
+    return [state for state, _, _ in trials(directory)]
+
+
+def results(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of the jobs by directory."""
+    paths = directory.glob("*/result.json")
+    return {path.parent.name: json.loads(path.read_text()) for path in paths}
+
+
+def statuses(directory: Path) -> dict[str, str]:
+    return {name: result["status"] for name, result in results(directory).items()}
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """Return the last weights of the jobs by directory."""
+    found = {}
+    for name, result in results(directory).items():
+        snapshot = directory / name / "snapshots" / f"step_{result['step']:08d}"
+        found[name] = (snapshot / "model.safetensors").read_bytes()
+    return found
+
+
+def starts(directory: Path) -> dict[str, int]:
+    return {path.parent.name: read_history(path).starts for path in directory.glob(f"*/{METRICS}")}
+
+
+def history_lines(directory: Path) -> int:
+    """Return the number of lines in the histories of all jobs: the progress of the sweep."""
+    return sum(len(path.read_bytes().splitlines()) for path in directory.glob(f"*/{METRICS}"))
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Return all files below a directory, by path."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in paths}
