@@ -99,10 +99,11 @@ class Browser:
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
-    def open(self, path: Path) -> None:
-        """Open a file, and wait until it is loaded."""
+    def open(self, page: Path | str) -> None:
+        """Open a file or a URL, and wait until it is loaded."""
+        url = page.absolute().as_uri() if isinstance(page, Path) else page
         self.events.clear()
-        self.call("Page.navigate", url=path.absolute().as_uri())
+        self.call("Page.navigate", url=url)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._receive())
 

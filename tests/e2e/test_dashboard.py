@@ -1,0 +1,151 @@
+"""Optuna's own tools read the study of a sweep that is running: optuna-dashboard in headless
+Chromium, and its functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sysconfig
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Browser, chromium
+from launching import TINY, Job, environment, python_main, wait_for
+from ports import free_port
+
+pytestmark = pytest.mark.integration
+DASHBOARD = Path(sysconfig.get_path("scripts"), "optuna-dashboard")
+# It does not end before the test has looked; pruned trials stand between complete ones.
+SWEEP = [
+    *(*python_main(), "-m", "sweep=optuna_lr", *TINY, "sweep.trials=1000", "sweep.pruner=asha"),
+    *("trainer.max_steps=6", "trainer.eval_every=2", "trainer.sample_every=null", "tracker=[]"),
+]
+FILES = {"journal": "study.journal", "sqlite": "sqlite:///study.db"}
+ENDED = 8  # trials, before anybody looks
+KEYS = {"optimizer.lr", "optimizer.weight_decay"}
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if chromium() is None:
+        pytest.skip("there is no Chromium; apt-get install chromium-headless-shell, or chromium")
+    browser = Browser(tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(params=FILES)
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """The directory of a sweep that is running, and the kind of its study; it ends as preempted."""
+    job = Job([*SWEEP, f"sweep.storage={request.param}"], tmp_path)
+    directory = tmp_path / "outputs" / "optuna_lr"
+    wait_for(lambda: len(results(directory)) >= ENDED, what="the first trials")
+    yield directory, request.param
+    assert job.process.poll() is None, f"the sweep has ended:\n{job.text()[-2000:]}"
+    job.process.send_signal(signal.SIGTERM)
+    assert job.wait() in (0, 128 + signal.SIGTERM), job.text()[-2000:]  # in a job, or between two
+    assert "is no longer updated" not in job.text()
+
+
+def results(directory: Path) -> dict[str, dict[str, object]]:
+    """Return the result.json of each job that has ended, by its directory."""
+    return {
+        path.parent.name: json.loads(path.read_text()) for path in directory.glob("*/result.json")
+    }
+
+
+def losses(directory: Path) -> list[float]:
+    """Return the losses of the complete trials."""
+    ended = results(directory).values()
+    return [float(str(each["val_loss"])) for each in ended if each["status"] == "complete"]
+
+
+@contextlib.contextmanager
+def dashboard(directory: Path, storage: str) -> Iterator[str]:
+    """Serve a study as `optuna-dashboard STORAGE` does, and return the URL."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [str(DASHBOARD), storage, "--port", str(port)]
+    output = directory.parent / "dashboard.txt"
+    with open(output, "w") as file:
+        server = subprocess.Popen(
+            command, cwd=directory, env=environment(directory), stdout=file, stderr=file
+        )
+    try:
+        wait_for(lambda: answers(url) or server.poll() is not None, what="optuna-dashboard")
+        assert server.poll() is None, output.read_text()
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=10).close()
+    except OSError:
+        return False
+    return True
+
+
+def text(browser: Browser) -> str:
+    shown: str = browser.evaluate("document.body.innerText")
+    return shown
+
+
+def number_of_trials(browser: Browser) -> int:
+    """Return how many trials the page lists; 0 while it loads."""
+    found = re.search(r"^(\d+) Trials$", text(browser), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def test_the_dashboard_follows_a_sweep_while_it_runs(browser, running):
+    if not DASHBOARD.exists():
+        pytest.skip("there is no optuna-dashboard; pip install 'mingpt_ddp[integrations]'")
+    directory, kind = running
+    with dashboard(directory, FILES[kind]) as url:
+        browser.open(f"{url}/dashboard")
+        wait_for(lambda: ". optuna_lr\n" in text(browser), what="the list of studies")
+        with urllib.request.urlopen(f"{url}/api/studies") as answer:
+            (study,) = json.load(answer)["study_summaries"]
+        page = f"{url}/dashboard/studies/{study['study_id']}"
+        browser.open(page)
+        best = r"Best Trial \(number=\d+\)\n([\d.]+)"
+        wait_for(lambda: re.search(best, text(browser)), what="the best trial")
+        assert set(re.findall(r"optimizer\.\w+", text(browser))) >= KEYS
+        shown = float(re.search(best, text(browser))[1])
+        assert shown in losses(directory)
+        browser.open(f"{page}/trials")
+        wait_for(lambda: number_of_trials(browser) > ENDED, what="the trials")
+        assert {"Complete", "Pruned"} <= set(text(browser).splitlines())
+        assert "Trial 0\nComplete" in text(browser)
+        before = number_of_trials(browser)
+        wait_for(lambda: number_of_trials(browser) > before, what="trials that have begun since")
+        assert browser.errors() == []
+        assert all(each.startswith((url, "data:")) for each in browser.requested())
+
+
+def test_optunas_functions_read_a_study_while_it_runs(running):
+    optuna = pytest.importorskip("optuna")
+    directory, kind = running
+    if kind == "journal":
+        backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
+        storage = optuna.storages.JournalStorage(backend)
+    else:
+        storage = f"sqlite:///{directory}/study.db"
+    before = losses(directory)
+    study = optuna.load_study(study_name="optuna_lr", storage=storage)
+    best = study.best_trial
+    assert best.value <= min(before)
+    assert results(directory)[best.user_attrs["job"]]["val_loss"] == best.value
+    assert best.intermediate_values[6] == best.value
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+    importances = optuna.importance.get_param_importances(study, evaluator=evaluator)
+    assert importances.keys() == KEYS
+    assert sum(importances.values()) == pytest.approx(1)
