@@ -171,7 +171,11 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     signals.exits.is_symmetric = env.world_size == 1
     runtime = Runtime(config, env, hydra_utils.job_number())
     group = signals.exits.group = runtime.group
-    config, known = sweep.start_job(config, group.run_on_rank_zero)
+    try:
+        config, known = sweep.start_job(config, group.run_on_rank_zero)
+    except JobError:  # on all ranks
+        runtime.close()
+        raise
     if known is not None:
         runtime.close()
         return known

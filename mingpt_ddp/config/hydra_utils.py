@@ -194,7 +194,7 @@ def typed_keys() -> set[str]:
 def swept_overrides() -> dict[str, str]:
     """Return the overrides of this job whose values differ from job to job, by key.
 
-    `mingpt_ddp.sweeps.sweep.Preflight` puts the keys of all others into
+    `mingpt_ddp.sweeps.preflight.Preflight` puts the keys of all others into
     `override_dirname.exclude_keys`.
     """
     hydra = HydraConfig.get()

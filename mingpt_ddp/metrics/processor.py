@@ -194,12 +194,17 @@ class MetricsProcessor:
             logger.log(step, metrics)
 
     def log_sample(self, step: int, text: str | None) -> None:
-        """Log a generated text; None on ranks that did not generate it."""
+        """Log a generated text; None on ranks that did not generate it.
+
+        That of a job of a named sweep is not on the console, where ten lines would hide the jobs.
+        """
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)
             if self.outboxes:
                 append_sample(run_directory(self.task.config), step, text)
-            log.info("step %d, a sample:\n%s\n", step, text)
+            in_sweep = "/" in (self.task.config.run.name or "")
+            extra = {"file_only": in_sweep}
+            log.info("step %d, a sample:\n%s\n", step, text, extra=extra)
 
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""

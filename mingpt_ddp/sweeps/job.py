@@ -1,7 +1,6 @@
 """One job of a sweep: which it is, whatever job Hydra's state describes meanwhile."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from mingpt_ddp.config import hydra_utils
 
@@ -12,7 +11,6 @@ class Job:
 
     number: int  # from 0
     label: str  # its swept overrides
-    directory: Path | None = None  # once it is known
 
     @staticmethod
     def current() -> "Job":

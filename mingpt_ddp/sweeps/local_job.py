@@ -60,7 +60,7 @@ def prepare_local(
         overrides.append("run.resume=auto")
     directory = run_directory(config)
     overrides.append(f'run.name="{directory.relative_to(config.run.root).as_posix()}"')
-    job = replace(Job.current(), directory=directory)
+    job = Job.current()
     launch = Launch(config, overrides, directory, sweep.report_of(job), slot)
     if sweep.source is not None:
         cores = len(slot.cores) if slot else None

@@ -41,8 +41,9 @@ def render_page(title: str, results: Results) -> str:
     curves = _curves(plots, results.objective)
     front = ""
     if results.front:
-        drawn = draw_front(plots.figures, results.front, plots.hovers)
-        front = f"<p>{escape(front_line(results.front))}</p>{drawn}"
+        front = f"<p>{escape(front_line(results.front))}</p>"
+        if len(results.front.goals) > 1:
+            front += draw_front(plots.figures, results.front, plots.hovers)
     against = "".join(plots.against(key) for key in keys[:DRAWN])
     importance = draw_importance(plots.figures, results.importance)
     parallel = plots.parallel(keys[:DRAWN])
@@ -54,7 +55,7 @@ def render_page(title: str, results: Results) -> str:
         "Comparison": html_list(results.notes),
         "Best configuration": _best(results),
         "Loss curves": curves and f"<p>{plots.legend()}</p>{html_grid(curves)}",
-        "Pareto front": front,
+        "Objectives": front,
         "Objective against each parameter": against and f"<p>{more}</p>{html_grid(against)}",
         "Power laws": laws and html_list(power_law_lines(results.laws)) + html_grid(laws),
         "Importance of the parameters": importance and f"<p>{IMPORTANCE}</p>{importance}",

@@ -1,4 +1,4 @@
-"""The Pareto front of a search with several objectives."""
+"""The Pareto front of a search: of one objective its best row."""
 
 import json
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.sweeps.groups import Group
 from mingpt_ddp.sweeps.runs import number
@@ -13,6 +14,7 @@ from mingpt_ddp.sweeps.runs import number
 TRIALS = "trials.jsonl"  # its first line names the objectives
 MAX_HEADER_BYTES = 1 << 16
 MOST_OBJECTIVES = 8
+RANKED_BY = [[LOSS.series], [BITS_PER_BYTE.metric], [BITS_PER_BYTE.series]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Front:
 
 
 def read_goals(directories: Sequence[Path]) -> list[Goal]:
-    """Return the objectives of a search if it has several, else [].
+    """Return the objectives of a search, unless it has what reports rank by anyway; else [].
 
     The header is untrusted: one that is not as expected counts as none, and so do different ones.
     """
@@ -92,10 +94,12 @@ def _read_goals(path: Path) -> list[Goal]:
     except (OSError, ValueError, RecursionError):
         return []
     names = header.get("objectives") if isinstance(header, dict) else None
-    if not isinstance(names, list) or not 1 < len(names) <= MOST_OBJECTIVES:
+    if not isinstance(names, list) or not 1 <= len(names) <= MOST_OBJECTIVES:
         return []
     goals = [_goal(name) for name in names]
     known = [goal for goal in goals if goal is not None]
+    if names in RANKED_BY:
+        return []
     return known if len({goal.name for goal in known}) == len(names) else []
 
 

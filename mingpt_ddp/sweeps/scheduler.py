@@ -8,12 +8,14 @@ from collections.abc import Callable
 from omegaconf import DictConfig
 
 from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.distributed.exit import USER_ERROR
 from mingpt_ddp.distributed.launcher import Ended, run_workers
 from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import SignalForwarder
-from mingpt_ddp.errors import ConfigError, JobError, UserError
+from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
 from mingpt_ddp.sweeps.progress import jobs_left
 from mingpt_ddp.sweeps.sources import Source
@@ -41,6 +43,7 @@ class Scheduler:
         self._left = jobs_left(sweep, source)
         self._next: int | None = None  # waits for results
         self._forwarder = SignalForwarder()
+        self._table = LiveTable(sweep)
         self._codes: list[int] = []  # of jobs that a signal ended
 
     def run(self) -> None:
@@ -53,7 +56,8 @@ class Scheduler:
 
     async def _run(self) -> None:
         self._changed = asyncio.Condition()
-        await asyncio.gather(*map(self._work, self._sweep.slots))
+        async with self._table.shown():
+            await asyncio.gather(*map(self._work, self._sweep.slots))
 
     async def _work(self, slot: Slot) -> None:
         """Run one job after the other in a slot."""
@@ -95,14 +99,19 @@ class Scheduler:
             except JobError:  # recorded
                 if self._forwarder.received:
                     return
+            except RunError as error:  # its result lacks an objective
+                job = Job(number, self._source.label(number))
+                self._sweep.record_failed(job, str(error), USER_ERROR)
+                return
 
     async def _attempt(self, number: int, slot: Slot) -> None:
         prepared = self._prepare(number, slot)
         if not isinstance(prepared, LocalJob):
             return
-        ended = await run_workers(
-            prepared.launch, prepared.env, prepared.started_at, self._forwarder
-        )
+        with self._table.row(slot.number, prepared):
+            ended = await run_workers(
+                prepared.launch, prepared.env, prepared.started_at, self._forwarder
+            )
         self._conclude(prepared, ended)
 
     def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
@@ -124,7 +133,7 @@ class Scheduler:
             if not isinstance(error, UserError):
                 error = ConfigError(hydra_utils.explain(error))
             job = Job(number, self._source.label(number))
-            raise sweep.record_failed(job, str(error), 2) from error
+            raise sweep.record_failed(job, str(error), USER_ERROR) from error
 
     def _conclude(self, local: LocalJob, ended: Ended) -> None:
         value = conclude_local(local, ended, self._sweep)

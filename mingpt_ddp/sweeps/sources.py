@@ -4,22 +4,17 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Override
 
 from mingpt_ddp.config.config import Config, numeric_values
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.errors import ConfigError, RunError
-from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.sweeps.sweep_checks import expand
-
-if TYPE_CHECKING:
-    from mingpt_ddp.sweeps.study import Study
-
 
 STORE_TIMEOUT_S = 600.0  # for rank zero to draw
 
@@ -50,6 +45,9 @@ class Source(Protocol):
 
     def directory(self, number: int) -> Path:
         """Return the directory of a settled job that has not failed."""
+
+    def start(self, number: int) -> None:
+        """Record that a job starts, perhaps again."""
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
         """Record an evaluation; return why the job is pruned, None if it goes on."""
@@ -95,6 +93,9 @@ class Grid:
     def directory(self, number: int) -> Path:
         raise AssertionError("no job of a grid is settled")
 
+    def start(self, number: int) -> None:
+        pass
+
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
         return None
 
@@ -103,119 +104,6 @@ class Grid:
 
     def fail(self, number: int, reason: str) -> None:
         pass
-
-
-class Trials:
-    """The trials of a study."""
-
-    judges = True
-
-    def __init__(
-        self,
-        study: "Study",
-        settings: SweepConfig,
-        fixed: list[str],
-        directory: Path,
-        total: int,
-    ) -> None:
-        """
-        Args:
-            fixed: the overrides that all trials share.
-            directory: of the sweep.
-        """
-        self._study = study
-        self._settings = settings
-        self._fixed = fixed
-        self._directory = directory
-        self.total = total
-
-    def begin(self) -> None:
-        self._study.begin()
-
-    def overrides(self, number: int) -> list[str]:
-        from mingpt_ddp.sweeps.space import override_text
-
-        values = self._study.trial(number).values
-        return [*self._fixed, *(override_text(key, value) for key, value in values.items())]
-
-    def can_start(self, number: int) -> bool:
-        return self._study.can_draw(number)
-
-    def is_settled(self, number: int, has_other_limits: bool) -> bool:
-        from mingpt_ddp.sweeps.study import Outcome
-
-        outcome = self._study.outcome(number)
-        if outcome is None:
-            return False
-        if outcome is Outcome.FAILED:
-            return self._study.failures(number) > self._settings.retries
-        if outcome is Outcome.PRUNED and self._settings.pruner == "none":
-            return False
-        return not has_other_limits and bool(read_result(self.directory(number)))
-
-    def label(self, number: int) -> str:
-        from mingpt_ddp.sweeps.space import override_text
-
-        values = self._study.trial(number).values
-        return ", ".join(override_text(key, value) for key, value in values.items())
-
-    def directory(self, number: int) -> Path:
-        return self._directory / self._study.job(number)
-
-    def failed_before(self, number: int) -> str | None:
-        from mingpt_ddp.sweeps.study import Outcome
-
-        if self._study.outcome(number) is not Outcome.FAILED:
-            return None
-        if self._study.failures(number) <= self._settings.retries:
-            return None
-        return self._study.reason(number)
-
-    def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
-        objective = self._settings.objectives[0].removeprefix("-")
-        value = metrics.get(objective, metrics.get(objective.removeprefix("val_")))
-        if value is None:
-            return None
-        return self._study.report(number, step, value)
-
-    def finish(self, number: int, directory: Path) -> None:
-        from mingpt_ddp.sweeps.study import Outcome
-
-        result = read_result(directory)
-        is_pruned = result.get("status") == RunStatus.PRUNED
-        outcome = Outcome.PRUNED if is_pruned else Outcome.COMPLETE
-        values = [_number(result, name.removeprefix("-")) for name in self._settings.objectives]
-        if self._study.outcome(number) is not None:
-            if self._recorded(number) == (outcome, values):
-                return
-            self._study.reopen(number)
-        self._study.finish(number, outcome, values, job=directory.name)
-
-    def _recorded(self, number: int) -> tuple[Any, Sequence[float]]:
-        return self._study.outcome(number), [*self._study.values(number)]
-
-    def fail(self, number: int, reason: str) -> None:
-        from mingpt_ddp.sweeps.study import Outcome
-
-        if self._study.outcome(number) is not None:
-            self._study.reopen(number)
-        self._study.finish(number, Outcome.FAILED, reason=reason)
-
-
-def _number(result: Mapping[str, Any], name: str) -> float:
-    """Return a number of a result.json.
-
-    Raises:
-        RunError: there is none of this name.
-    """
-    value: Any = result.get(name)
-    if type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    numbers = [key for key, each in result.items() if type(each) in (int, float)]
-    raise RunError(
-        f"sweep.objectives={name}: the job's result.json has no such number; "
-        f"it has {', '.join(numbers)}"
-    )
 
 
 class LockStep:
@@ -287,6 +175,7 @@ def source_of(
         return Grid([[*job] for job in itertools.product(*map(expand, overrides))])
     from mingpt_ddp.sweeps.space import search_space
     from mingpt_ddp.sweeps.study import Study
+    from mingpt_ddp.sweeps.trials import Trials
 
     fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
     swept = [each for each in overrides if each.is_sweep_override()]

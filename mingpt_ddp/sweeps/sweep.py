@@ -1,44 +1,31 @@
-"""A sweep: pre-flight before its first job, state shared by its jobs, and the report at its end."""
+"""A sweep: the state that its jobs share, and the report at its end."""
 
 import contextlib
 import logging
-import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, NoReturn
-
-from hydra.core.override_parser.types import Override
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, open_dict, read_write
+from typing import IO, NoReturn
 
 from mingpt_ddp.config import hydra_utils
-from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
 from mingpt_ddp.distributed.slots import Slot
-from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.errors import JobError, RunError
 from mingpt_ddp.metrics.objective import (
     BITS_PER_BYTE,
     LOSS,
-    WHY_BITS_PER_BYTE,
     Objective,
-    loss_unit,
-    objective_of,
 )
-from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_dir import run_directory, with_run_name
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import look_up
-from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, has_own_sweeper, plan_slots
-from mingpt_ddp.sweeps.sources import Source, in_lock_step, is_study, number_of_jobs, source_of
-from mingpt_ddp.sweeps.sweep_checks import check_hydra_keys, check_jobs, parse_overrides
+from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 log = logging.getLogger(__name__)
@@ -71,6 +58,7 @@ class Sweep:
     n_done_before: int = 0  # of these, completed by an earlier start
     failed: dict[str, str] = field(default_factory=dict)  # reasons, by label of the job
     exit_code: int = 0
+    _names: dict[str, str] = field(default_factory=dict)  # of directories, by label of the job
 
     @staticmethod
     def current() -> "Sweep":
@@ -126,6 +114,7 @@ class Sweep:
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
         directory = run_directory(config)
+        self._names[job.label] = directory.name
         if value is not None:
             self.n_done_before += directory not in self.done
             self.record_done(job, directory)
@@ -136,6 +125,9 @@ class Sweep:
         else:
             total = f" of {self.planned}" if self.planned else ""
             log.info("job %d%s: %s", job.number + 1, total, job.label)
+            if self.source is not None:
+                source = self.source
+                self.env.call_on_rank_zero(lambda: source.start(job.number))
         return config, value
 
     def use_threads(self) -> None:
@@ -186,16 +178,20 @@ class Sweep:
         exit_process(None, signal_exit_code(read_env(), exit_code))
 
     def record_done(self, job: Job, directory: Path) -> None:
-        """Record a complete or pruned job."""
+        """Record a complete or pruned job.
+
+        Raises:
+            RunError: its result lacks an objective of the search, or the study cannot be written.
+        """
+        self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
+        self.failed.pop(job.label, None)
         if directory not in self.done:
             self.done.append(directory)
-        self.failed.pop(job.label, None)
-        self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
 
     def _keep_done(self, job: Job, directory: Path) -> None:
-        self.file.succeed(job.label)
         if self.source is not None:
             self.source.finish(job.number, directory)
+        self.file.succeed(job.label)
 
     def record_failed(self, job: Job, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
@@ -205,10 +201,9 @@ class Sweep:
         return JobError(f"{job.label} failed")
 
     def _keep_failed(self, job: Job, message: str) -> None:
-        log.error("%s", message)
+        log.error("%s%s", f"job {job.number + 1}: " if self.slots else "", message)
         if self.source is not None:
-            directory = job.directory.name if job.directory else None
-            self.file.fail(job.label, directory, message)
+            self.file.fail(job.label, self._names.get(job.label), message)
             self.source.fail(job.number, message)
 
     @property
@@ -251,93 +246,3 @@ class Sweep:
         if self.exit_code == FAILURE:
             exit_process(str(summary), FAILURE)
         ProcessExit().user_error(summary)
-
-
-class Preflight(Callback):
-    """Hydra's callback that checks a run or a sweep before anything is written."""
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with _exit_on_error():
-            check_hydra_keys(config)
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # so that Hydra's shuffle() has the same order on every rank and at every start
-        random.seed(0)
-        with _exit_on_error():
-            check_hydra_keys(config)
-            _start(config, read_env(), Sweep.current())
-
-
-@contextlib.contextmanager
-def _exit_on_error() -> Iterator[None]:
-    """Exit on an exception, which Hydra would only log as a warning."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, UserError):
-            error = ConfigError(hydra_utils.explain(error))
-        ProcessExit().user_error(error)
-
-
-def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
-    """Check the sweep, adapt Hydra's configuration, and lock the directory.
-
-    Raises:
-        UserError: the sweep cannot run.
-    """
-    overrides = parse_overrides(config)
-    jobs = check_jobs(config.hydra, overrides, env)
-    first = jobs[0]
-    # disable usage reports if Ray is the launcher
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    sweep.env = env
-    sweep.launcher = str(config.hydra.launcher._target_)
-    sweep.directory = Path(first.run.root, first.run.name or "")
-    objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
-    sweep.settings = check_schedule(config, jobs, env, objective)
-    is_ours = has_own_sweeper(config) and (
-        is_study(sweep.settings) or not sweep.uses_external_launcher
-    )
-    if is_ours and not sweep.uses_external_launcher:
-        sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
-        sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
-    open_source = partial(source_of, sweep.settings, overrides, first, sweep.directory)
-    if is_ours:
-        env.call_on_rank_zero(open_source)  # refuses before anything is written
-    if first.run.name is not None:
-        sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
-        sweep.file = env.call_on_rank_zero(lambda: SweepFile(sweep.directory)) or sweep.file
-    sweep.planned = number_of_jobs(sweep.settings, overrides)
-    if is_ours:
-        source = env.call_on_rank_zero(open_source)  # again: another sweep may just have ended
-        sweep.source = in_lock_step(source, sweep.planned, is_study(sweep.settings), env)
-        env.call_on_rank_zero(partial(_begin, sweep, first))
-    log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)
-    with read_write(config), read_write(config.hydra), open_dict(config):
-        for_jobs = config.hydra.overrides.hydra
-        if objective is not LOSS:
-            log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-            for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
-        for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
-        config.hydra.sweep.dir = str(sweep.directory)
-        if is_ours:
-            config.hydra.sweeper = {"_target_": SWEEPER}
-
-
-def _begin(sweep: Sweep, first: Config) -> None:
-    """Write what the sweep keeps from its first start on."""
-    limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
-    sweep.has_other_limits = sweep.file.update_limits(limits)
-    if sweep.slots:
-        sweep.file.keep_cores(len(sweep.slots[0].cores))
-    if sweep.source is not None:
-        sweep.source.begin()
-
-
-def _constant(overrides: list[Override]) -> str:
-    """Return the keys that do not vary, as a list for Hydra."""
-    keys = []
-    for override in overrides:
-        if not override.is_sweep_override():
-            keys.append(repr(hydra_utils.key_of(str(override.input_line))))
-    return f"[{','.join(keys)}]"

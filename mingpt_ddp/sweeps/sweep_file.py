@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ from mingpt_ddp.storage.storage import atomic_write, read_regular
 
 FILE = "sweep.json"
 MAX_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A job that has failed."""
+
+    label: str  # its swept overrides
+    directory: str  # its name
+    count: int
+    reason: str  # of the last time
 
 
 class SweepFile:
@@ -56,6 +67,16 @@ class SweepFile:
         if before != limits:
             self._write("limits", limits)
         return before is not None and before != limits
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The jobs that have failed, and have not succeeded since; untrusted."""
+        found = []
+        for label, failure in self._failures().items():
+            count = _positive(failure.get("count")) or 1
+            reason = f"{failure.get('reason')}"
+            found.append(Failure(f"{label}", f"{failure.get('directory')}", count, reason))
+        return found
 
     def fail(self, label: str, directory: str | None, reason: str) -> None:
         """Keep why a job has failed, and how often."""

@@ -1,5 +1,6 @@
 """Run the jobs of a sweep: in turn, in batches of an external launcher, or several at a time."""
 
+import contextlib
 import logging
 from functools import partial
 from pathlib import Path
@@ -60,14 +61,10 @@ def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
         for retry in range(sweep.settings.retries + 1):
             if retry:
                 log.warning("retry %d of %d", retry, sweep.settings.retries)
-            failed_before = len(sweep.failed)
             (returned,) = launcher.launch([overrides], initial_job_idx=number)
-            if returned.status is JobStatus.COMPLETED:
+            with contextlib.suppress(JobError):  # recorded
+                _ = returned.return_value  # raises the error of a job that has failed
                 break
-            try:
-                _ = returned.return_value
-            except JobError:  # recorded
-                assert len(sweep.failed) >= failed_before
 
 
 def _run_batches(
@@ -87,8 +84,9 @@ def _run_batches(
         for number, words, returned in zip(numbers, batch, results, strict=True):
             cfg = compose(context, config, number, words)
             job = Job.current()
-            name = job_name(checked_config(cfg), hydra_utils.swept_overrides())
-            directory = run_directory(with_run_name(checked_config(cfg), name))
+            job_config = checked_config(cfg)
+            name = job_name(job_config, hydra_utils.swept_overrides())
+            directory = run_directory(with_run_name(job_config, name))
             if returned.status is JobStatus.COMPLETED and read_result(directory):
                 sweep.record_done(job, directory)
             else:

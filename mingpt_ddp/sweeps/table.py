@@ -190,4 +190,6 @@ def importance_line(importance: dict[str, float]) -> str:
 def front_line(front: Front) -> str:
     """Say which rows are on the Pareto front, and of what."""
     goals = ", ".join(f"{goal.direction} {cut(goal.name)}" for goal in front.goals)
+    if len(front.goals) == 1:
+        return f"the best of this search, marked *: {goals}"
     return f"Pareto front, marked *: {len(front.members)} of {len(front.values)}; {goals}"

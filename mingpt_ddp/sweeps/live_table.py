@@ -1,0 +1,99 @@
+"""The table of the jobs that run now, redrawn on a terminal below the log lines."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.display import PERIOD_S, Display, can_draw
+from mingpt_ddp.metrics.jsonl import METRICS
+from mingpt_ddp.sweeps.formats import cut, fixed
+from mingpt_ddp.sweeps.local_job import LocalJob
+from mingpt_ddp.sweeps.sweep import Sweep
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+TAIL_BYTES = 1 << 14  # of metrics.jsonl, which holds its last lines
+HEAD = ("job", "parameters", "step", "train loss", "val loss", "seconds")
+
+
+class LiveTable:
+    """A row per slot: how far its job is, by the end of its metrics.jsonl."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._running: dict[int, LocalJob] = {}  # by number of the slot
+
+    @contextlib.contextmanager
+    def row(self, slot: int, local: LocalJob) -> Iterator[None]:
+        """Show a job in this context."""
+        self._running[slot] = local
+        try:
+            yield
+        finally:
+            del self._running[slot]
+
+    @contextlib.asynccontextmanager
+    async def shown(self) -> AsyncIterator[None]:
+        """Redraw the table in this context, on a terminal."""
+        if not can_draw(self._sweep.env):
+            yield
+            return
+        display = Display(sys.stderr, self.draw)
+        logs.show(display)
+        redrawing = asyncio.ensure_future(_redraw(display))
+        try:
+            yield
+        finally:
+            redrawing.cancel()
+            logs.show(None)
+
+    def draw(self) -> "RenderableType":
+        """Return the table, for rich."""
+        from rich.table import Table
+        from rich.text import Text
+
+        ended = len(self._sweep.done) + len(self._sweep.failed)
+        title = f"{ended} of {self._sweep.planned} jobs ended"
+        table = Table(*HEAD, title=title, title_justify="left", box=None)
+        for slot in sorted(self._running):
+            local = self._running[slot]
+            latest = _latest(local.launch.directory)
+            cells = [
+                str(local.job.number + 1),
+                cut(local.job.label),
+                fixed(latest.get("step"), ".0f"),
+                fixed(latest.get("train_loss"), ".4f"),
+                fixed(latest.get("val_loss"), ".4f"),
+                f"{time.monotonic() - local.started_at:.0f}",
+            ]
+            table.add_row(*map(Text, cells))
+        return table
+
+
+async def _redraw(display: Display) -> None:
+    while True:
+        display.refresh()
+        await asyncio.sleep(PERIOD_S)
+
+
+def _latest(directory: Path) -> dict[str, float]:
+    """Return the last recorded value of each metric."""
+    values: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        with open(directory / METRICS, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            lines = file.read().split(b"\n")
+        for line in lines[:-1]:  # the last one is empty, or being written
+            with contextlib.suppress(ValueError, AttributeError):
+                for name, value in json.loads(line).items():
+                    if type(value) in (int, float):
+                        values[name] = value
+    return values

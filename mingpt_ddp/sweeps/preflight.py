@@ -1,0 +1,126 @@
+"""What happens before the first job of a sweep: its checks, and its lock."""
+
+import contextlib
+import logging
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, open_dict, read_write
+
+from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.exit import ProcessExit
+from mingpt_ddp.distributed.machine import count_cores
+from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.metrics.objective import (
+    LOSS,
+    WHY_BITS_PER_BYTE,
+    loss_unit,
+    objective_of,
+)
+from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, has_own_sweeper, plan_slots
+from mingpt_ddp.sweeps.sources import in_lock_step, is_study, number_of_jobs, source_of
+from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.sweeps.sweep_checks import check_hydra_keys, check_jobs, parse_overrides
+from mingpt_ddp.sweeps.sweep_file import SweepFile
+
+log = logging.getLogger(__name__)
+
+
+class Preflight(Callback):
+    """Hydra's callback that checks a run or a sweep before anything is written."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with _exit_on_error():
+            check_hydra_keys(config)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # so that Hydra's shuffle() has the same order on every rank and at every start
+        random.seed(0)
+        with _exit_on_error():
+            check_hydra_keys(config)
+            _start(config, read_env(), Sweep.current())
+
+
+@contextlib.contextmanager
+def _exit_on_error() -> Iterator[None]:
+    """Exit on an exception, which Hydra would only log as a warning."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError):
+            error = ConfigError(hydra_utils.explain(error))
+        ProcessExit().user_error(error)
+
+
+def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
+    """Check the sweep, adapt Hydra's configuration, and lock the directory.
+
+    Raises:
+        UserError: the sweep cannot run.
+    """
+    overrides = parse_overrides(config)
+    jobs = check_jobs(config.hydra, overrides, env)
+    first = jobs[0]
+    # disable usage reports if Ray is the launcher
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    sweep.env = env
+    sweep.launcher = str(config.hydra.launcher._target_)
+    sweep.directory = Path(first.run.root, first.run.name or "")
+    objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
+    sweep.settings = check_schedule(config, jobs, env, objective)
+    is_ours = has_own_sweeper(config) and (
+        is_study(sweep.settings) or not sweep.uses_external_launcher
+    )
+    if is_ours and not sweep.uses_external_launcher:
+        sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
+        sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
+    open_source = partial(source_of, sweep.settings, overrides, first, sweep.directory)
+    if is_ours:
+        env.call_on_rank_zero(open_source)  # refuses before anything is written
+    if first.run.name is not None:
+        sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
+        sweep.file = env.call_on_rank_zero(lambda: SweepFile(sweep.directory)) or sweep.file
+    sweep.planned = number_of_jobs(sweep.settings, overrides)
+    if is_ours:
+        source = env.call_on_rank_zero(open_source)  # again: another sweep may just have ended
+        sweep.source = in_lock_step(source, sweep.planned, is_study(sweep.settings), env)
+        env.call_on_rank_zero(partial(_begin, sweep, first))
+    log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)
+    with read_write(config), read_write(config.hydra), open_dict(config):
+        for_jobs = config.hydra.overrides.hydra
+        if objective is not LOSS:
+            log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
+            for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
+        for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
+        config.hydra.sweep.dir = str(sweep.directory)
+        if is_ours:
+            config.hydra.sweeper = {"_target_": SWEEPER}
+
+
+def _begin(sweep: Sweep, first: Config) -> None:
+    """Write what the sweep keeps from its first start on."""
+    limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
+    sweep.has_other_limits = sweep.file.update_limits(limits)
+    if sweep.file.cores is None:
+        sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
+    if sweep.source is not None:
+        sweep.source.begin()
+
+
+def _constant(overrides: list[Override]) -> str:
+    """Return the keys that do not vary, as a list for Hydra."""
+    keys = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            keys.append(repr(hydra_utils.key_of(str(override.input_line))))
+    return f"[{','.join(keys)}]"

@@ -1,0 +1,100 @@
+"""Channels between a launcher and real forked workers."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from mingpt_ddp.distributed.channels import Channels, WorkerEnds, reporter
+from mingpt_ddp.distributed.workers import join_workers
+from mingpt_ddp.errors import RunError
+
+
+def evaluate(ends: WorkerEnds) -> None:
+    """The worker: report until a step is pruned, print why, and end."""
+    ends.open()
+    report = reporter()
+    assert reporter() is None, "the variable is not inherited by what the job starts"
+    for step in (1, 2, 3):
+        reason = report(step, {"loss": 1.0 / step})
+        if reason is not None:
+            os.write(2, f"config error: pruned at {step}: {reason}\n".encode())
+            os.write(1, b"a line of another kind\n")
+            os._exit(3)
+    os._exit(0)
+
+
+def wait_for_signal(ends: WorkerEnds) -> None:
+    ends.open()
+    report = reporter()
+    report(1, {"loss": 1.0})
+    time.sleep(60)
+
+
+def run(target, report, n: int = 1) -> tuple[tuple[int, int], str]:
+    """Run the target as rank zero of workers; return how they ended, and their last line."""
+
+    async def serve() -> tuple[tuple[int, int], str]:
+        context = multiprocessing.get_context("fork")
+        with Channels(report, has_console=False) as channels:
+            workers = []
+            for index in range(n):
+                worker = target if index == 0 else idle
+                workers.append(context.Process(target=worker, args=(channels.for_worker(index),)))
+            for worker in workers:
+                worker.start()
+            ended = await channels.serve(join_workers(workers, 10, 0), workers)
+            return ended, channels.last_line()
+
+    return asyncio.run(serve())
+
+
+def idle(ends: WorkerEnds) -> None:
+    ends.open()
+    assert reporter() is not None, "every rank knows that the evaluations are judged"
+    os._exit(0)
+
+
+def test_evaluations_are_judged_and_the_last_error_is_kept():
+    seen = []
+
+    def judge(step, metrics):
+        seen.append((step, metrics))
+        return "too high" if step == 2 else None
+
+    ended, line = run(evaluate, judge, n=2)
+    assert seen == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
+    assert ended == (3, 0)
+    assert line == "config error: pruned at 2: too high"
+
+
+def test_an_error_of_the_judge_ends_the_workers():
+    def judge(step, metrics):
+        raise RunError("cannot write trials.jsonl")
+
+    before = time.monotonic()
+    with pytest.raises(RunError, match="cannot write"):
+        run(wait_for_signal, judge)
+    assert time.monotonic() - before < 30, "the workers were not killed"
+
+
+def test_much_output_does_not_block_a_worker():
+    def talk(ends: WorkerEnds) -> None:
+        ends.open()
+        for _ in range(2_000):
+            os.write(1, b"x" * 1_000 + b"\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ended, line = run(talk, lambda step, metrics: None)
+    assert ended == (-signal.SIGKILL, 0)
+    assert set(line) == {"x"}
+
+
+def test_without_a_judge_there_is_no_reporter(monkeypatch):
+    monkeypatch.delenv("MINGPT_DDP_REPORTS", raising=False)
+    assert reporter() is None
