@@ -38,6 +38,7 @@ CORE = (
     "tests/contract/test_resume.py::test_snapshots_in_s3",
     "tests/contract/test_run.py::test_sampling",
     "tests/contract/test_sweeps.py::test_killed_and_started_again[one parent]",
+    "tests/contract/test_sweeps.py::test_two_jobs_at_a_time",
     "tests/fake_gpu/test_cases.py::test_every_possible_pair_is_in_a_case",
     "tests/fake_gpu/test_steps.py::",
     "tests/unit/",

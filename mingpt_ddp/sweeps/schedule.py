@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import SweepConfig
@@ -61,6 +61,11 @@ def check_schedule(
     is_study = settings.sampler is not None or settings.pruner != "none"
     launcher = str(config.hydra.launcher._target_)
     is_remote = not launcher.startswith(HYDRAS_LAUNCHERS)
+    has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
+    check(
+        not has_batches or (is_remote and not is_study) or not has_own_sweeper(config),
+        "hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how many jobs run",
+    )
     if not has_own_sweeper(config):
         check(
             not is_study and settings.parallel == 1,

@@ -39,9 +39,8 @@ def check_hydra_keys(config: DictConfig) -> None:
             value == only,
             f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory",
         )
-    for key in ("max_batch_size", "n_trials", "n_jobs"):
-        value = OmegaConf.select(config, f"hydra.sweeper.{key}")
-        check(value is None or value >= 1, f"hydra.sweeper.{key}={value} must be at least 1")
+    size = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
+    check(size is None or size >= 1, f"hydra.sweeper.max_batch_size={size} must be at least 1")
 
 
 def parse_overrides(config: DictConfig) -> list[Override]:

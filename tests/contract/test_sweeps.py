@@ -63,6 +63,13 @@ def test_directories_and_report(uninterrupted: Path) -> None:
     assert (uninterrupted / "report.html").stat().st_size > 1000
 
 
+def test_two_jobs_at_a_time(uninterrupted: Path, text: Path, tmp_path: Path) -> None:
+    """The results are those of one job after the other, and a failing job stops no other."""
+    done = call([*LAUNCHES["one parent"], *jobs(text), "sweep.parallel=2"], tmp_path)
+    assert done.returncode == EXIT_CODES["one parent"], done.stdout
+    assert finished(tmp_path / "outputs" / "sweep") == finished(uninterrupted)
+
+
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_killed_and_started_again(launch: str, uninterrupted: Path, text: Path, tmp_path: Path) -> None:
     """Complete jobs are not trained again, the interrupted one resumes, and the results are those without a kill."""

@@ -1,0 +1,48 @@
+"""Which jobs of a sweep are left, and how often each may start."""
+
+from __future__ import annotations
+
+from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.sweeps.progress import attempts
+from mingpt_ddp.sweeps.sources import Grid, Trials
+from mingpt_ddp.sweeps.study import Outcome
+from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.sweeps.sweep_file import SweepFile
+from tests.unit.sweeps.studies import open_study, parse
+
+
+def test_a_job_that_is_tried_again_has_not_failed_meanwhile():
+    """Otherwise no other job would start next to it."""
+    sweep = Sweep(settings=SweepConfig(retries=1, max_failures=0))
+    tries = attempts(sweep, Grid(parse("model=gpt_nano", "optimizer.lr=1,2")), 1)
+    next(tries)
+    sweep.failed["optimizer.lr=2"] = "a reason"
+    assert sweep.has_too_many_failures
+    next(tries)
+    assert not sweep.has_too_many_failures
+    assert next(tries, "end") == "end"
+
+
+def test_failures_of_earlier_starts_count(tmp_path):
+    settings = SweepConfig(sampler="random", retries=1)
+    study = open_study(tmp_path)
+    study.trial(0)
+    study.finish(0, Outcome.FAILED, reason="a reason")
+    sweep = Sweep(settings=settings)
+    source = Trials(study, settings, [], tmp_path, 2)
+    assert not source.is_settled(0, False)
+    tries = attempts(sweep, source, 0)
+    next(tries)
+    source.fail(0, "a reason")
+    assert next(tries, "end") == "end"
+    assert source.is_settled(0, False)
+
+
+def test_limits_are_those_at_which_all_jobs_have_ended(tmp_path):
+    """A start with other limits that is killed must not hide that jobs ended at those before."""
+    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 4})
+    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 4})
+    for _ in range(2):
+        assert SweepFile(tmp_path).has_other_limits({"max_steps": 8})
+    SweepFile(tmp_path).keep_limits({"max_steps": 8})
+    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 8})
