@@ -160,7 +160,7 @@ def test_another_search_is_refused(undisturbed, tmp_path):
 
 
 @needs_optuna
-@pytest.mark.parametrize("ranks", ["lock-step", "one parent"])
+@pytest.mark.parametrize("ranks", [pytest.param("lock-step", marks=pytest.mark.slow), "one parent"])
 def test_two_ranks_in_lock_step_or_below_one_parent(ranks, two_ranks, tmp_path):
     """Killed, or preempted, while a job trains: the same trials and weights in each way."""
     overrides = [*ASHA, "sweep.trials=4", "sweep.seed=3"]
