@@ -15,6 +15,7 @@ from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
@@ -160,4 +161,6 @@ class Scheduler:
             return
         self._sweep.record_done(local.job, local.launch.directory)
         title = self._sweep.objective.title
-        log.info("job %d: %s %.4f after %.0f s", number, title, value, seconds)
+        is_pruned = read_result(local.launch.directory).get("status") == RunStatus.PRUNED
+        how = "pruned, " if is_pruned else ""
+        log.info("job %d: %s%s %.4f after %.0f s", number, how, title, value, seconds)

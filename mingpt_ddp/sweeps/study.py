@@ -12,7 +12,6 @@ from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.optuna_trials import (
     BaseDistribution,
     FrozenTrial,
-    StudyDirection,
     comparable,
     directions,
     distributions_as_json,
@@ -213,25 +212,6 @@ class Study:
         """Return all recorded trials, with the numbers that Optuna's tools show."""
         return list(self._records.trials)
 
-    def best(self) -> list[TrialRecord]:
-        """Return the best complete trial, or of several objectives those that none dominates."""
-        done = [each for each in self._records.trials if each.outcome == Outcome.COMPLETE]
-        costs = {each.number: self._costs(each) for each in done}
-        front = [
-            each
-            for each in done
-            if not any(_dominates(other, costs[each.number]) for other in costs.values())
-        ]
-        return front[:1] if len(self._directions) == 1 else front
-
-    def _costs(self, record: TrialRecord) -> list[float]:
-        """Return the values, signed so that less is better."""
-        costs = []
-        for value, direction in zip(record.values, self._directions, strict=True):
-            value = comparable(value, direction)
-            costs.append(-value if direction == StudyDirection.MAXIMIZE else value)
-        return costs
-
     def _record(self, number: int) -> TrialRecord:
         return self._records.trials[self._numbers[number]]
 
@@ -324,8 +304,3 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _key(params: Mapping[str, Any]) -> str:
     return json.dumps(params, sort_keys=True)
-
-
-def _dominates(one: Sequence[float], other: Sequence[float]) -> bool:
-    pairs = list(zip(one, other, strict=True))
-    return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
