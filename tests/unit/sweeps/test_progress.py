@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.sweeps.progress import attempts
-from mingpt_ddp.sweeps.sources import Grid, Trials
+from mingpt_ddp.sweeps.sources import Grid
 from mingpt_ddp.sweeps.study import Outcome
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.sweeps.sweep_file import SweepFile
+from mingpt_ddp.sweeps.trials import Trials
 from tests.unit.sweeps.studies import open_study, parse
 
 
