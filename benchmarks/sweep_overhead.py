@@ -2,18 +2,22 @@
 
 The same short run with different seeds: started alone, and as the jobs of a sweep in each way of
 launching one. All processes are counted, divided by the number of jobs: wall seconds, and CPU
-seconds, which depend less on other load. A sweep whose jobs are all complete measures the cost of
-skipping a job.
+seconds, which depend less on other load. The pause between two jobs lasts from the result of a job
+until the next one in its place has done its first step. A sweep whose jobs are all complete
+measures the cost of skipping a job.
 
     python benchmarks/sweep_overhead.py
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
+from datetime import datetime
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import ROOT, alternate, cell, compare, parser, report, spread, timed
@@ -32,6 +36,8 @@ TORCHRUN = [
     str(ROOT / "main.py"),
 ]
 PYTHON = [sys.executable, str(ROOT / "main.py")]
+TWO = "sweep.parallel=2"
+FIRST_STEP = re.compile(r"^(\S+ \S+) .*the first step was done", re.MULTILINE)
 # By way: the command of a single run, the command of a sweep.
 WAYS = {
     "two ranks, lock-step (`torchrun main.py -m`)": (TORCHRUN, [*TORCHRUN, "-m"]),
@@ -40,12 +46,14 @@ WAYS = {
         [*PYTHON, "-m", "ddp.nproc_per_node=2"],
     ),
     "one rank, in one process (`python main.py -m`)": (PYTHON, [*PYTHON, "-m"]),
+    f"one rank, two jobs at a time (`python main.py -m {TWO}`)": (PYTHON, [*PYTHON, "-m", TWO]),
 }
 HEADER = [
     "way",
     "alone: s, CPU s",
     "a job of a sweep: s, CPU s",
     "job / alone, by CPU time",
+    "between two jobs: s",
     "skipping a job: s",
 ]
 
@@ -66,18 +74,45 @@ def in_a_sweep(command: list[str], jobs: int) -> dict[str, float]:
     words = [*command, "run.name=sweep", f"run.seed=range({jobs})"]
     with tempfile.TemporaryDirectory() as directory:
         wall, cpu = spend(words, Path(directory))
+        pause = between_jobs(Path(directory, "outputs", "sweep"), 2 if TWO in command else 1)
         again, _ = spend(words, Path(directory))
         start, _ = spend([*words, "run.seed=0"], Path(directory))  # skips one job
-    return {"wall": wall / jobs, "cpu": cpu / jobs, "skip": max(0.0, again - start) / (jobs - 1)}
+    skip = max(0.0, again - start) / (jobs - 1)
+    return {"wall": wall / jobs, "cpu": cpu / jobs, "between": pause, "skip": skip}
+
+
+def between_jobs(directory: Path, places: int) -> float:
+    """Return the median seconds from the result of a job to the first step of the next one.
+
+    Args:
+        places: jobs at a time; each job takes the place of the first one to end.
+    """
+    ends = sorted(path.stat().st_mtime for path in directory.glob("*/result.json"))
+    first_steps = sorted(map(first_step, directory.glob("*/main.rank0.log")))
+    pairs = zip(first_steps[places:], ends[:-places], strict=True)
+    return median(after - before for after, before in pairs)
+
+
+def first_step(path: Path) -> float:
+    """Return when a job had done its first step, in seconds since 1970."""
+    found = FIRST_STEP.search(path.read_text())
+    assert found is not None, path
+    return datetime.strptime(found[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def readme(ways: dict[str, Any]) -> list[tuple[str, str]]:
     what = "a job of a sweep against the same run started alone, by CPU time"
+    order = "lock-step, workers for each job, in one process, two at a time"
     job = ", ".join(f"{way['cpu_ratio']['median']:.2f}" for way in ways.values())
-    done = ", ".join(f"{way['sweep']['skip']['median']:.1f}" for way in ways.values())
+    pause = ", ".join(f"{way['sweep']['between']['median']:.2f}" for way in ways.values())
+    done = ", ".join(f"{way['sweep']['skip']['median']:.2f}" for way in ways.values())
     return [
-        (f"{what}: lock-step, workers for each job, in one process", f"{job} times"),
-        ("a job that is done already, in the same order of ways", f"{done} s"),
+        (f"{what}: {order}", f"{job} times"),
+        (
+            "from the result of a job to the first step of the next, same order of ways",
+            f"{pause} s",
+        ),
+        ("a job that is done already, same order of ways", f"{done} s"),
     ]
 
 
@@ -108,7 +143,8 @@ def main() -> None:
             ", ".join(cell(spreads[side][key], ".1f") for key in ("wall", "cpu"))
             for side in ("alone", "sweep")
         ]
-        rows.append([way, *both, cell(ratio, ".2f"), cell(spreads["sweep"]["skip"], ".2f")])
+        costs = [cell(spreads["sweep"][key], ".2f") for key in ("between", "skip")]
+        rows.append([way, *both, cell(ratio, ".2f"), *costs])
     report(chosen.out, {"jobs": chosen.jobs, "ways": figures}, HEADER, rows, readme(figures))
 
 
