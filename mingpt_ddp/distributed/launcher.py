@@ -202,7 +202,8 @@ class _Attempt:
         if code < 0 and not number:  # it could not log this itself
             killer = signal.Signals(-code).name
             self.last_line = f"error: rank {self.first.rank + failed} was killed by {killer}"
-            log.error("%s", self.last_line)
+            if self.launch.slot is None:  # else the sweep names the job too
+                log.error("%s", self.last_line)
         if code == SERVER_DIED and uses_server:
             if server == server_pid():  # else another job has started one
                 stop_server()

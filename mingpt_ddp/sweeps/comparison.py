@@ -71,8 +71,8 @@ def group_notes(groups: list[Group]) -> list[str]:
     if close:
         count = "1 other group" if len(close) == 1 else f"{len(close)} other groups"
         notes.append(
-            f"the 95% intervals of {count} overlap that of the best: chance may order them; "
-            "more seeds tell"
+            f"the 95% intervals of {count} overlap that of the best: whether they differ, "
+            "`python -m mingpt_ddp.report DIR compare` tests"
         )
     return notes
 

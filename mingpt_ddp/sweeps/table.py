@@ -63,7 +63,7 @@ def _best_line(results: Results, best: Group | None) -> str:
         return f"best: {best.first.directory}"
     where = best.first.directory
     return (
-        f"best: {with_interval(best.estimate)}, mean of {count_seeds(best)}; the first is {where}"
+        f"best: {with_interval(best.estimate)}, mean of {count_seeds(best)}; its best seed is {where}"
     )
 
 

@@ -71,7 +71,7 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
     ]
     assert cells(lines[2])[0] == "2.2000"
     best = next(line for line in lines if line.startswith("best: "))
-    assert best.startswith(f"best: 2.1000 ± {HALF:.4f}, mean of 2 seeds; the first is {sweep}")
+    assert best.startswith(f"best: 2.1000 ± {HALF:.4f}, mean of 2 seeds; its best seed is {sweep}")
     assert any("95% intervals of 1 other group overlap" in line for line in lines)
 
 
