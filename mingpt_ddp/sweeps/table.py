@@ -61,10 +61,8 @@ def _best_line(results: Results, best: Group | None) -> str:
         return why_no_best(results.jobs)
     if not results.has_replicates:
         return f"best: {best.first.directory}"
-    where = best.first.directory
-    return (
-        f"best: {with_interval(best.estimate)}, mean of {count_seeds(best)}; its best seed is {where}"
-    )
+    mean = f"{with_interval(best.estimate)}, mean of {count_seeds(best)}"
+    return f"best: {mean}; its best seed is {best.first.directory}"
 
 
 def count_seeds(group: Group) -> str:
