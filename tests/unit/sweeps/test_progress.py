@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.sweeps.progress import attempts
-from mingpt_ddp.sweeps.sources import Grid, Trials
+from mingpt_ddp.sweeps.sources import Grid
 from mingpt_ddp.sweeps.study import Outcome
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.sweeps.sweep_file import SweepFile
+from mingpt_ddp.sweeps.trials import Trials
 from tests.unit.sweeps.studies import open_study, parse
 
 
@@ -21,6 +26,15 @@ def test_a_job_that_is_tried_again_has_not_failed_meanwhile():
     next(tries)
     assert not sweep.has_too_many_failures
     assert next(tries, "end") == "end"
+
+
+@pytest.mark.parametrize("threads", [10**6, 10**11])
+def test_threads_that_torch_cannot_start_are_not_kept(tmp_path, threads):
+    (tmp_path / "sweep.json").write_text(json.dumps({"threads": {"1": threads}, "cores": threads}))
+    file = SweepFile(tmp_path)
+    assert file.cores is None
+    assert file.threads(1, 2) == 2
+    assert SweepFile(tmp_path).threads(1, 3) == 2
 
 
 def test_failures_of_earlier_starts_count(tmp_path):
