@@ -1,6 +1,6 @@
 """One job of a sweep: which it is, whatever job Hydra's state describes meanwhile."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mingpt_ddp.config import hydra_utils
 
@@ -10,7 +10,7 @@ class Job:
     """One job of a sweep."""
 
     number: int  # from 0
-    label: str = field(compare=False)  # its swept overrides
+    label: str  # its swept overrides
 
     @staticmethod
     def current() -> "Job":

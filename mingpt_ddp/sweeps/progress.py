@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 
-from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 
@@ -37,7 +36,7 @@ def attempts(sweep: Sweep, source: Source, number: int) -> Iterator[None]:
         if source.failed_before(number) is not None:  # as often, with earlier starts
             return
         log.warning("job %d: retry %d of %d", number + 1, retry, retries)
-        sweep.failed.pop(Job(number, source.label(number)), None)  # not yet
+        sweep.failed.pop(number, None)  # not yet
         yield
 
 
@@ -50,5 +49,5 @@ def count_settled(sweep: Sweep, source: Source, number: int) -> None:
         log.info("%s: already complete", sweep.done[number])
     else:
         label = source.label(number)
-        sweep.failed[Job(number, label)] = reason
+        sweep.failed[number] = label
         log.info("%s has failed before: %s", label, reason)

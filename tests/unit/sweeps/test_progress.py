@@ -23,7 +23,7 @@ def test_a_job_that_is_tried_again_has_not_failed_meanwhile():
     sweep = Sweep(settings=SweepConfig(retries=1, max_failures=0))
     tries = attempts(sweep, Grid(parse("model=gpt_nano", "optimizer.lr=1,2")), 1)
     next(tries)
-    sweep.failed[Job(1, "optimizer.lr=2")] = "a reason"
+    sweep.failed[1] = "optimizer.lr=2"
     assert sweep.has_too_many_failures
     next(tries)
     assert not sweep.has_too_many_failures
