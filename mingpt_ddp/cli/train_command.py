@@ -82,7 +82,7 @@ def main() -> None:
             hydra_utils.run_hydra(train)
     except JobError as error:
         if sweep.uses_external_launcher:  # otherwise already recorded
-            sweep.failed[str(error.args[0])] = ""
+            sweep.failed[0] = str(error.args[0])  # it knows no number
     except UserError as error:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs

@@ -36,7 +36,7 @@ def attempts(sweep: Sweep, source: Source, number: int) -> Iterator[None]:
         if source.failed_before(number) is not None:  # as often, with earlier starts
             return
         log.warning("job %d: retry %d of %d", number + 1, retry, retries)
-        sweep.failed.pop(source.label(number), None)  # not yet
+        sweep.failed.pop(number, None)  # not yet
         yield
 
 
@@ -49,5 +49,5 @@ def count_settled(sweep: Sweep, source: Source, number: int) -> None:
         log.info("%s: already complete", sweep.done[number])
     else:
         label = source.label(number)
-        sweep.failed[label] = reason
+        sweep.failed[number] = label
         log.info("%s has failed before: %s", label, reason)

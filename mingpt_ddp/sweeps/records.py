@@ -228,6 +228,7 @@ class Records:
         assert self.header is not None
         is_complete = line.outcome == "complete"
         _require(len(line.values) == len(self.header.objectives) or not is_complete)
+        _require(_is_name(line.job))
         trial.outcome = line.outcome
         trial.values = [float(value) for value in line.values]
         trial.reason = line.reason
@@ -276,6 +277,11 @@ def now() -> float:
 def _require(ok: bool) -> None:
     if not ok:
         raise ValueError("unexpected line")
+
+
+def _is_name(text: str) -> bool:
+    """Return whether a text can only name something in a directory itself."""
+    return text not in (".", "..") and not {"/", "\0"} & {*text}
 
 
 def _sync_directory(directory: Path) -> None:

@@ -57,7 +57,7 @@ class Sweep:
     has_other_limits: bool = False  # than the last start that ended all jobs
     done: dict[int, Path] = field(default_factory=dict)  # directories, by number of the job
     n_done_before: int = 0  # of these, completed by an earlier start
-    failed: dict[str, str] = field(default_factory=dict)  # reasons, by label of the job
+    failed: dict[int, str] = field(default_factory=dict)  # labels, by number of the job
     exit_code: int = 0
     _names: dict[str, str] = field(default_factory=dict)  # of directories, by label of the job
 
@@ -126,7 +126,7 @@ class Sweep:
             self.record_done(job, directory)
             log.info("%s: already complete, %s %.4f", directory, objective.title, value)
         elif failure is not None:
-            self.failed[job.label] = failure
+            self.failed[job.number] = job.label
             raise JobError(f"{job.label} has failed before: {failure}")
         else:
             total = f" of {self.planned}" if self.planned else ""
@@ -189,7 +189,7 @@ class Sweep:
             RunError: its result lacks an objective of the search, or the study cannot be written.
         """
         self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
-        self.failed.pop(job.label, None)
+        self.failed.pop(job.number, None)
         self.done[job.number] = directory
 
     def _keep_done(self, job: Job, directory: Path) -> None:
@@ -199,7 +199,7 @@ class Sweep:
 
     def record_failed(self, job: Job, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
-        self.failed[job.label] = message
+        self.failed[job.number] = job.label
         self.exit_code = FAILURE if FAILURE in (self.exit_code, code) else code
         self.env.call_on_rank_zero(lambda: self._keep_failed(job, message))
         return JobError(f"{job.label} failed")
@@ -233,7 +233,7 @@ class Sweep:
                 print(report(runs, self.directory / PAGE))
         except RunError as error:  # e.g. no job has written a result that this machine can read
             log.warning("%s", error)
-        failed = [*self.failed]
+        failed = [*self.failed.values()]
         if self.uses_external_launcher and failed:
             exit_process(f"job error: {failed[0]}", FAILURE)
         if self.uses_external_launcher:
@@ -243,7 +243,7 @@ class Sweep:
         log.info("sweep: %d jobs, %d already complete, %d failed", count, already, len(failed))
         if not failed:
             return
-        which = "; ".join(failed)
+        which = "; ".join(dict.fromkeys(failed))
         again = "rerun the same command to retry"
         if self.source is not None and self.source.judges:
             again = "raise sweep.retries to retry"

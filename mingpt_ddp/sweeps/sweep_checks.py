@@ -92,6 +92,11 @@ def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> li
         len({(config.run.root, config.run.name) for config in configs}) == 1,
         "run.root and run.name must be the same for all jobs of a sweep; they name its directory",
     )
+    name = configs[0].run.name
+    check(
+        name is None or "/" not in name,
+        f"run.name={name} must be one name in a sweep: it holds the jobs' directories",
+    )
     return configs
 
 

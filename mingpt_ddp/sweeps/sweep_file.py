@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from mingpt_ddp.storage.storage import atomic_write, read_regular
 
 FILE = "sweep.json"
 MAX_BYTES = 1 << 24
+MAX_CORES = 1 << 12  # and threads: torch cannot start any number of them
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class SweepFile:
     @property
     def cores(self) -> int | None:
         """The cores of a job; None before a sweep of several jobs at a time has begun."""
-        return _positive(self._values.get("cores"))
+        return _count(self._values.get("cores"), MAX_CORES)
 
     def keep_cores(self, cores: int) -> None:
         """Keep the cores of a job."""
@@ -56,7 +58,7 @@ class SweepFile:
         """Return the threads of each rank of a job with so many ranks; keep the default."""
         kept = self._values.get("threads")
         threads = kept if isinstance(kept, dict) else {}
-        found = _positive(threads.get(str(ranks)))
+        found = _count(threads.get(str(ranks)), MAX_CORES)
         if found is None:
             self._write("threads", {**threads, str(ranks): default})
         return found or default
@@ -78,7 +80,7 @@ class SweepFile:
         """The jobs that have failed, and have not succeeded since; untrusted."""
         found = []
         for label, failure in self._failures().items():
-            count = _positive(failure.get("count")) or 1
+            count = _count(failure.get("count")) or 1
             reason = f"{failure.get('reason')}"
             found.append(Failure(f"{label}", f"{failure.get('directory')}", count, reason))
         return found
@@ -86,7 +88,7 @@ class SweepFile:
     def fail(self, label: str, directory: str | None, reason: str) -> None:
         """Keep why a job has failed, and how often."""
         failures = self._failures()
-        count = (_positive(failures.get(label, {}).get("count")) or 0) + 1
+        count = (_count(failures.get(label, {}).get("count")) or 0) + 1
         failures[label] = {"directory": directory, "count": count, "reason": reason}
         self._write("failures", failures)
 
@@ -113,5 +115,5 @@ class SweepFile:
             raise RunError(f"cannot write {self._path}: {error.strerror}") from error
 
 
-def _positive(value: Any) -> int | None:
-    return value if type(value) is int and value > 0 else None
+def _count(value: Any, most: float = math.inf) -> int | None:
+    return value if type(value) is int and 0 < value <= most else None

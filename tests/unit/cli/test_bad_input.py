@@ -569,6 +569,10 @@ SWEEPS = [
         "-m run.name=a,b",
         "config error: run.root and run.name must be the same for all jobs of a sweep",
     ),
+    (
+        "-m run.name=a/b run.seed=1,2",
+        "config error: run.name=a/b must be one name in a sweep: it holds the jobs' directories",
+    ),
     ("-m run.seed=range(3,3)", "config error: run.seed=range(3,3) has no values to sweep over"),
     (
         "-m model.n_head=range(2,400) model.n_embd=2",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
 from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.distributed.exit import USER_ERROR
+from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.progress import attempts
 from mingpt_ddp.sweeps.sources import Grid
 from mingpt_ddp.sweeps.study import Outcome
@@ -17,11 +23,28 @@ def test_a_job_that_is_tried_again_has_not_failed_meanwhile():
     sweep = Sweep(settings=SweepConfig(retries=1, max_failures=0))
     tries = attempts(sweep, Grid(parse("model=gpt_nano", "optimizer.lr=1,2")), 1)
     next(tries)
-    sweep.failed["optimizer.lr=2"] = "a reason"
+    sweep.failed[1] = "optimizer.lr=2"
     assert sweep.has_too_many_failures
     next(tries)
     assert not sweep.has_too_many_failures
     assert next(tries, "end") == "end"
+
+
+def test_failed_jobs_with_the_same_values_all_count():
+    """Otherwise the sweep would say that some have not started, and start too many."""
+    sweep = Sweep(settings=SweepConfig(max_failures=1), planned=2)
+    for number in range(2):
+        sweep.record_failed(Job(number, "optimizer.lr=2"), "a reason", USER_ERROR)
+    assert sweep.is_over and sweep.has_too_many_failures
+
+
+@pytest.mark.parametrize("threads", [10**6, 10**11])
+def test_threads_that_torch_cannot_start_are_not_kept(tmp_path, threads):
+    (tmp_path / "sweep.json").write_text(json.dumps({"threads": {"1": threads}, "cores": threads}))
+    file = SweepFile(tmp_path)
+    assert file.cores is None
+    assert file.threads(1, 2) == 2
+    assert SweepFile(tmp_path).threads(1, 3) == 2
 
 
 def test_failures_of_earlier_starts_count(tmp_path):

@@ -85,6 +85,18 @@ def test_damage_is_one_line(tmp_path, number, damage):
     assert path.read_bytes() == b"\n".join(lines) + b"\n"
 
 
+@pytest.mark.parametrize("job", ["../a", "/etc", "a/b", "..", ".", "a\0"])
+def test_a_job_is_a_directory_of_the_sweep(tmp_path, job):
+    """Otherwise the result of another directory would count as that of a trial."""
+    path = tmp_path / "trials.jsonl"
+    write(path)
+    lines = path.read_bytes().splitlines()
+    lines[4] = lines[4].replace(b'"job":"a"', b'"job":' + json.dumps(job).encode())
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    with pytest.raises(RunError, match="line 5 is damaged"):
+        Records(path)
+
+
 def test_only_a_regular_file_is_read(tmp_path):
     path = tmp_path / "trials.jsonl"
     os.mkfifo(path)
