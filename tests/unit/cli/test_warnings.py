@@ -27,3 +27,15 @@ def test_hydra_warns_of_nothing(command, tmp_path):
     assert done.returncode == 0, done.stdout
     theirs = r".*(?:Hydra\w*Warning|/(?:hydra|omegaconf|hydra_plugins)/.*Warning).*"
     assert re.findall(theirs, done.stdout) == []
+
+
+def test_keys_of_a_sweep_without_one(tmp_path):
+    """The workers of a sweep's jobs have them too, and are single runs."""
+    warning = "sweep.retries=1: without -m this is one run, no sweep"
+    assert warning in call([sys.executable, MAIN, *TOY, "sweep.retries=1"], tmp_path).stdout
+    words = ["-m", "sweep.retries=1", "sweep.parallel=2", "run.name=sweep", "run.seed=1,2"]
+    done = call([sys.executable, MAIN, *TOY, *words], tmp_path)
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
+    logs = [path.read_text() for path in tmp_path.glob("outputs/sweep/*/main.rank0.log")]
+    assert len(logs) == 2
+    assert not any("without -m" in text for text in [done.stdout, *logs])
