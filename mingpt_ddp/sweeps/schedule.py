@@ -14,6 +14,7 @@ from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
 from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.objective import LOSS, Objective
+from mingpt_ddp.sweeps.sources import is_study
 from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
@@ -58,46 +59,60 @@ def check_schedule(
         all(job.sweep == settings for job in jobs),
         "sweep.* holds for all jobs of a sweep; give each key one value",
     )
-    is_study = settings.sampler is not None or settings.pruner != "none"
     launcher = str(config.hydra.launcher._target_)
     is_remote = not launcher.startswith(HYDRAS_LAUNCHERS)
-    has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
-    check(
-        not has_batches or (is_remote and not is_study) or not has_own_sweeper(config),
-        "hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how many jobs run",
-    )
-    if not has_own_sweeper(config):
-        check(
-            not is_study and settings.parallel == 1,
-            "sweep.sampler, sweep.pruner and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
-            f"{config.hydra.sweeper._target_}",
-        )
-    if is_study:
-        check(
-            jobs[0].run.name is not None,
-            "a search or a pruner compares the jobs of one directory; give the sweep a run.name",
-        )
-        check(
-            jobs[0].run.resume != "never",
-            "run.resume=never would train jobs again of which a search or a pruner has the "
-            "results; choose another run.name",
-        )
-    _check_objectives(jobs[0])
+    _check_sweeper(config, settings, is_remote)
+    if is_study(settings):
+        _check_study(jobs[0])
     if is_remote:
-        _check_remote(settings, launcher.rpartition(".")[2], is_study)
+        _check_remote(settings, launcher.rpartition(".")[2])
     if env.world_size > 1 or not env.is_standalone:
-        started = "python main.py -m ddp.nproc_per_node=N"
-        check(
-            settings.parallel == 1,
-            f"sweep.parallel={settings.parallel} needs a parent of all jobs: {started} ...",
-        )
-        check(
-            settings.retries == 0,
-            f"sweep.retries={settings.retries}: all ranks fail alike in lock-step; use {started}",
-        )
+        _check_lock_step(settings)
     if settings.objectives == ("val_loss",) and objective is not LOSS:
         return replace(settings, objectives=(objective.metric,))
     return settings
+
+
+def _check_sweeper(config: DictConfig, settings: SweepConfig, is_remote: bool) -> None:
+    """Check the sweeper that has been chosen, and its key that only external launchers need."""
+    has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
+    gives_batches = is_remote and not is_study(settings)
+    check(
+        not has_batches or gives_batches or not has_own_sweeper(config),
+        "hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how many jobs run",
+    )
+    check(
+        has_own_sweeper(config) or (not is_study(settings) and settings.parallel == 1),
+        "sweep.sampler, sweep.pruner and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
+        f"{config.hydra.sweeper._target_}",
+    )
+
+
+def _check_study(first: Config) -> None:
+    """Check what a search, or a pruner, needs of its jobs."""
+    check(
+        first.run.name is not None,
+        "a search or a pruner compares the jobs of one directory; give the sweep a run.name",
+    )
+    check(
+        first.run.resume != "never",
+        "run.resume=never would train jobs again of which a search or a pruner has the "
+        "results; choose another run.name",
+    )
+    _check_objectives(first)
+
+
+def _check_lock_step(settings: SweepConfig) -> None:
+    """Check what torchrun's ranks can do, which have no parent of all jobs."""
+    started = "python main.py -m ddp.nproc_per_node=N"
+    check(
+        settings.parallel == 1,
+        f"sweep.parallel={settings.parallel} needs a parent of all jobs: {started} ...",
+    )
+    check(
+        settings.retries == 0,
+        f"sweep.retries={settings.retries}: all ranks fail alike in lock-step; use {started}",
+    )
 
 
 def _check_objectives(config: Config) -> None:
@@ -119,7 +134,7 @@ def _check_objectives(config: Config) -> None:
         )
 
 
-def _check_remote(settings: SweepConfig, launcher: str, is_study: bool) -> None:
+def _check_remote(settings: SweepConfig, launcher: str) -> None:
     """Check what a launcher that runs jobs elsewhere can do: batches of jobs, and no pruner."""
     check(
         settings.pruner == "none",
@@ -136,7 +151,7 @@ def _check_remote(settings: SweepConfig, launcher: str, is_study: bool) -> None:
         f"{launcher}, which gets as many trials at once",
     )
     check(
-        is_study or settings.parallel == 1,
+        is_study(settings) or settings.parallel == 1,
         f"sweep.parallel={settings.parallel}: {launcher} gets all jobs of a grid at once, and its "
         "own settings say how many run; leave sweep.parallel out",
     )
