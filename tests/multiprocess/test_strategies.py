@@ -90,7 +90,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
         runtime = None
         try:
             runtime = Runtime(config, read_env(), job)
-            loss = composition.run(config, runtime, {})
+            loss = composition.run(config, runtime, {})["loss"]
             model, optimizer = built[-1].model, built[-1].optimizer
             state = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values())
             results.append(
