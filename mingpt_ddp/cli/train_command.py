@@ -163,6 +163,10 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     config = checked_config(cfg)
     check_machine(config)
     env = read_env(config.ddp.local_workers or 1)
+    ignored = sorted(key for key in hydra_utils.typed_keys() if key.startswith("sweep."))
+    # the workers of a sweep's jobs have the keys of the sweep
+    if ignored and not hydra_utils.is_multirun() and not has_parent_launcher():
+        log.warning("%s: without -m this is one run, no sweep", ", ".join(ignored))
     if config.ddp.nproc_per_node and not env.has_local_rank:
         return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
     from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first

@@ -16,7 +16,7 @@ import numpy as np
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.download import DOWNLOADS, user_cache
+from mingpt_ddp.data.download import DOWNLOADS, download_path, user_cache
 from mingpt_ddp.data.texts import OpenBytes, opener
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
@@ -37,6 +37,11 @@ class TextCache:
         self._added: list[Path] = []
         # deepest first
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        # files that are copied out of local archives, as zip://a.txt::b.zip; they are no downloads
+        urls = [config.path, *(url for url, _ in config.sources or [])]
+        urls += (config.val_paths or {}).values()
+        copies = [download_path(url, self.root) for url in urls if _is_in_local_archive(url)]
+        self._copies = [path for path in copies if not path.exists()]
 
     def directory(self, key: str) -> Path:
         return self.root / f"{key[:16]}-{FORMAT}"
@@ -114,6 +119,8 @@ class TextCache:
         with contextlib.suppress(OSError), self._lock():
             for directory in self._added:
                 shutil.rmtree(directory, ignore_errors=True)
+            for path in self._copies:
+                path.unlink(missing_ok=True)
             if self._missing:
                 # it is not there, or has what took a while to download
                 with contextlib.suppress(OSError):
@@ -122,6 +129,12 @@ class TextCache:
                     (self.root / LOCK).unlink()
                     for path in self._missing:
                         path.rmdir()
+
+
+def _is_in_local_archive(url: str) -> bool:
+    """Return whether a chained URL ends with a local file."""
+    _, chained, last = url.rpartition("::")
+    return bool(chained) and "://" not in last.removeprefix("file://")
 
 
 def _not_writable(root: Path, error: OSError) -> DataError:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import LIMITS, Config, flatten
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import count_cores
 from mingpt_ddp.errors import ConfigError, UserError
@@ -42,9 +42,6 @@ class Preflight(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with _exit_on_error():
             check_hydra_keys(config)
-        words = [word for word in config.hydra.overrides.task if word.startswith("sweep.")]
-        if words and not has_parent_launcher():  # the workers of a job have those of the sweep
-            log.warning("%s: without -m this is one run, no sweep", ", ".join(words))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         # so that Hydra's shuffle() has the same order on every rank and at every start
