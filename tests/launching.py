@@ -69,7 +69,7 @@ def call(
 
 def copy_source(target: Path) -> None:
     """Copy to a new directory what a build of the package reads from the checkout."""
-    for name in ("mingpt_ddp", "conf"):
+    for name in ("mingpt_ddp", "hydra_plugins", "conf"):
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, target)
