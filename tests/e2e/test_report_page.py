@@ -112,13 +112,7 @@ def counted(browser: Browser, selector: str) -> int:
 
 @pytest.fixture
 def narrow(browser):
-    browser.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=390,
-        height=800,
-        deviceScaleFactor=1,
-        mobile=True,
-    )
+    use_width(browser, 390)
     yield browser
     browser.call("Emulation.clearDeviceMetricsOverride")
 
@@ -181,9 +175,8 @@ def test_light_and_dark_are_readable(browser, sweep):
     assert pages[0] > 0.9 and pages[1] < 0.02
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1400])
-def test_the_page_of_a_run(browser, run, scheme, width):
+def use_width(browser, width):
+    """Show pages on a screen of this width, a phone's below 800 pixels."""
     browser.call(
         "Emulation.setDeviceMetricsOverride",
         width=width,
@@ -191,7 +184,13 @@ def test_the_page_of_a_run(browser, run, scheme, width):
         deviceScaleFactor=1,
         mobile=width < 800,
     )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_page_of_a_run(browser, run, scheme, width):
     use_scheme(browser, scheme)
+    use_width(browser, width)
     browser.open(run)
     assert browser.errors() == browser.evaluate(OVERLAPPING) == []
     assert browser.requested() == [run.as_uri()]
@@ -228,14 +227,8 @@ def replicates(tmp_path_factory):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_page_of_replicates(browser, replicates, scheme, width):
-    browser.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=width,
-        height=800,
-        deviceScaleFactor=1,
-        mobile=width < 800,
-    )
     use_scheme(browser, scheme)
+    use_width(browser, width)
     browser.open(replicates)
     assert browser.errors() == browser.evaluate(OVERLAPPING) == []
     assert browser.requested() == [replicates.as_uri()]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 
 import pytest
 from fake_runs import fake_run
 from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
-from mingpt_ddp.sweeps import statistics
 from mingpt_ddp.sweeps.bands import mean_curve
 from mingpt_ddp.sweeps.groups import replicates
 from mingpt_ddp.sweeps.importance import LEAST_GROUPS, importances
@@ -38,14 +36,6 @@ def sweep(tmp_path):
                 faults=seed,
             )
     return tmp_path / "sweep"
-
-
-@pytest.fixture
-def no_scipy(monkeypatch):
-    statistics.has_intervals.cache_clear()
-    monkeypatch.setitem(sys.modules, "scipy.special", None)
-    yield
-    statistics.has_intervals.cache_clear()
 
 
 def figures_of(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 
@@ -14,14 +13,6 @@ from mingpt_ddp.sweeps.statistics import Estimate, estimate
 # 2 p sqrt(2 / (1 - 4 p^2)) with p = 0.475 for 2.
 T1 = math.tan(0.475 * math.pi)
 T2 = 0.95 * math.sqrt(2 / (1 - 0.95**2))
-
-
-@pytest.fixture
-def no_scipy(monkeypatch):
-    statistics.has_intervals.cache_clear()
-    monkeypatch.setitem(sys.modules, "scipy.special", None)
-    yield
-    statistics.has_intervals.cache_clear()
 
 
 def test_one_value_has_no_interval():
