@@ -1,5 +1,6 @@
 """Group the jobs that differ in `run.seed` alone: replicates of one recipe."""
 
+import json
 import re
 import statistics
 from collections.abc import Callable, Hashable, Iterable
@@ -57,7 +58,7 @@ class Group:
     def samples(self) -> list[Job]:
         """One job of each seed: complete ones, or all if none is complete."""
         jobs = [job for job in self.jobs if job.objective is not None] or self.jobs
-        return [*{_seed(job): job for job in reversed(jobs)}.values()][::-1]
+        return [*{seed_of(job): job for job in reversed(jobs)}.values()][::-1]
 
     @cached_property
     def name(self) -> str:
@@ -68,7 +69,7 @@ class Group:
     @property
     def seeds(self) -> int:
         """The number of different seeds."""
-        return len({_seed(job) for job in self.jobs})
+        return len({seed_of(job) for job in self.jobs})
 
     @property
     def complete(self) -> int:
@@ -115,17 +116,9 @@ class Group:
         return self.latest.mean if self.latest else None
 
     def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate | None:
-        """Return the estimate of a measurement over the seeds of the jobs that have one.
-
-        Jobs of the same seed are no independent samples: they count once, with their mean.
-        """
-        values: dict[Hashable, list[float]] = {}
-        for job in self.jobs:
-            value = measure(job)
-            if value is not None:
-                values.setdefault(_seed(job), []).append(value)
-        means = [statistics.fmean(found) for found in values.values()]
-        return estimate(means) if means else None
+        """Return the estimate of a measurement over the seeds of the jobs that have one."""
+        means = means_by_seed(self.jobs, measure)
+        return estimate([*means.values()]) if means else None
 
 
 def replicates(jobs: Iterable[Job]) -> list[Group]:
@@ -185,7 +178,7 @@ def _swept(jobs: list[Job]) -> set[str]:
     """Return the keys in which jobs of the same recipe and seed differ, storage apart."""
     values: dict[Hashable, dict[str, set[Hashable]]] = {}
     for job in jobs:
-        found = values.setdefault((_recipe(job, set()), _seed(job)), {})
+        found = values.setdefault((_recipe(job, set()), seed_of(job)), {})
         for key, value in job.config.items():
             if is_operation(key) and key not in NO_PARAMETERS:
                 found.setdefault(key, set()).add(identity(value))
@@ -204,9 +197,22 @@ def _recipe(job: Job, swept: set[str]) -> Recipe:
     return tuple((key, identity(job.config[key])) for key in sorted(_keys(job, swept)))
 
 
-def _seed(job: Job) -> Hashable:
-    """Return the seed of a job, or its directory if it has recorded none."""
-    return identity(job.config[SEED]) if SEED in job.config else str(job.directory)
+def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -> dict[str, float]:
+    """Return a measurement by seed, of the jobs that have one.
+
+    Jobs of the same seed are no independent samples: they count once, with their mean.
+    """
+    values: dict[str, list[float]] = {}
+    for job in jobs:
+        value = measure(job)
+        if value is not None:
+            values.setdefault(seed_of(job), []).append(value)
+    return {seed: statistics.fmean(found) for seed, found in values.items()}
+
+
+def seed_of(job: Job) -> str:
+    """Return the seed of a job as JSON, or its directory if it has recorded none."""
+    return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)
 
 
 def _rank(group: Group) -> tuple[bool, bool, float, str]:

@@ -1,10 +1,8 @@
 """How much each parameter matters for the objective, by an evaluator of Optuna."""
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.sweeps.formats import shown
 from mingpt_ddp.sweeps.groups import Group
 from mingpt_ddp.sweeps.runs import Value, number
@@ -27,11 +25,10 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
     if len(complete) < LEAST_GROUPS or len(keys) < 2:
         return {}
     try:
-        import optuna
-        from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-    except ImportError:  # none, or one too old
+        from mingpt_ddp.sweeps.optuna_trials import no_warnings, optuna
+    except ConfigError:  # none, or one too old
         return {}
-    with _quiet(optuna):
+    with no_warnings():
         study = optuna.create_study()
         distributions = {key: _distribution(complete, key) for key in keys}
         for group in complete:
@@ -44,21 +41,8 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
                 optuna.create_trial(params=params, distributions=own, value=group.objective)
             )
         quantile = max(0.1, BEST / len(complete))
-        evaluator = PedAnovaImportanceEvaluator(target_quantile=quantile)
-        return {**get_param_importances(study, evaluator=evaluator)}
-
-
-@contextlib.contextmanager
-def _quiet(optuna: Any) -> Iterator[None]:
-    """Suppress Optuna's log lines, and warnings of experimental parts."""
-    before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        optuna.logging.set_verbosity(before)
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=quantile)
+        return {**optuna.importance.get_param_importances(study, evaluator=evaluator)}
 
 
 def _distribution(groups: list[Group], key: str) -> Any:

@@ -9,9 +9,9 @@ from typing import Any
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.sweeps.groups import Group
+from mingpt_ddp.sweeps.records import FILE
 from mingpt_ddp.sweeps.runs import number
 
-TRIALS = "trials.jsonl"  # its first line names the objectives
 MAX_HEADER_BYTES = 1 << 16
 MOST_OBJECTIVES = 8
 RANKED_BY = [[LOSS.series], [BITS_PER_BYTE.metric], [BITS_PER_BYTE.series]]
@@ -50,7 +50,7 @@ def read_goals(directories: Sequence[Path]) -> list[Goal]:
 
     The header is untrusted: one that is not as expected counts as none, and so do different ones.
     """
-    found = [goals for directory in directories if (goals := _read_goals(directory / TRIALS))]
+    found = [goals for directory in directories if (goals := _read_goals(directory / FILE))]
     return found[0] if found and all(goals == found[0] for goals in found) else []
 
 

@@ -1,14 +1,12 @@
 """Compare settings, each with the results of several seeds: the best one with each other one."""
 
 import itertools
-import json
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mingpt_ddp.sweeps.formats import cut, short_names, shown
-from mingpt_ddp.sweeps.groups import SEED, Group, replicates
+from mingpt_ddp.sweeps.groups import Group, means_by_seed, replicates, seed_of
 from mingpt_ddp.sweeps.runs import Job, varying
 from mingpt_ddp.sweeps.significance import LEVEL, Difference, difference, holm, why_incomparable
 from mingpt_ddp.sweeps.statistics import Estimate, estimate
@@ -120,17 +118,12 @@ def _are_settings(parts: dict[Path | None, list[Job]], is_only: bool) -> bool:
         return True
     seeds: list[str] = []
     for jobs in parts.values():
-        seeds += {_seed(job) for job in jobs}
+        seeds += {seed_of(job) for job in jobs}
     return len({*seeds}) < len(seeds)
 
 
 def _side(name: str, jobs: list[Job]) -> Side:
-    """Return a setting; jobs of the same seed are no independent samples, and count once."""
-    found: dict[str, list[float]] = {}
-    for job in jobs:
-        if job.objective is not None:
-            found.setdefault(_seed(job), []).append(job.objective)
-    values = {seed: statistics.fmean(values) for seed, values in found.items()}
+    values = means_by_seed(jobs, lambda job: job.objective)
     return Side(name, values, sum(job.objective is None for job in jobs))
 
 
@@ -148,11 +141,6 @@ def _name(group: Group, keys: list[str], directory: Path | None) -> str:
         return text
     name = cut(directory.resolve().name)
     return f"{name} ({text})" if keys else name
-
-
-def _seed(job: Job) -> str:
-    """Return the seed of a job, or its directory if it has recorded none."""
-    return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)
 
 
 def _rank(side: Side) -> tuple[bool, float, str]:
