@@ -173,6 +173,11 @@ def is_multirun() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def is_external(launcher: str) -> bool:
+    """Return whether a launcher, by its class, is none of Hydra's own: it runs jobs elsewhere."""
+    return not launcher.startswith("hydra._internal.")
+
+
 def job_number() -> int:
     """Return the index of this job in its sweep, from 0.
 

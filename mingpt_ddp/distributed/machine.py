@@ -14,14 +14,19 @@ MAX_PROCESSES_PER_CORE = 16
 MIN_RANK_BYTES = 1 << 27  # of a rank's own memory
 
 
-def count_cores() -> int:
-    """Return the cores that this process may use."""
+def cores() -> list[int]:
+    """Return the numbers of the cores that this process may use."""
     if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return [*range(os.cpu_count() or 1)]
 
 
-def threads_per_worker(workers: int, cores: int | None = None) -> int:
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(cores())
+
+
+def threads_per_worker(workers: int, on_cores: int | None = None) -> int:
     """Return the threads of each of several workers on so many cores, or all of this machine.
 
     OMP_NUM_THREADS takes precedence, if it is one number.
@@ -29,7 +34,7 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int:
     named = os.environ.get("OMP_NUM_THREADS", "")
     if named.isdecimal() and int(named) > 0:
         return int(named)
-    return max(1, (cores or count_cores()) // workers)
+    return max(1, (on_cores or count_cores()) // workers)
 
 
 def machine_memory() -> int:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.display import PERIOD_S, Display, can_draw
 from mingpt_ddp.metrics.jsonl import METRICS
+from mingpt_ddp.storage.storage import read_tail
 from mingpt_ddp.sweeps.formats import cut, fixed
 from mingpt_ddp.sweeps.local_job import LocalJob
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -88,9 +88,7 @@ def _latest(directory: Path) -> dict[str, float]:
     """Return the last recorded value of each metric."""
     values: dict[str, float] = {}
     with contextlib.suppress(OSError):
-        with open(directory / METRICS, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")
+        lines = read_tail(directory / METRICS, TAIL_BYTES).split(b"\n")
         for line in lines[:-1]:  # the last one is empty, or being written
             with contextlib.suppress(ValueError, AttributeError):
                 for name, value in json.loads(line).items():

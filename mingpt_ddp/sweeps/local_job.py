@@ -12,7 +12,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import exit_process
 from mingpt_ddp.distributed.launcher import Ended, Launch
 from mingpt_ddp.distributed.machine import threads_per_worker
-from mingpt_ddp.distributed.slots import Slot
+from mingpt_ddp.distributed.slots import Slot, visible_gpus
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.trackers.outboxes import check_installed
 from mingpt_ddp.storage.run_dir import (
@@ -106,9 +106,7 @@ def checked_config(cfg: DictConfig) -> Config:
 
 
 def _count_gpus(per_worker: int) -> int:
-    import torch
-
-    count = torch.cuda.device_count()  # asks the driver: does not initialize CUDA
+    count = len(visible_gpus())
     if count == 0:
         raise ConfigError(
             "ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers"

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage.storage import sync_directory
 
 FILE = "trials.jsonl"
 MAX_BYTES = 1 << 30  # of the file
@@ -155,7 +156,7 @@ class Records:
         if self.header is None:
             self.append(header)
             with contextlib.suppress(OSError):  # some file systems cannot
-                _sync_directory(self.path.parent)
+                sync_directory(self.path.parent)
 
     def append(self, line: Line) -> None:
         """Write a line durably; it counts once it is on the disk.
@@ -282,11 +283,3 @@ def _require(ok: bool) -> None:
 def _is_name(text: str) -> bool:
     """Return whether a text can only name something in a directory itself."""
     return text not in (".", "..") and not {"/", "\0"} & {*text}
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,5 @@
 """Render the page of one run: curves, timings of every rank, samples, what restarts changed."""
 
-import os
 import re
 import statistics
 import time
@@ -11,7 +10,7 @@ from typing import Any
 import yaml
 
 from mingpt_ddp.metrics.event_files import RankEvents, read_events
-from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.storage.storage import read_tail
 from mingpt_ddp.sweeps.figures import COLOURS, INCOMPLETE, draw, loss_axis, thinned
 from mingpt_ddp.sweeps.formats import cut, duration, fixed, shown
 from mingpt_ddp.sweeps.page import document, html_grid, html_list, html_table
@@ -221,9 +220,7 @@ def _when(start: dict[str, Any]) -> str:
 def _log_events(path: Path) -> list[str]:
     """Return the last lines of a log that say what a restart changed, or warn."""
     try:
-        with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-            lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
+        lines = read_tail(path, LOG_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
     return [cut(line, 400) for line in lines if EVENT.match(line)][-LOG_LINES:]

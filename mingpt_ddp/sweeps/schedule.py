@@ -1,16 +1,16 @@
 """When the jobs of a sweep run: the checks of `sweep.*`, and the slots of concurrent jobs."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
+from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes, cores, count_cores
 from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.objective import LOSS, Objective
@@ -31,7 +31,6 @@ MEASURED = (
     "test_accuracy",
     *("wall_seconds", "parameters", "tokens", "samples", "step", "epoch", "goodput"),
 )
-HYDRAS_LAUNCHERS = "hydra._internal."
 
 
 def has_own_sweeper(config: DictConfig) -> bool:
@@ -60,7 +59,7 @@ def check_schedule(
         "sweep.* holds for all jobs of a sweep; give each key one value",
     )
     launcher = str(config.hydra.launcher._target_)
-    is_remote = not launcher.startswith(HYDRAS_LAUNCHERS)
+    is_remote = hydra_utils.is_external(launcher)
     _check_sweeper(config, settings, is_remote)
     if is_study(settings):
         _check_study(jobs[0])
@@ -179,7 +178,6 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> li
             "ddp.nproc_per_node=gpu takes all GPUs for one job; give a number of workers",
         )
     ranks = max(job.ddp.local_workers or 1 for job in jobs)
-    cores = _cores()
     gpus = None
     if any(job.trainer.device != "cpu" for job in jobs):
         gpus = visible_gpus() or None
@@ -190,7 +188,7 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> li
             f"{len(gpus)}"
         )
     if settings.parallel == "auto":
-        n = max(1, len(cores) // ranks) if gpus is None else len(gpus) // per_job
+        n = max(1, count_cores() // ranks) if gpus is None else len(gpus) // per_job
     else:
         n = settings.parallel
     check_processes("sweep.parallel", n, per=ranks, min_bytes=MIN_RANK_BYTES * ranks)
@@ -200,10 +198,4 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> li
             f"has {len(gpus)}; choose at most {len(gpus) // per_job}, or trainer.device=cpu"
         )
     kept = SweepFile(directory).cores if jobs[0].run.name else None
-    return divide(n, cores, kept or max(1, len(cores) // n), gpus)
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return [*range(os.cpu_count() or 1)]
+    return divide(n, cores(), kept or max(1, count_cores() // n), gpus)

@@ -16,7 +16,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.sweeps.sweep_checks import expand
 
-STORE_TIMEOUT_S = 600.0  # for rank zero to draw
+DRAW_TIMEOUT_S = 600.0  # for rank zero
 
 
 class Source(Protocol):
@@ -124,7 +124,7 @@ class LockStep:
     def overrides(self, number: int) -> list[str]:
         from mingpt_ddp.distributed.rendezvous import connect
 
-        store = connect(self._env, number, STORE_TIMEOUT_S)
+        store = connect(self._env, number, DRAW_TIMEOUT_S)
         if self._source is not None:
             store.set("overrides", json.dumps(self._source.overrides(number)))
         words: list[str] = json.loads(store.get("overrides"))

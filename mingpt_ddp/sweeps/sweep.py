@@ -214,7 +214,7 @@ class Sweep:
     @property
     def uses_external_launcher(self) -> bool:
         """Return whether other processes run the jobs, count them and log their errors."""
-        return bool(self.launcher) and not self.launcher.startswith("hydra._internal.")
+        return bool(self.launcher) and hydra_utils.is_external(self.launcher)
 
     def finish(self) -> None:
         """On rank zero, print the table, write the page and exit with an error if jobs failed."""

@@ -54,7 +54,7 @@ class Trials:
         if outcome is None:
             return False
         if outcome is Outcome.FAILED:
-            return self._study.failures(number) > self._settings.retries
+            return self.failed_before(number) is not None
         if outcome is Outcome.PRUNED and self._settings.pruner == "none":
             return False
         if outcome is Outcome.COMPLETE and has_other_limits:
