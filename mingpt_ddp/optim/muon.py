@@ -33,6 +33,9 @@ POLYNOMIALS = (
     (2.21830775242379, -1.5939896229158321, 0.4107478875104999),
 )
 
+# Columns per row from which the iteration on the Gram matrix takes fewer operations.
+MIN_ASPECT_FOR_GRAM = 2
+
 # Elements of all matrices. Below that, the all_gather takes as long as the work that it saves.
 MIN_NUMEL_TO_SHARD = 1 << 17
 
@@ -50,11 +53,45 @@ def polar_express(matrices: Tensor) -> Tensor:
     x = matrices.mT if is_tall else matrices
     norm = torch.linalg.matrix_norm(x, keepdim=True) * 1.02
     x = x / norm.clamp_min(1e-30)  # singular values of at most 1
+    is_wide = x.shape[2] >= MIN_ASPECT_FOR_GRAM * x.shape[1]
+    if is_wide and x.dtype == torch.float32:  # bf16 would lose the small eigenvalues
+        x = _iterate_on_gram_matrix(x)
+    else:
+        x = _iterate(x)
+    return x.mT if is_tall else x
+
+
+def _iterate(x: Tensor) -> Tensor:
+    """Apply the polynomials to the singular values of matrices (N, rows, columns)."""
     for a, b, c in POLYNOMIALS:
         gram = torch.bmm(x, x.mT)
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b G + c G^2
         x = torch.baddbmm(x, polynomial, x, beta=a)  # a X + (b G + c G^2) X
-    return x.mT if is_tall else x
+    return x
+
+
+def _iterate_on_gram_matrix(x: Tensor) -> Tensor:
+    """Apply the polynomials as `_iterate` does, with two products of the size of x instead of six.
+
+    A step multiplies X from the left by a polynomial P of its Gram matrix G, which becomes P G P.
+
+    Source: Amsel et al., the section on rectangular matrices.
+    """
+    gram = torch.bmm(x, x.mT)
+    factor = _polynomial(gram, *POLYNOMIALS[0])
+    product = factor
+    for coefficients in POLYNOMIALS[1:]:
+        gram = factor @ gram @ factor
+        factor = _polynomial(gram, *coefficients)
+        product = factor @ product
+    return product @ x
+
+
+def _polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
+    """Return a I + b G + c G^2."""
+    polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    polynomial.diagonal(dim1=1, dim2=2).add_(a)
+    return polynomial
 
 
 def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
