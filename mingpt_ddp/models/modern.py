@@ -14,7 +14,15 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
-from mingpt_ddp.models.ops import compute_dtype, cross_entropy, dropout, relu_squared, rms_norm
+from mingpt_ddp.models.ops import (
+    compute_dtype,
+    cross_entropy,
+    dropout,
+    norm_and_rotate,
+    norm_and_shift,
+    relu_squared,
+    rms_norm,
+)
 from mingpt_ddp.models.placement import device_of
 
 
@@ -50,7 +58,7 @@ class FusedLinear(nn.Linear):
 
 
 class Smear(nn.Module):
-    """Add a learned fraction of the previous token's vector to each token's, per channel.
+    """Normalize, then add a learned fraction of the previous token's vector, per channel.
 
     Source: the token shift of Peng et al. 2023, "RWKV" (arXiv:2305.13048).
     """
@@ -63,11 +71,15 @@ class Smear(nn.Module):
         """
         Args:
             x: (B, T, C).
-            last: (B, 1, C) the vector before x, ignored if `start` is 0; overwritten with the last
-                vector of x.
+            last: (B, 1, C) the normalized vector before x, ignored if `start` is 0; overwritten
+                with that of x.
         """
+        if last is None:
+            return norm_and_shift(x, self.share)
+
+        x = rms_norm(x)
         is_first = isinstance(start, int) and start == 0
-        if last is None or is_first:
+        if is_first:
             previous = F.pad(x[:, :-1], (0, 0, 1, 0))  # zeros before the first token
         elif x.shape[1] == 1:
             previous = last
@@ -75,8 +87,7 @@ class Smear(nn.Module):
             previous = torch.cat([last, x[:, :-1]], dim=1)
 
         y = torch.addcmul(x, previous, self.share.to(x.dtype))
-        if last is not None:
-            last.copy_(x[:, -1:])
+        last.copy_(x[:, -1:])
         return y
 
 
@@ -109,7 +120,7 @@ class Attention(nn.Module):
         """
         Args:
             x: (B, T, C).
-            rotary: (T, 2, 1, 1, D), see `rotate`.
+            rotary: (T, 2, 1, 1, D), see `rotary_table`.
             v1: (B, H, T, D) the values of the first block; None in that block.
 
         Returns:
@@ -117,13 +128,14 @@ class Attention(nn.Module):
         """
         B, T, C = x.shape
         qkv = self.qkv(x)  # (B, T, 3C)
-        qkv = qkv.view(B, T, 3, self.n_head, C // self.n_head)
-        qk, v = qkv.split([2, 1], dim=2)
+        qk, v = qkv.split([2 * C, C], dim=-1)
+        qk = qk.unflatten(-1, (2, self.n_head, -1))  # (B, T, 2, H, D)
+        v = v.unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
 
-        qk = rotate(rms_norm(qk), rotary)  # (B, T, 2, H, D)
+        qk = norm_and_rotate(qk, rotary)  # (B, T, 2, H, D)
         q, k = qk.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
 
-        v = v[:, :, 0].transpose(1, 2)  # (B, H, T, D)
+        v = v.transpose(1, 2)  # (B, H, T, D)
         if v1 is None:
             v1 = v
         value_mix = self.value_mix.view(self.n_head, 1, -1)  # (H, 1, D)
@@ -138,7 +150,7 @@ class Attention(nn.Module):
 def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return (T, 2, 1, 1, D): the cosine and the sine of each position's angles.
 
-    The sine has the signs that `rotate` needs.
+    The sine has the signs that `norm_and_rotate` needs.
     """
     frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=device) / D)
     positions = torch.arange(T, device=device)
@@ -149,19 +161,6 @@ def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Te
     sin = torch.cat([-sin, sin], dim=-1)
     table = torch.stack([cos, sin], dim=1)
     return table[:, :, None, None].to(dtype)
-
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Rotate each pair of elements (i, i + D / 2) by the angle of its position.
-
-    Args:
-        x: (B, T, 2, H, D)
-        rotary: (T, 2, 1, 1, D) rows of `rotary_table`.
-    """
-    cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
-    scaled = x * cos
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(scaled, swapped, sin)
 
 
 class Block(nn.Module):
@@ -190,7 +189,7 @@ class Block(nn.Module):
         Args:
             x: (B, T, C) the residual stream.
             x0: (B, T, C) its first value, the embedding.
-            rotary: (T, 2, 1, 1, D), see `rotate`.
+            rotary: (T, 2, 1, 1, D), see `rotary_table`.
             v1: (B, H, T, D) the values of the first block; None in that block.
 
         Returns:
@@ -198,11 +197,11 @@ class Block(nn.Module):
         """
         x = torch.addcmul(x, self.stream_mix.to(x.dtype), x0)
 
-        y = self.smear_1(rms_norm(x), cache.last_1 if cache else None, start)
+        y = self.smear_1(x, cache.last_1 if cache else None, start)
         y, v1 = self.attention(y, rotary, v1, cache.kv if cache else None, start)
         x = x + dropout(y, self.dropout, self.training)
 
-        y = self.smear_2(rms_norm(x), cache.last_2 if cache else None, start)
+        y = self.smear_2(x, cache.last_2 if cache else None, start)
         y = self.up(y)  # (B, T, 4C)
         y = self.down(relu_squared(y))  # (B, T, C)
         x = x + dropout(y, self.dropout, self.training)
@@ -260,7 +259,7 @@ class Modern(nn.Module):
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
 
         x = self.token_embedding(tokens)  # (B, T, C)
-        x = rms_norm(x.to(compute_dtype(self.head.weight)))
+        x = x.to(compute_dtype(self.head.weight))
         x0 = self.smear(x, cache.last if cache else None, start)
 
         if cache is None:

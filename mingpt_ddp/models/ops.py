@@ -148,8 +148,99 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         y, scale = ctx.saved_tensors
-        projection = (grad * y).mean(dim=-1, keepdim=True)
-        return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
+        return _rms_norm_backward(grad, y, scale)
+
+
+def _rms_norm_backward(grad: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """Return the gradient of x, for y = x * scale."""
+    projection = (grad * y).mean(dim=-1, keepdim=True)
+    return torch.addcmul(grad, y, projection, value=-1).mul_(scale)
+
+
+def norm_and_shift(x: Tensor, share: Tensor) -> Tensor:
+    """Return y_t + share * y_(t-1) with y = rms_norm(x), where y before the first position is 0.
+
+    Args:
+        x: (B, T, C).
+        share: (C,).
+    """
+    if is_on_cpu(x) and torch.is_grad_enabled():
+        return _NormAndShift.apply(x, share)
+    y = rms_norm(x)
+    previous = F.pad(y[:, :-1], (0, 0, 1, 0))
+    return torch.addcmul(y, previous, share.to(y.dtype))
+
+
+class _NormAndShift(torch.autograd.Function):
+    """`norm_and_shift` in half of the passes over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Tensor) -> Tensor:
+        share = share.to(x.dtype)
+        scale = _inverse_rms(x)
+        y = x * scale
+        z = y.clone()
+        z[:, 1:].addcmul_(y[:, :-1], share)
+        ctx.save_for_backward(y, scale, share)
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        y, scale, share = ctx.saved_tensors
+        grad_share = (grad[:, 1:] * y[:, :-1]).sum(dim=(0, 1))
+        grad_y = grad.clone()
+        grad_y[:, :-1].addcmul_(grad[:, 1:], share)
+        return _rms_norm_backward(grad_y, y, scale), grad_share
+
+
+def norm_and_rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Return `rms_norm` of x, each pair of elements (i, i + D / 2) rotated by its position's angle.
+
+    Args:
+        x: (B, T, 2, H, D).
+        rotary: (T, 2, 1, 1, D) the cosine and the sine of the angles; the sine of the first half
+            is negative.
+    """
+    if is_on_cpu(x):
+        if torch.is_grad_enabled():
+            return _NormAndRotate.apply(x, rotary)
+        return _rotate(rms_norm(x), rotary, direction=1)
+    x = rms_norm(x)
+    cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x * cos, swapped, sin)
+
+
+class _NormAndRotate(torch.autograd.Function):
+    """`norm_and_rotate` in two thirds of the passes over memory.
+
+    A rotation keeps the norm, so that the backward pass of the norm needs its result alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rotary: Tensor) -> Tensor:
+        scale = _inverse_rms(x)
+        y = _rotate(x * scale, rotary, direction=1)
+        ctx.save_for_backward(y, scale, rotary)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        y, scale, rotary = ctx.saved_tensors
+        grad = _rms_norm_backward(grad, y, scale)
+        return _rotate(grad, rotary, direction=-1), None
+
+
+def _rotate(x: Tensor, rotary: Tensor, direction: int) -> Tensor:
+    """Rotate as `norm_and_rotate` does; back if the direction is -1."""
+    cos, sin = rotary.unbind(1)
+    y = x * cos
+    x1, x2 = x.chunk(2, dim=-1)
+    y1, y2 = y.chunk(2, dim=-1)
+    sin1, sin2 = sin.chunk(2, dim=-1)
+    y1.addcmul_(x2, sin1, value=direction)
+    y2.addcmul_(x1, sin2, value=direction)
+    return y
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:

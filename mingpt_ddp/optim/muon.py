@@ -54,10 +54,9 @@ def polar_express(matrices: Tensor) -> Tensor:
     norm = torch.linalg.matrix_norm(x, keepdim=True) * 1.02
     x = x / norm.clamp_min(1e-30)  # singular values of at most 1
     is_wide = x.shape[2] >= MIN_ASPECT_FOR_GRAM * x.shape[1]
-    if is_wide and x.dtype == torch.float32:  # bf16 would lose the small eigenvalues
-        x = _iterate_on_gram_matrix(x)
-    else:
-        x = _iterate(x)
+    # bf16 would lose the small eigenvalues of a Gram matrix
+    iterate = _iterate_on_gram_matrix if is_wide and x.dtype == torch.float32 else _iterate
+    x = iterate(x)
     return x.mT if is_tall else x
 
 

@@ -12,8 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import Modern, build_model
-from mingpt_ddp.models.modern import rotary_table, rotate
-from mingpt_ddp.models.ops import causal_attention, relu_squared, rms_norm
+from mingpt_ddp.models.modern import rotary_table
+from mingpt_ddp.models.ops import (
+    causal_attention,
+    norm_and_rotate,
+    norm_and_shift,
+    relu_squared,
+    rms_norm,
+)
 
 CONFIG = ModernConfig(
     name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0
@@ -49,6 +55,53 @@ def test_the_squared_relu_and_its_gradient():
     torch.testing.assert_close(relu_squared(x), x.clamp(min=0) ** 2)
     (relu_squared(x) * 3).sum().backward()
     torch.testing.assert_close(x.grad, 6 * x.detach().clamp(min=0))
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    return x / x.square().mean(dim=-1, keepdim=True).sqrt()
+
+
+def assert_same_gradients(function, formula, *inputs: torch.Tensor) -> None:
+    """Compare results and gradients, and the result where no gradient is recorded."""
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    given = [tensor.requires_grad_() for tensor in inputs]
+    expected = formula(*exact)
+    y = function(*given)
+    weights = random(*y.shape, seed=9)
+    (expected * weights).sum().backward()
+    (y * weights.to(y.dtype)).sum().backward()
+    torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+    for ours, theirs in zip(given, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(function(*given), y, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("T", [1, 2, 7])
+def test_norm_and_shift_and_its_gradients(T):
+    def formula(x, share):
+        y = normalized(x)
+        previous = torch.cat([torch.zeros_like(y[:, :1]), y[:, :-1]], dim=1)
+        return y + share * previous
+
+    x = random(3, T, 8, dtype=torch.float32)
+    assert_same_gradients(norm_and_shift, formula, x, random(8, seed=1, dtype=torch.float32))
+
+
+def test_norm_and_rotate_and_its_gradient():
+    T, D = 7, 8
+    table = rotary_table(T, D, torch.device("cpu"), torch.float32)
+    cos, sin = table.double().unbind(1)
+
+    def formula(qkv):
+        y = normalized(qkv[:, :, :2])
+        swapped = torch.cat([y[..., D // 2 :], y[..., : D // 2]], dim=-1)
+        return y * cos + swapped * sin
+
+    def rotated(qkv):
+        return norm_and_rotate(qkv[:, :, :2], table)  # a view with other strides
+
+    assert_same_gradients(rotated, formula, random(2, T, 3, 3, D, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])
@@ -106,11 +159,13 @@ def test_attention_dropout_preserves_the_mean(dtype):
 
 def test_rotary_embedding_preserves_norms_and_scores_depend_on_distances():
     T, D = 12, 8
-    table = rotary_table(T, D, torch.device("cpu"), torch.float64)
-    x = random(1, 1, 2, 1, D).expand(1, T, 2, 1, D)  # the same vectors at every position
-    rotated = rotate(x, table)
+    table = rotary_table(T, D, torch.device("cpu"), torch.float32)
+    x = rms_norm(random(1, 1, 2, 1, D, dtype=torch.float32)).expand(
+        1, T, 2, 1, D
+    )  # the same vectors everywhere
+    rotated = norm_and_rotate(x, table)
     torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(rotated[:, 0], x[:, 0])
+    torch.testing.assert_close(rotated[:, 0], x[:, 0], atol=1e-5, rtol=1e-5)
     q, k = rotated[0, :, 0, 0], rotated[0, :, 1, 0]  # (T, D)
     scores = q @ k.T
     for distance in range(-T + 1, T):
