@@ -30,10 +30,9 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
-        B, T, _ = x.shape
         qkv = self.qkv(x)  # (B, T, 3C)
-        qkv = qkv.view(B, T, 3, self.n_head, self.head_size)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind()  # each (B, H, T, D)
+        qkv = qkv.unflatten(-1, (3, self.n_head, self.head_size))
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # each (B, H, T, D)
 
         weight_dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, weight_dropout, cache, start)  # (B, H, T, D)
