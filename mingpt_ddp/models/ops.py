@@ -201,14 +201,9 @@ def norm_and_rotate(x: Tensor, rotary: Tensor) -> Tensor:
         rotary: (T, 2, 1, 1, D) the cosine and the sine of the angles; the sine of the first half
             is negative.
     """
-    if is_on_cpu(x):
-        if torch.is_grad_enabled():
-            return _NormAndRotate.apply(x, rotary)
-        return _rotate(rms_norm(x), rotary, direction=1)
-    x = rms_norm(x)
-    cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
-    swapped = x.roll(x.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x * cos, swapped, sin)
+    if is_on_cpu(x) and torch.is_grad_enabled():
+        return _NormAndRotate.apply(x, rotary)
+    return _rotate(rms_norm(x), rotary)
 
 
 class _NormAndRotate(torch.autograd.Function):
@@ -220,7 +215,7 @@ class _NormAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotary: Tensor) -> Tensor:
         scale = _inverse_rms(x)
-        y = _rotate(x * scale, rotary, direction=1)
+        y = _rotate(x * scale, rotary)
         ctx.save_for_backward(y, scale, rotary)
         return y
 
@@ -231,16 +226,11 @@ class _NormAndRotate(torch.autograd.Function):
         return _rotate(grad, rotary, direction=-1), None
 
 
-def _rotate(x: Tensor, rotary: Tensor, direction: int) -> Tensor:
+def _rotate(x: Tensor, rotary: Tensor, direction: int = 1) -> Tensor:
     """Rotate as `norm_and_rotate` does; back if the direction is -1."""
-    cos, sin = rotary.unbind(1)
-    y = x * cos
-    x1, x2 = x.chunk(2, dim=-1)
-    y1, y2 = y.chunk(2, dim=-1)
-    sin1, sin2 = sin.chunk(2, dim=-1)
-    y1.addcmul_(x2, sin1, value=direction)
-    y2.addcmul_(x1, sin2, value=direction)
-    return y
+    cos, sin = rotary.unbind(1)  # each (T, 1, 1, D)
+    swapped = x.roll(x.shape[-1] // 2, dims=-1)
+    return (x * cos).addcmul_(swapped, sin, value=direction)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
