@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import is_user_defined
+from mingpt_ddp.distributed.device import cpu_kind
 from mingpt_ddp.errors import ConfigError
 
 BACKEND = "inductor"
@@ -29,7 +32,7 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
     On a CPU compiling takes half a minute for a step at most 10% faster. Only training is compiled,
     into one graph of static shapes; evaluation and sampling have varying shapes and run the same
     weights eagerly. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, by default in the
-    directory for temporary files.
+    directory for temporary files, in a subdirectory for each kind of CPU.
 
     Args:
         world_size: ranks that train.
@@ -116,12 +119,27 @@ def check_compiles(model: nn.Module, config: Config, call: Callable[[nn.Module],
         call(compiled)
 
 
-def compile_model(model: nn.Module, config: Config) -> nn.Module:
+def compile_model(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Return the model compiled into one graph; the first call compiles."""
     torch_internals.compile_deterministically(config.trainer.deterministic)
+    if device.type == "cpu":
+        _keep_code_of_cpus_apart()
     mode = "reduce-overhead" if config.trainer.compile == "cuda_graphs" else None
     compiled: Any = torch.compile(model, fullgraph=True, dynamic=False, mode=mode, backend=BACKEND)
     return cast(nn.Module, compiled)
+
+
+def _keep_code_of_cpus_apart() -> None:
+    """Let torch cache compiled code in a directory for this kind of CPU.
+
+    Its keys lack the vector instructions: machines that share a directory, or one run after a
+    change of ATEN_CPU_CAPABILITY, load code whose results are NaN.
+    """
+    shared = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    directory = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", shared))
+    kind = cpu_kind()
+    if directory.name != kind:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory / kind)
 
 
 @contextmanager

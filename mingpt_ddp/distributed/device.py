@@ -5,6 +5,7 @@ import ctypes
 import os
 import platform
 import resource
+import zlib
 from pathlib import Path
 
 import torch
@@ -135,13 +136,21 @@ def device_name(device: torch.device) -> str:
     """Return the name of the GPU, or of the CPU with the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{_cpu_info('model name')} ({torch.backends.cpu.get_cpu_capability()})"
 
 
-def _cpu_name() -> str:
+def cpu_kind() -> str:
+    """Return a short name of the instructions that torch may use on this CPU."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    instructions = zlib.crc32(_cpu_info("flags").encode())
+    return f"{capability.lower()}-{instructions:08x}"
+
+
+def _cpu_info(field: str) -> str:
+    """Return a field of /proc/cpuinfo, of the first core; the architecture where it is missing."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(field):
                 return line.partition(": ")[2]
     return platform.machine()
 

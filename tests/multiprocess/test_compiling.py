@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,25 @@ def test_a_graph_break_is_a_one_line_error():
             Printing(), config("trainer.compile=true"), lambda model: model(ones, ones)
         )
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("directory", [None, "/shared/compiled"])
+def test_compiled_code_is_cached_for_each_kind_of_cpu(directory, monkeypatch):
+    """torch's keys lack the vector instructions: code for others gives NaN."""
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(variable, directory or "")
+    if directory is None:
+        monkeypatch.delenv(variable)
+    config = from_mapping(configure())
+    found = {}
+    for capability in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
+        for _ in range(2):  # of a sweep, say
+            compiling.compile_model(nn.Linear(2, 2), config, CPU)
+        found[capability] = os.environ[variable]
+        base = found[capability].rpartition("/")[0]
+        monkeypatch.setenv(variable, base)
+    assert len(set(found.values())) == 2
+    assert directory in (None, base)
+    compiling.compile_model(nn.Linear(2, 2), config, GPU)
+    assert os.environ[variable] == base

@@ -88,7 +88,7 @@ class Strategy:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return a prepared model for training. All ranks receive the weights of rank zero."""
-        return compile_model(model, self.config) if self.compiles else model
+        return compile_model(model, self.config, self.device) if self.compiles else model
 
     def watch(self, model: nn.Module, micro_batches: int) -> None:
         """Let the clock measure the work of this rank in each step.
