@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
         qkv = self.qkv(x)  # (B, T, 3C)
         qkv = qkv.unflatten(-1, (3, self.n_head, self.head_size))
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each (B, H, T, D)
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # each (B, H, T, D)
 
         weight_dropout = self.dropout if self.training else 0.0
         y = attend(q, k, v, weight_dropout, cache, start)  # (B, H, T, D)

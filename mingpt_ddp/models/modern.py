@@ -133,8 +133,8 @@ class Attention(nn.Module):
         v = v.unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
 
         qk = norm_and_rotate(qk, rotary)  # (B, T, 2, H, D)
-        q, k = qk.transpose(1, 3).unbind(2)  # each (B, H, T, D)
-        v = v.transpose(1, 2)  # (B, H, T, D)
+        q, k = (part.transpose(1, 2) for part in qk.unbind(2))  # each (B, H, T, D)
+        v = v.transpose(1, 2)
         if v1 is None:
             v1 = v
         value_mix = self.value_mix.view(self.n_head, 1, -1)  # (H, 1, D)
