@@ -126,8 +126,10 @@ def machine() -> dict[str, Any]:
         )
     except OSError:
         names = []
+    cpu = names[0].strip() if names else platform.processor() or platform.machine()
+    limit = os.environ.get("ATEN_CPU_CAPABILITY")  # of torch's own kernels
     return {
-        "cpu": names[0].strip() if names else platform.processor() or platform.machine(),
+        "cpu": f"{cpu}, limited to {limit.upper()}" if limit else cpu,
         "cores": os.cpu_count(),
         **gpu(),
         "torch": version("torch"),

@@ -1,4 +1,4 @@
-"""Training tokens/s against nanoGPT at the same shapes: on one CPU thread, or on a GPU.
+"""Training tokens/s against nanoGPT at the same shapes: on one core or `--cores`, or on a GPU.
 
 Our candidates: `gpt`, nanoGPT's architecture and optimizer, on a CPU also in its fp32; and
 `modern`, the fast recipe (Muon, `trainer.precision=auto`: bf16 if the CPU is fast at it). nanoGPT
@@ -58,12 +58,13 @@ WHAT = {
     "gpt": "in `precision=auto`",
     "modern": "with `modern` and Muon, which need fewer steps",
 }
-HOW = {"cpu": "nanoGPT (eager, fp32), by CPU time, one thread", "cuda": "nanoGPT (compiled, bf16)"}
 
 
-def tokens_per_s(command: list[str], cwd: Path, pattern: str, setting: Setting) -> tuple[int, int]:
+def tokens_per_s(
+    command: list[str], cwd: Path, pattern: str, setting: Setting, threads: int = 1
+) -> tuple[int, int]:
     """Return tokens per second of wall time and of CPU time."""
-    taken = pace(command, cwd, pattern, setting.span)
+    taken = pace(command, cwd, pattern, setting.span, threads)
     return round(setting.tokens / taken.wall_s), round(setting.tokens / taken.cpu_s)
 
 
@@ -74,12 +75,16 @@ def measure(
     commands = {
         name: ours(setting, text, scratch, CANDIDATES[device][name], device) for name in names
     }
+    if chosen.cores > 1:  # a process of one thread per core
+        commands = {n: [*c, f"ddp.nproc_per_node={chosen.cores}"] for n, c in commands.items()}
     candidates = {
         name: partial(tokens_per_s, command, scratch, OURS, setting)
         for name, command in commands.items()
     }
     baseline = nanogpt(setting, device)
-    candidates["nanogpt"] = partial(tokens_per_s, baseline, scratch / "nanogpt", NANOGPT, setting)
+    candidates["nanogpt"] = partial(
+        tokens_per_s, baseline, scratch / "nanogpt", NANOGPT, setting, chosen.cores
+    )
     shape = f"{setting.n_layer} layers, {setting.n_embd} wide, context {setting.context}"
     measured = alternate(f"{shape}: tokens/s, tokens/CPU s", candidates, chosen.repetitions)
     result: dict[str, Any] = {"setting": asdict(setting)}
@@ -90,9 +95,14 @@ def measure(
     return result
 
 
-def readme(settings: dict[str, Any], device: str) -> list[tuple[str, str]]:
+def readme(settings: dict[str, Any], device: str, cores: int) -> list[tuple[str, str]]:
     """Return a row per shape, with all candidates."""
-    rows, clock = [], {"cpu": "tokens_per_cpu_s", "cuda": "tokens_per_s"}[device]
+    clock, how = "tokens_per_s", "nanoGPT (compiled, bf16)"
+    if device == "cpu":
+        how = f"nanoGPT (eager, fp32), {cores} cores"
+    if device == "cpu" and cores == 1:  # CPU time would favor waiting cores
+        clock, how = "tokens_per_cpu_s", "nanoGPT (eager, fp32), by CPU time, one thread"
+    rows = []
     for result in settings.values():
         shape = "{n_layer} layers, {n_embd} wide, context {context}, batch {batch}".format(
             **result["setting"]
@@ -101,7 +111,7 @@ def readme(settings: dict[str, Any], device: str) -> list[tuple[str, str]]:
             f"{cell(ratio, '.2f')} times {WHAT[name]}"
             for name, ratio in result[clock]["ratio"].items()
         ]
-        rows.append((f"training speed against {HOW[device]}: {shape}", ", ".join(figures)))
+        rows.append((f"training speed against {how}: {shape}", ", ".join(figures)))
     return rows
 
 
@@ -117,6 +127,9 @@ def main() -> None:
         "--candidates", nargs="+", choices=WHAT, help="default: all that suit the device"
     )
     options.add_argument("--device", choices=ON, default="cpu")
+    options.add_argument(
+        "--cores", type=int, default=1, help="nanoGPT's threads, our processes (default: 1)"
+    )
     options.add_argument(
         "--repetitions", type=int, default=5, help="of each candidate (default: %(default)s)"
     )
@@ -135,8 +148,9 @@ def main() -> None:
             for name in chosen.candidates:
                 ratios = [cell(clock["ratio"][name], ".2f") for clock in (wall, cpu)]
                 rows.append([key, name, cell(wall[name]), cell(wall["nanogpt"]), *ratios])
-    about = {"device": chosen.device, "threads": 1, "compile": chosen.device == "cuda"}
-    report(chosen.out, {"settings": results, **about}, HEADER, rows, readme(results, chosen.device))
+    about = {"device": chosen.device, "cores": chosen.cores, "compile": chosen.device == "cuda"}
+    readme_rows = readme(results, chosen.device, chosen.cores)
+    report(chosen.out, {"settings": results, **about}, HEADER, rows, readme_rows)
 
 
 if __name__ == "__main__":
