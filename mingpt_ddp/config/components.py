@@ -105,6 +105,10 @@ class GPTConfig(TransformerConfig):
 class ModernConfig(TransformerConfig):
     """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models)."""
 
+    ngram_rows: Annotated[NonNegativeInt, Field(le=1 << 24)] = key(
+        0, "table of vectors for hashes of the newest 2, 3, 4 and 5 tokens; 0: none", "rows"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         even = self.n_embd // self.n_head % 2 == 0
@@ -112,6 +116,10 @@ class ModernConfig(TransformerConfig):
             even,
             f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
             "rotary positions",
+        )
+        check(
+            self.ngram_rows == 0 or self.n_embd % 4 == 0,
+            f"model.n_embd={self.n_embd} must be divisible by 4 with model.ngram_rows",
         )
 
 

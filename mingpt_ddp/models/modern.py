@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
+from mingpt_ddp.models.ngrams import HISTORY, NGramEmbedding
 from mingpt_ddp.models.ops import (
     compute_dtype,
     cross_entropy,
@@ -42,6 +43,7 @@ class Cache:
     layers: list[LayerCache]  # by block
     last: Tensor  # (B, 1, C) embedding of the newest token, for the first smear
     rotary: Tensor  # `rotary_table` of all positions
+    ngrams: Tensor  # (B, HISTORY) ids of the newest tokens
 
 
 class FusedLinear(nn.Linear):
@@ -215,6 +217,9 @@ class Modern(nn.Module):
         self.config = config
         self.block_size = block_size
         self.token_embedding = nn.Embedding(vocab_size, config.n_embd)
+        self.ngrams = None
+        if config.ngram_rows:
+            self.ngrams = NGramEmbedding(config.ngram_rows, config.n_embd)
         self.smear = Smear(config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
@@ -258,6 +263,8 @@ class Modern(nn.Module):
             raise ValueError(f"{start + T} tokens exceed the context length of {self.block_size}")
 
         x = self.token_embedding(tokens)  # (B, T, C)
+        if self.ngrams is not None:
+            x = x + self.ngrams(tokens, cache.ngrams if cache else None, start)
         x = x.to(compute_dtype(self.head.weight))
         x0 = self.smear(x, cache.last if cache else None, start)
 
@@ -289,7 +296,8 @@ class Modern(nn.Module):
             kv = KVCache(kv_shape, dtype, where)
             layers.append(LayerCache(kv, new_last(where), new_last(where)))
         rotary = rotary_table(self.block_size, D, device, dtype)
-        return Cache(layers, new_last(device), rotary)
+        ngrams = torch.zeros(batch, HISTORY, dtype=torch.int64, device=device)
+        return Cache(layers, new_last(device), rotary, ngrams)
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T).

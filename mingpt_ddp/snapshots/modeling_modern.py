@@ -74,7 +74,7 @@ class View(NamedTuple):
 
 
 class ModernConfig(PretrainedConfig):
-    """vocab_size, block_size (context length), n_layer, n_head, n_embd, dropout."""
+    """vocab_size, block_size (context length), n_layer, n_head, n_embd, dropout, ngram_rows."""
 
     model_type = "mingpt_modern"
     attribute_map: ClassVar[dict[str, str]] = {
@@ -116,6 +116,26 @@ class Smear(nn.Module):
     def forward(self, x: Tensor, view: View, cache: Cache, name: str) -> Tensor:
         before = cache.extend(name, x * view.is_token.to(x.dtype), keep=1)[:, :-1]
         return x + self.share * F.pad(before, (0, 0, x.shape[1] - before.shape[1], 0))
+
+
+class NGramEmbedding(nn.Module):
+    """A vector of C / 4 for each of the 2, 3, 4 and 5 newest tokens, by a hash of their ids."""
+
+    def __init__(self, rows: int, n_embd: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, n_embd // 4)
+
+    def forward(self, tokens: Tensor, view: View, cache: Cache) -> Tensor:
+        ids = (tokens + 1)[..., None] * view.is_token  # 0 is before the text
+        known = cache.extend("ngrams", ids, keep=4)  # (B, up to 4 + T, 1)
+        T = tokens.shape[1]
+        known = F.pad(known, (0, 0, 4 + T - known.shape[1], 0))[..., 0]
+        hashed = known[:, 4:]
+        rows = []
+        for n in (2, 3, 4, 5):
+            hashed = (hashed * 1_103_515_245 + known[:, 5 - n : 5 - n + T]) % ((1 << 31) - 1)
+            rows.append(hashed % self.table.num_embeddings)
+        return self.table(torch.stack(rows, dim=-1)).flatten(2)
 
 
 class Attention(nn.Module):
@@ -183,6 +203,8 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config: ModernConfig) -> None:
         super().__init__(config)
         self.token_embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        rows = getattr(config, "ngram_rows", 0)  # older exports have none
+        self.ngrams = NGramEmbedding(rows, config.n_embd) if rows else None
         self.smear = Smear(config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
@@ -220,7 +242,10 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         # Padding sees itself, for a softmax over nothing is not a number.
         visible = mask[:, None, None] & (column < row) | (column == row)
         view = View(position_ids, mask[:, -T:, None], visible)
-        x = x0 = self.smear(rms_norm(self.token_embedding(input_ids)), view, cache, "smear")
+        x = self.token_embedding(input_ids)
+        if self.ngrams is not None:
+            x = x + self.ngrams(input_ids, view, cache)
+        x = x0 = self.smear(rms_norm(x), view, cache, "smear")
         v1 = None
         for i, block in enumerate(self.blocks):
             x, v1 = block(x, x0, v1, view, cache, str(i))

@@ -250,6 +250,7 @@ def _modern(model: nn.Module) -> Converted:
         "n_layer": c.n_layer,
         "n_head": c.n_head,
         "dropout": c.dropout,
+        "ngram_rows": c.ngram_rows,
         "tie_word_embeddings": False,
     }
     return Converted(config, dict(model.state_dict()), {MODELING: code.read_bytes()})

@@ -41,6 +41,7 @@ def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int
     if config["model_type"] == "mingpt_modern":
         model = {"name": "modern", "architecture": "modern", "dropout": config["dropout"]}
         model |= {key: config[key] for key in SIZES}
+        model["ngram_rows"] = config.get("ngram_rows", 0)
         return model, (config["vocab_size"], config["block_size"])
     for key, values in ALLOWED.items():
         value = config.get(key, values[0])

@@ -36,6 +36,7 @@ CASES = {
     ],
     "bpe": ["model=gpt_nano", "optimizer.lr=1e-2", "data.tokenizer=bpe", "data.vocab_size=300"],
     "modern": ["model=modern_nano", "optimizer=muon"],
+    "modern_ngrams": ["model=modern_nano", "model.ngram_rows=512", "optimizer=muon"],
     "modern_bytes": ["model=modern_nano", "optimizer=muon", "data.tokenizer=byte"],
 }
 SCRIPT = """

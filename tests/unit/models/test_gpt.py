@@ -5,6 +5,7 @@ parameters.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,9 +56,10 @@ def random_tokens(batch: int = 2, length: int = T) -> Tensor:
 MODERN = ModernConfig(
     name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0
 )
+NGRAMS = replace(MODERN, ngram_rows=50)
 
 
-@pytest.fixture(params=[config(), MODERN], ids=["gpt", "modern"])
+@pytest.fixture(params=[config(), MODERN, NGRAMS], ids=["gpt", "modern", "ngrams"])
 def model(request) -> nn.Module:
     return randomized(build_model(request.param, V, T))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from mingpt_ddp.config.components import ModernConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import Modern, build_model
 from mingpt_ddp.models.modern import rotary_table
+from mingpt_ddp.models.ngrams import NGramEmbedding
 from mingpt_ddp.models.ops import (
     causal_attention,
     norm_and_rotate,
@@ -174,9 +176,10 @@ def test_rotary_embedding_preserves_norms_and_scores_depend_on_distances():
     assert float(scores[0].std()) > 0.01, "the position has no effect"
 
 
-def test_initial_logits_are_uniform():
+@pytest.mark.parametrize("rows", [0, 64])
+def test_initial_logits_are_uniform(rows):
     torch.manual_seed(0)
-    model = build_model(CONFIG, 31, 16)
+    model = build_model(replace(CONFIG, ngram_rows=rows), 31, 16)
     x, y = torch.randint(31, (2, 4, 16))
     assert model(x, y).item() == pytest.approx(math.log(31), abs=1e-6)
 
@@ -191,10 +194,11 @@ def test_every_block_is_initially_the_identity():
     assert all(torch.equal(seen[0], other) for other in seen)
 
 
-def test_all_parameters_get_gradients():
+@pytest.mark.parametrize("rows", [0, 5])
+def test_all_parameters_get_gradients(rows):
     """After a step that changes the zero-initialized parameters, every parameter has a gradient."""
     torch.manual_seed(0)
-    model = build_model(CONFIG, 31, 16)
+    model = build_model(replace(CONFIG, ngram_rows=rows), 31, 16)
     x, y = torch.randint(31, (2, 4, 16))
     for _ in range(4):
         model.zero_grad()
@@ -206,11 +210,28 @@ def test_all_parameters_get_gradients():
         assert float(parameter.grad.abs().max()) > 0, name
 
 
+def test_the_vectors_of_ngrams_by_hand():
+    """Each token adds four vectors of C / 4: of the 2, 3, 4 and 5 newest tokens."""
+    ngrams = NGramEmbedding(1000, 16)
+    text = torch.randint(100, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = ngrams(text, None, 0).unflatten(2, (4, 4))
+    for row, sequence in enumerate(text.tolist()):
+        ids = [0] * 4 + [token + 1 for token in sequence]
+        for t in range(9):
+            for i, n in enumerate((2, 3, 4, 5)):
+                hashed = 0
+                for id_ in reversed(ids[t + 5 - n : t + 5]):
+                    hashed = (hashed * 1_103_515_245 + id_) % (2**31 - 1)
+                assert torch.equal(found[row, t, i], ngrams.table.weight[hashed % 1000])
+
+
 def test_a_head_of_odd_width_is_refused():
     with pytest.raises(ConfigError, match=r"model.n_embd=15 over model.n_head=3 must be even"):
         ModernConfig(
             name="test", architecture="modern", n_layer=1, n_head=3, n_embd=15, dropout=0.0
         )
+    with pytest.raises(ConfigError, match=r"model.n_embd=18 must be divisible by 4"):
+        replace(CONFIG, n_head=1, n_embd=18, ngram_rows=64)
 
 
 def test_flops_by_hand():
