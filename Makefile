@@ -17,6 +17,9 @@ SEED ?= $(shell date +%Y%m%d)
 PYTHON_VERSION ?= 3.12
 DIR ?= wheels
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
+# Compile what is imported, at its first import, and keep it: pip would compile everything, for half a minute.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-rest test-all test-integrations test-slow check fuzz coverage mutation lowest newest wheels lines clean
@@ -74,7 +77,7 @@ lowest:  ## tests of units and contract with the lowest versions in setup.cfg, b
 	@$(PYTHON) scripts/lowest_versions.py test >$(LOWEST)/constraints.txt
 	@echo 'torch==$(TORCH)' >>$(LOWEST)/constraints.txt
 	@echo "installing the lowest versions, and torch $(TORCH), into $(LOWEST)"
-	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/constraints.txt -e '.[test]'
+	@$(LOWEST)/bin/python $(PIP_INSTALL) -c $(LOWEST)/constraints.txt -e '.[test]'
 	@$(LOWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
 
 newest:  ## the same with the newest Hydra and OmegaConf in setup.cfg, release candidates too, the rest from constraints.txt
@@ -82,7 +85,7 @@ newest:  ## the same with the newest Hydra and OmegaConf in setup.cfg, release c
 	@$(PYTHON) -m venv $(NEWEST)
 	@grep -vE '^(hydra-core|omegaconf)==' constraints.txt >$(NEWEST)/constraints.txt
 	@echo 'installing the newest Hydra and OmegaConf into $(NEWEST)'
-	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --pre -c $(NEWEST)/constraints.txt -e '.[test]'
+	@$(NEWEST)/bin/python $(PIP_INSTALL) --pre -c $(NEWEST)/constraints.txt -e '.[test]'
 	@$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(hydra|omegaconf)'
 	@$(NEWEST)/bin/python -m pytest $(PARALLEL) tests/unit tests/contract $(ARGS)
 
@@ -108,5 +111,5 @@ $(VENV)/.integrations: EXTRAS := [integrations]
 $(VENV)/.dev: EXTRAS := [dev]
 $(VENV)/.train $(VENV)/.test $(VENV)/.integrations $(VENV)/.dev: setup.cfg constraints.txt | $(VENV)/bin/pip
 	@echo "installing into $(VENV) (once)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(EXTRAS)'
+	@$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.$(EXTRAS)'
 	@touch $@

@@ -1,0 +1,64 @@
+"""What `make` does to install: by the Makefile itself, with a stand-in for the environment's Python."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = """#!/bin/sh
+echo "$@" >>calls
+if [ -e broken ]; then echo 'ERROR: no space left' >&2; exit 1; fi
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """Return a folder with the Makefile, and an environment whose Python writes its arguments into
+    `calls`, and fails if there is a file `broken`.
+    """
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    for name in ("Makefile", "setup.cfg", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "pip").touch()
+    (programs / "python").write_text(PYTHON)
+    (programs / "python").chmod(0o755)
+    return tmp_path
+
+
+def make(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run make as a user whose environment forbids to write compiled modules."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    user = {**kept, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(["make", *words], cwd=checkout, env=user, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(("stamp", "what"), [(".train", "."), (".test", ".[test]")])
+def test_pip_installs_once_and_leaves_compiling_to_the_imports(checkout, stamp, what):
+    for _ in range(2):
+        assert make(checkout, f".venv/{stamp}").returncode == 0
+    (call,) = (checkout / "calls").read_text().splitlines()
+    assert call.startswith("-m pip install ")
+    assert "--no-compile" in call.split()
+    assert call.endswith(f" -c constraints.txt -e {what}")
+
+
+def test_imports_in_a_target_keep_what_they_compile(checkout):
+    recipe = "probe: ; @echo \"[$$PYTHONDONTWRITEBYTECODE]\""
+    assert make(checkout, "--eval", recipe, "probe").stdout == "[]\n"
+
+
+def test_a_failed_installation_is_seen_and_tried_again(checkout):
+    (checkout / "broken").touch()
+    failed = make(checkout, ".venv/.train")
+    assert failed.returncode == 2
+    assert "ERROR: no space left" in failed.stderr
+    (checkout / "broken").unlink()
+    assert make(checkout, ".venv/.train").returncode == 0
