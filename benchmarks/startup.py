@@ -5,8 +5,9 @@ arrives, which rank 0 logs after the update of the weights. CPU time is that of 
 command until then. The model is that of `experiment=shakespeare_char_cpu`; its text has been
 encoded by an earlier run, as for every start but the first. Each process has one thread.
 
-The floor is torchrun with a minimal script for two ranks: it imports torch, joins a gloo group, and
-takes one step of a small model in DistributedDataParallel. The commands alternate.
+The floors are minimal scripts that import torch and take one step of a small model: for two ranks,
+by torchrun, it also joins a gloo group and wraps the model in DistributedDataParallel. The commands
+alternate.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
@@ -24,6 +25,15 @@ from common import ROOT, alternate, cell, corpus_path, environment, parser, repo
 from stopwatch import cpu_seconds, process_tree
 
 FLOOR = """
+import os, torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+model(torch.randn(12, 64)).sum().backward()
+optimizer.step()
+print("the first step", flush=True)
+os._exit(0)
+"""
+FLOOR_OF_TWO = """
 import os, torch
 from torch.distributed import init_process_group
 from torch.nn.parallel import DistributedDataParallel
@@ -45,7 +55,7 @@ WAYS = {
     "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],
     "`python main.py`": [sys.executable, MAIN, *RUN],
 }
-FLOOR_WAY = "floor: torchrun"
+FLOORS = {"floor: torchrun": (TORCHRUN, FLOOR_OF_TWO), "floor: python": ([sys.executable], FLOOR)}
 DONE = "the first step"  # prefix of the line
 HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
 
@@ -81,9 +91,10 @@ def main() -> None:
         root = Path(scratch)
         data = [f"data.path={corpus_path()}", f"data.cache_dir={root / 'cache'}"]
         commands = {way: [*command, *data] for way, command in WAYS.items()}
-        script = root / "floor.py"
-        script.write_text(FLOOR)
-        commands[FLOOR_WAY] = [*TORCHRUN, str(script)]
+        for way, (command, code) in FLOORS.items():
+            script = root / f"{way.rpartition(' ')[2]}.py"
+            script.write_text(code)
+            commands[way] = [*command, str(script)]
         candidates = {
             way: partial(time_to_first_step, command, root) for way, command in commands.items()
         }
