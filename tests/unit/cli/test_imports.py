@@ -65,3 +65,9 @@ def test_a_table_of_runs_needs_no_torch(tmp_path):
 )
 def test_an_error_of_the_configuration_comes_before_torch(word, workers):
     assert heavy_imports("mingpt_ddp", word, *workers) == (2, [])
+
+
+def test_a_launcher_leaves_torch_to_its_workers(tmp_path):
+    words = ["model=gpt_nano", "data.truncate=0.01", "trainer.max_steps=1", "trainer.batch_size=2"]
+    words += ["ddp.nproc_per_node=2", "trainer.device=cpu", f"run.root={tmp_path}"]
+    assert heavy_imports("mingpt_ddp", *words) == (0, [])
