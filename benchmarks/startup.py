@@ -1,4 +1,4 @@
-"""Time from the command to the first optimizer step.
+"""Time from the command to the first optimizer step, and of commands that need no torch.
 
 The clock starts when the command does, and stops when its line `the first step was done after ...`
 arrives, which rank 0 logs after the update of the weights. CPU time is that of all processes of the
@@ -6,14 +6,17 @@ command until then. The model is that of `experiment=shakespeare_char_cpu`; its 
 encoded by an earlier run, as for every start but the first. Each process has one thread.
 
 The floors are minimal scripts that import torch and take one step of a small model: for two ranks,
-by torchrun, it also joins a gloo group and wraps the model in DistributedDataParallel. The commands
-alternate.
+by torchrun, it also joins a gloo group and wraps the model in DistributedDataParallel.
+
+Of a command that needs no torch it is the time to its end, and the CPU time of its process. The
+report and the list of snapshots are of a run of one step. The commands alternate.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -57,7 +60,23 @@ WAYS = {
 }
 FLOORS = {"floor: torchrun": (TORCHRUN, FLOOR_OF_TWO), "floor: python": ([sys.executable], FLOOR)}
 DONE = "the first step"  # prefix of the line
-HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
+WITHOUT_TORCH: dict[str, tuple[list[str], int]] = {  # and the exit code; {run}: a run directory
+    "`main.py --help`": ([MAIN, "--help"], 0),
+    "`plan --help`": (["-m", "mingpt_ddp.plan", "--help"], 0),
+    "`plan --version`": (["-m", "mingpt_ddp.plan", "--version"], 0),
+    "`report RUN`": (["-m", "mingpt_ddp.report", "{run}"], 0),
+    "`snapshots list RUN`": (["-m", "mingpt_ddp.snapshots", "list", "{run}"], 0),
+    "`main.py trainer.max_epoch=5`, an error": ([MAIN, "trainer.max_epoch=5"], 2),
+    "the same with `ddp.nproc_per_node=2`": (
+        [MAIN, "trainer.max_epoch=5", "ddp.nproc_per_node=2"],
+        2,
+    ),
+}
+HEADER = [
+    "to the end of the first step, or of the command",
+    "seconds",
+    "CPU seconds, all processes",
+]
 
 
 def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
@@ -81,6 +100,20 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
     return float(f"{wall:.4g}"), float(f"{cpu:.4g}")
 
 
+def time_to_end(command: list[str], code: int, cwd: Path) -> tuple[float, float]:
+    """Return wall and CPU seconds of a command that exits with `code`."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != code:
+        sys.exit(f"{' '.join(command)} exited with {process.returncode}")
+    return float(f"{wall:.4g}"), float(f"{usage.ru_utime + usage.ru_stime:.4g}")
+
+
 def main() -> None:
     options = parser(__doc__, "startup")
     options.add_argument(
@@ -100,12 +133,16 @@ def main() -> None:
         }
         for measure in candidates.values():
             measure()  # warm the disk cache, encode the text
+        run = str(next((root / "outputs").iterdir()))
+        for way, (words, code) in WITHOUT_TORCH.items():
+            commands[way] = [sys.executable, *(word.format(run=run) for word in words)]
+            candidates[way] = partial(time_to_end, commands[way], code, ROOT)
         values = alternate("start", candidates, chosen.repetitions)
     walls = {way: spread([wall for wall, _ in pairs]) for way, pairs in values.items()}
     cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}
     ways = {
         way: {
-            "command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", ""),
+            "command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", "").replace(f"{root}/", ""),
             "wall": walls[way],
             "cpu": cpus[way],
         }
@@ -116,6 +153,7 @@ def main() -> None:
         (f"start to the end of the first step, {way}", f"{cell(walls[way], '.2f')} s")
         for way in WAYS
     ]
+    readme += [(f"start to end, {way}", f"{cell(walls[way], '.2f')} s") for way in WITHOUT_TORCH]
     report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows, readme)
 
 
