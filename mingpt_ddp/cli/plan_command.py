@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import answer, echo, human_size, parse_value
-from mingpt_ddp.cli.train_command import prepare
+from mingpt_ddp.cli.train_job import prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.registry import attribute_errors_to_user_code

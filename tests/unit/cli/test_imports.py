@@ -71,3 +71,11 @@ def test_a_launcher_leaves_torch_to_its_workers(tmp_path):
     words = ["model=gpt_nano", "data.truncate=0.01", "trainer.max_steps=1", "trainer.batch_size=2"]
     words += ["ddp.nproc_per_node=2", "trainer.device=cpu", f"run.root={tmp_path}"]
     assert heavy_imports("mingpt_ddp", *words) == (0, [])
+
+
+def test_the_fork_server_starts_before_hydra_is_imported():
+    code = "import sys, mingpt_ddp.cli.train_command as c; c.start_server; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"hydra", "pydantic", *HEAVY}.intersection(done.stdout.split())
