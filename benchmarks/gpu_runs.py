@@ -134,7 +134,7 @@ def device_facts(device: str) -> dict[str, Any]:
     """Return facts about the device. Call it in a new process: it allocates GPU memory."""
     import torch
 
-    import mingpt_ddp.cli.train_command
+    import mingpt_ddp.cli.train_job
     import mingpt_ddp.training.run  # noqa: F401
     from mingpt_ddp.distributed.compile import should_compile
     from mingpt_ddp.distributed.device import total_memory

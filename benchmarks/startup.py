@@ -1,18 +1,22 @@
-"""Time from the command to the first optimizer step.
+"""Time from the command to the first optimizer step, and of commands that need no torch.
 
 The clock starts when the command does, and stops when its line `the first step was done after ...`
 arrives, which rank 0 logs after the update of the weights. CPU time is that of all processes of the
 command until then. The model is that of `experiment=shakespeare_char_cpu`; its text has been
 encoded by an earlier run, as for every start but the first. Each process has one thread.
 
-The floor is torchrun with a minimal script for two ranks: it imports torch, joins a gloo group, and
-takes one step of a small model in DistributedDataParallel. The commands alternate.
+The floors are minimal scripts that import torch and take one step of a small model: for two ranks,
+by torchrun, it also joins a gloo group and wraps the model in DistributedDataParallel.
+
+Of a command that needs no torch it is the time to its end, and the CPU time of its process. The
+report and the list of snapshots are of a run of one step. The commands alternate.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/startup.py
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,15 @@ from common import ROOT, alternate, cell, corpus_path, environment, parser, repo
 from stopwatch import cpu_seconds, process_tree
 
 FLOOR = """
+import os, torch
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+model(torch.randn(12, 64)).sum().backward()
+optimizer.step()
+print("the first step", flush=True)
+os._exit(0)
+"""
+FLOOR_OF_TWO = """
 import os, torch
 from torch.distributed import init_process_group
 from torch.nn.parallel import DistributedDataParallel
@@ -45,9 +58,25 @@ WAYS = {
     "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],
     "`python main.py`": [sys.executable, MAIN, *RUN],
 }
-FLOOR_WAY = "floor: torchrun"
+FLOORS = {"floor: torchrun": (TORCHRUN, FLOOR_OF_TWO), "floor: python": ([sys.executable], FLOOR)}
 DONE = "the first step"  # prefix of the line
-HEADER = ["from the command to the end of the first step", "seconds", "CPU seconds, all processes"]
+WITHOUT_TORCH: dict[str, tuple[list[str], int]] = {  # and the exit code; {run}: a run directory
+    "`main.py --help`": ([MAIN, "--help"], 0),
+    "`plan --help`": (["-m", "mingpt_ddp.plan", "--help"], 0),
+    "`plan --version`": (["-m", "mingpt_ddp.plan", "--version"], 0),
+    "`report RUN`": (["-m", "mingpt_ddp.report", "{run}"], 0),
+    "`snapshots list RUN`": (["-m", "mingpt_ddp.snapshots", "list", "{run}"], 0),
+    "`main.py trainer.max_epoch=5`, an error": ([MAIN, "trainer.max_epoch=5"], 2),
+    "the same with `ddp.nproc_per_node=2`": (
+        [MAIN, "trainer.max_epoch=5", "ddp.nproc_per_node=2"],
+        2,
+    ),
+}
+HEADER = [
+    "to the end of the first step, or of the command",
+    "seconds",
+    "CPU seconds, all processes",
+]
 
 
 def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
@@ -71,6 +100,20 @@ def time_to_first_step(command: list[str], cwd: Path) -> tuple[float, float]:
     return float(f"{wall:.4g}"), float(f"{cpu:.4g}")
 
 
+def time_to_end(command: list[str], code: int, cwd: Path) -> tuple[float, float]:
+    """Return wall and CPU seconds of a command that exits with `code`."""
+    begin = time.perf_counter()
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    _, status, usage = os.wait4(process.pid, 0)
+    wall = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != code:
+        sys.exit(f"{' '.join(command)} exited with {process.returncode}")
+    return float(f"{wall:.4g}"), float(f"{usage.ru_utime + usage.ru_stime:.4g}")
+
+
 def main() -> None:
     options = parser(__doc__, "startup")
     options.add_argument(
@@ -81,20 +124,25 @@ def main() -> None:
         root = Path(scratch)
         data = [f"data.path={corpus_path()}", f"data.cache_dir={root / 'cache'}"]
         commands = {way: [*command, *data] for way, command in WAYS.items()}
-        script = root / "floor.py"
-        script.write_text(FLOOR)
-        commands[FLOOR_WAY] = [*TORCHRUN, str(script)]
+        for way, (command, code) in FLOORS.items():
+            script = root / f"{way.rpartition(' ')[2]}.py"
+            script.write_text(code)
+            commands[way] = [*command, str(script)]
         candidates = {
             way: partial(time_to_first_step, command, root) for way, command in commands.items()
         }
         for measure in candidates.values():
             measure()  # warm the disk cache, encode the text
+        run = str(next((root / "outputs").iterdir()))
+        for way, (words, code) in WITHOUT_TORCH.items():
+            commands[way] = [sys.executable, *(word.format(run=run) for word in words)]
+            candidates[way] = partial(time_to_end, commands[way], code, ROOT)
         values = alternate("start", candidates, chosen.repetitions)
     walls = {way: spread([wall for wall, _ in pairs]) for way, pairs in values.items()}
     cpus = {way: spread([cpu for _, cpu in pairs]) for way, pairs in values.items()}
     ways = {
         way: {
-            "command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", ""),
+            "command": " ".join(commands[way][1:4]).replace(f"{ROOT}/", "").replace(f"{root}/", ""),
             "wall": walls[way],
             "cpu": cpus[way],
         }
@@ -105,6 +153,7 @@ def main() -> None:
         (f"start to the end of the first step, {way}", f"{cell(walls[way], '.2f')} s")
         for way in WAYS
     ]
+    readme += [(f"start to end, {way}", f"{cell(walls[way], '.2f')} s") for way in WITHOUT_TORCH]
     report(chosen.out, {"ways": ways, "threads": 1}, HEADER, rows, readme)
 
 

@@ -37,7 +37,7 @@ COMMANDS += [
 ]
 COMMANDS += ["torch.distributed.run"]
 PRELOADED = [
-    "mingpt_ddp.cli.train_command",
+    "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
     "torch._dynamo",
     "torch._inductor.config",

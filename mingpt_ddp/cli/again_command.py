@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from mingpt_ddp.cli.arguments import parse_value
+from mingpt_ddp.cli.arguments import answer, parse_value
 from mingpt_ddp.config.config import (
     CODE_LOCATION_KEYS,
     COMMAND_KEYS,
@@ -52,8 +52,8 @@ def main() -> None:
     with cli_errors():
         if isinstance(sys.stdout, io.TextIOWrapper):  # a word may have bytes that are not UTF-8
             sys.stdout.reconfigure(errors="backslashreplace")
-        if not sys.argv[1:] or {"-h", "--help"} & {*sys.argv[1:]}:
-            print(__doc__)
+        if text := answer(__doc__, sys.argv[1:]):
+            print(text)
             return
         command = [sys.executable, "-m", "mingpt_ddp", *command_words(sys.argv[1], sys.argv[2:])]
         read_env().call_on_rank_zero(

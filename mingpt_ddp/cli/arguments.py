@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
+from mingpt_ddp import __version__
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
@@ -37,8 +38,8 @@ def run_command(
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
-        if (needs_arguments and not words) or {"-h", "--help"} & set(words):
-            echo(usage)
+        if text := answer(usage, words, needs_arguments):
+            echo(text)
             sys.exit(0)
         if isinstance(command, Mapping):
             name = words.pop(0)
@@ -46,6 +47,14 @@ def run_command(
             check(name in command, f"{name} is not a command; {hint_at(name, command)}")
             command = command[name]
         sys.exit(command(parse_arguments(typing.get_type_hints(command)["config"], words)))
+
+
+def answer(usage: str, words: list[str], needs_arguments: bool = True) -> str | None:
+    """Return the text for --help or --version; None for a command line that does something."""
+    if (needs_arguments and not words) or {"-h", "--help"} & {*words}:
+        return usage
+    # only there: further on it may be the text of a key
+    return f"mingpt_ddp {__version__}" if words[:1] == ["--version"] else None
 
 
 def parse_arguments(config_class: type[T], words: list[str]) -> T:

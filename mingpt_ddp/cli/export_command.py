@@ -6,13 +6,13 @@ import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
 from mingpt_ddp.cli.arguments import echo
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.snapshots.export import Format, export_files
 from mingpt_ddp.snapshots.load import Step
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
@@ -22,7 +22,7 @@ class ExportConfig:
     url: str
     to: str  # a local directory that does not exist yet
     step: Step = "newest"
-    format: Format = "safetensors"
+    format: Literal["safetensors", "torch", "hf"] = "safetensors"
     license: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,6 +42,9 @@ def _is_license(text: str) -> bool:
 
 def export(config: ExportConfig) -> int:
     """Write the weights and their description to a new directory, atomically."""
+    # torch takes a second to import: only after the keys are validated.
+    from mingpt_ddp.snapshots.export import export_files
+
     target = Path(config.to)
     check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")
     step, files = export_files(config.url, config.step, config.format, config.to, config.license)

@@ -17,16 +17,13 @@ again        train with the configuration that a run has recorded, and with chan
 import sys
 from importlib import import_module
 
-from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS
 from mingpt_ddp.cli.arguments import run_command
 
 
 def main() -> None:
     """Run the command named by the first argument with the remaining arguments."""
-    if sys.argv[1:2] == ["--version"]:
-        print(f"mingpt_ddp {__version__}")
-    elif sys.argv[1:2] and sys.argv[1] in COMMANDS:
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         import_module(f"mingpt_ddp.cli.{sys.argv.pop(1)}_command").main()
     else:
-        run_command(__doc__, dict.fromkeys(COMMANDS, len))  # refuses the name
+        run_command(__doc__, dict.fromkeys(COMMANDS, len))  # describes them, or refuses the name

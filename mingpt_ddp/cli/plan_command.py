@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 
 from omegaconf import DictConfig
 
-from mingpt_ddp.cli.arguments import echo, human_size, parse_value
-from mingpt_ddp.cli.train_command import prepare
+from mingpt_ddp.cli.arguments import answer, echo, human_size, parse_value
+from mingpt_ddp.cli.train_job import prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
@@ -52,8 +52,8 @@ def main() -> None:
     """Run `python -m mingpt_ddp.plan`."""
     words, own = _split(sys.argv[1:])
     with cli_errors():
-        if {"-h", "--help"} & {*words}:
-            echo(__doc__)
+        if text := answer(__doc__, words, needs_arguments=False):
+            echo(text)
             sys.exit(0)
         sys.argv[1:] = words
         prepare(DistEnv())

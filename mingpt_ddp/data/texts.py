@@ -69,11 +69,12 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
     if config.path == BUILTIN:
         content = python_docs().encode()
         return lambda: io.BufferedReader(io.BytesIO(content))
+    target = download_path(config.path, cache)
+    if target.exists() and config.sha256 and _accepts(check, target):
+        return _open_file(config, str(target))
     fs, name, is_local = open_filesystem(config.path)
     if not is_local:
-        target = download_path(config.path, cache)
-        if not (target.exists() and config.sha256 and _accepts(check, target)):
-            download(fs, name, target, check)
+        download(fs, name, target, check)
         name = str(target)
     elif not os.path.exists(name) and glob.has_magic(name):
         return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
@@ -88,6 +89,11 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
         return _joined_files(config, Path(name), sorted(paths))
     elif os.path.exists(name) and not os.path.isfile(name):
         raise DataError(f"data.path={config.path} is not a regular file")
+    return _open_file(config, name)
+
+
+def _open_file(config: DataConfig, name: str) -> OpenBytes:
+    """Return how to open a local file, or the members of an archive, as one stream."""
     kind = _archive(name)
     if kind is None:
         return opener(name)

@@ -17,7 +17,7 @@ DESCRIPTORS = "/proc/self/fd/"
 LONGEST_TMPDIR = 65  # bytes: the server's socket is 38 longer, an address has at most 103
 PRELOADED = [
     "mingpt_ddp.distributed.preload",
-    "mingpt_ddp.cli.train_command",
+    "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
     "torch._dynamo",
 ]

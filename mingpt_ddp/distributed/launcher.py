@@ -4,13 +4,14 @@ An event loop waits, so that one process can run several jobs of a sweep at a ti
 """
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,6 +24,7 @@ from mingpt_ddp.distributed.channels import Channels, Report
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import server_pid, start_server, stop_server
+from mingpt_ddp.distributed.local_store import local_store
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import (
     SignalForwarder,
@@ -99,14 +101,11 @@ async def run_workers(
         )
     if config.launcher == "forkserver":
         start_server()
-    # This imports torch, as the server does meanwhile.
-    from mingpt_ddp.distributed.rendezvous import connect, loopback_store
-
     first = replace(env, world_size=world_size, has_agent=True)
-    if env.is_standalone:
-        store = loopback_store()  # until this function returns
-        first = replace(first, master_address=("localhost", store.port))
-    elif env.is_rank_zero:
+    if env.is_rank_zero and not env.is_standalone:
+        # This imports torch, as the server does meanwhile.
+        from mingpt_ddp.distributed.rendezvous import connect
+
         connect(env, 0, config.timeout_s)  # hosts a store for the lifetime of this process
     attempt = _Attempt(launch, first, forwarder)
     code, interrupted = await _run_with_restarts(attempt.run, started_at, config, launch.directory)
@@ -186,9 +185,8 @@ class _Attempt:
         timeout_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
         failed = 0
         with Channels(self.launch.report, has_console=self.launch.slot is None) as channels:
-            workers = self._workers(channels, started_at)
             try:
-                with self.forwarder.started(workers):
+                with self._started(channels, started_at) as workers:
                     joined = join_workers(workers, timeout_s, preempted_code)
                     code, failed = await channels.serve(joined, workers)
             except (EOFError, ConnectionError):  # the fork server died before it had forked all
@@ -211,17 +209,31 @@ class _Attempt:
                 log.error("error: the fork server of the workers was killed")
         return code, number
 
-    def _workers(self, channels: Channels, started_at: float) -> list[BaseProcess]:
+    @contextlib.contextmanager
+    def _started(self, channels: Channels, started_at: float) -> Iterator[list[BaseProcess]]:
+        """Start the workers; before them their store, if all of them are on this machine."""
+        first = self.first
+        processes: list[BaseProcess] = []
+        with contextlib.ExitStack() as stack:
+            if first.is_standalone:
+                store, port = stack.enter_context(local_store(self.launch.config.ddp.launcher))
+                first = replace(first, master_address=("localhost", port))
+                processes.append(store)
+            workers = self._workers(channels, first, started_at)
+            stack.enter_context(self.forwarder.started([*processes, *workers]))
+            yield workers
+
+    def _workers(self, channels: Channels, first: DistEnv, started_at: float) -> list[BaseProcess]:
         launch = self.launch
         n = launch.workers
         context: Any = multiprocessing.get_context(launch.config.ddp.launcher)
-        shared = shared_environ(n, self.first.is_standalone, launch.threads)
+        shared = shared_environ(n, first.is_standalone, launch.threads)
         shared[STARTED_AT] = str(started_at)
         if launch.slot:
             shared.update(launch.slot.environ())
         workers = []
         for index in range(n):
-            environ = {**shared, **worker_environ(self.first, index, n)}
+            environ = {**shared, **worker_environ(first, index, n)}
             arguments = (environ, launch.overrides, channels.for_worker(index))
             workers.append(context.Process(target=run_worker, args=arguments))
         return workers

@@ -72,14 +72,11 @@ def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
     return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
 
 
-def loopback_store() -> TCPStore:
-    """Host a store for local workers, on a free port of the loopback interface.
+def loopback_store(listener: socket.socket) -> TCPStore:
+    """Host a store for local workers on a socket of the loopback interface.
 
     By default a TCPStore listens on all interfaces.
     """
-    # The address that a client resolves.
-    family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]
-    listener = socket.create_server((str(address[0]), 0), family=family)
     port = listener.getsockname()[1]
     fd = listener.detach()
     return TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)

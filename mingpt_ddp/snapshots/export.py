@@ -2,7 +2,7 @@
 
 import io
 import json
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 
@@ -15,15 +15,14 @@ from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.transformers_export import transformers_files
 from mingpt_ddp.storage.storage import Content
 
-Format: TypeAlias = Literal["safetensors", "torch", "hf"]
-
 
 def export_files(
-    url: str, step: Step, format: Format, directory: str, license: str | None = None
+    url: str, step: Step, format: str, directory: str, license: str | None = None
 ) -> tuple[int, dict[str, Content]]:
     """Return the step and the files of an export.
 
     Args:
+        format: one of WRITERS.
         directory: where they will be, for the model card.
         license: an identifier for the model card.
 

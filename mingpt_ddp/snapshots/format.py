@@ -17,16 +17,19 @@ anything is read.
 Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from mingpt_ddp.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Files: TypeAlias = dict[str, dict[str, Any]]  # name -> {"bytes": size, "sha256": digest}
 
@@ -42,6 +45,7 @@ MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
 MAX_CONFIG_CHARS = 1 << 16  # of a run's configuration, in a snapshot's state or in its config.yaml
 MAX_JSON_DEPTH = 20
+MAX_HEADER_BYTES = 1 << 24  # of a safetensors file; fits 100,000 tensors
 MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than parallel writes save
 
 
@@ -190,6 +194,25 @@ def _has_our_files(files: Files) -> bool:
         if kind_of(name) in OUR_KINDS or not re.fullmatch(r"[a-z0-9_]+\.[a-z]+", name):
             return False
     return True
+
+
+def fits_header(start: bytes, size: int) -> bool:
+    """Return whether a safetensors file has the size that its header implies.
+
+    Args:
+        start: its first bytes. A header that extends past them is not checked.
+        size: of the file, in bytes.
+    """
+    length = int.from_bytes(start[:8], "little")
+    if len(start) - 8 < length <= MAX_HEADER_BYTES:
+        return True
+    try:
+        header = json.loads(start[8 : 8 + length])
+        header.pop("__metadata__", None)
+        data_size = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        return bool(8 + length + data_size == size)
+    except Exception:  # untrusted: not a header
+        return False
 
 
 def load_json(content: bytes) -> Any:

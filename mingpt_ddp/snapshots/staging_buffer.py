@@ -15,7 +15,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-MAX_HEADER_BYTES = 1 << 24  # fits 100,000 tensors
+from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -98,25 +99,6 @@ def encode(tensors: Mapping[str, Tensor]) -> memoryview:
     buffer = SafetensorsBuffer(tensors)
     buffer.fill(tensors)
     return buffer.content
-
-
-def fits_header(start: bytes, size: int) -> bool:
-    """Return whether a safetensors file has the size that its header implies.
-
-    Args:
-        start: its first bytes. A header that extends past them is not checked.
-        size: of the file, in bytes.
-    """
-    length = int.from_bytes(start[:8], "little")
-    if len(start) - 8 < length <= MAX_HEADER_BYTES:
-        return True
-    try:
-        header = json.loads(start[8 : 8 + length])
-        header.pop("__metadata__", None)
-        data_size = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        return bool(8 + length + data_size == size)
-    except Exception:  # untrusted: not a header
-        return False
 
 
 def read_header(start: bytes, size: int) -> dict[str, TensorEntry]:

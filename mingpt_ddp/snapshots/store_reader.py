@@ -1,28 +1,30 @@
 """Find, read and verify the snapshots below one URL. Every byte that is read is checked."""
 
+from __future__ import annotations
+
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import (
+    MAX_HEADER_BYTES,
     CorruptSnapshotError,
     Files,
     IncompleteSnapshotError,
     Snapshot,
     path_of,
 )
-from mingpt_ddp.snapshots.pieces import make_index, merge
-from mingpt_ddp.snapshots.staging_buffer import MAX_HEADER_BYTES, decode, fits_header, read_header
 from mingpt_ddp.storage.remote_errors import StorageError
 from mingpt_ddp.storage.urls import open_storage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -144,6 +146,10 @@ class StoreReader:
             MemoryError: they take too much.
             ValueError: a file is not one of tensors, or they do not make up whole tensors.
         """
+        # torch takes a second to import: only to read tensors, not to list or to verify files
+        from mingpt_ddp.snapshots.pieces import merge
+        from mingpt_ddp.snapshots.staging_buffer import decode
+
         size = sum(file["bytes"] for file in files.values())
         if 2 * size > installed_memory():  # as bytes and as tensors
             raise MemoryError
@@ -160,6 +166,8 @@ class StoreReader:
 
     def _index(self, step: int, files: Files) -> dict[str, Any]:
         """Return the URL and, by kind, where each tensor is: JSON values."""
+        from mingpt_ddp.snapshots.pieces import make_index  # with torch: see above
+        from mingpt_ddp.snapshots.staging_buffer import read_header
 
         def read(name: str) -> Any:
             size = files[name]["bytes"]
@@ -238,7 +246,7 @@ class StoreReader:
         for name, file in files.items():
             has_header = name.startswith(layout.TENSOR_KINDS)
             for number, chunk in enumerate(self._verified_chunks(step, name, file)):
-                if number == 0 and has_header and not fits_header(chunk, file["bytes"]):
+                if number == 0 and has_header and not layout.fits_header(chunk, file["bytes"]):
                     raise CorruptSnapshotError(f"{name} has another size than its header says")
                 progress(len(chunk))
         return files

@@ -84,7 +84,7 @@ def stop_before_training() -> None:
     for name in (
         "cli.train_command.start_server",
         "distributed.launcher.start_server",
-        "cli.train_command.die_with_parent",
+        "cli.train_job.die_with_parent",
     ):
         replace_attribute(f"mingpt_ddp.{name}", lambda *args: None)
     generate = replace_attribute(

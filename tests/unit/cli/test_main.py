@@ -121,8 +121,9 @@ def test_help_lists_the_commands(run):
         )
 
 
-def test_version(run):
-    assert run("--version") == (0, f"mingpt_ddp {__version__}\n", "")
+@pytest.mark.parametrize("words", [[], ["plan"], ["snapshots"], ["again"], ["collectives"]])
+def test_version(run, words):
+    assert run(*words, "--version") == (0, f"mingpt_ddp {__version__}\n", "")
 
 
 def test_an_unknown_command(run):

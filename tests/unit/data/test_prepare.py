@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from mingpt_ddp.config import registry
-from mingpt_ddp.data import encode_text
+from mingpt_ddp.data import encode_text, texts
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.texts import python_docs
@@ -335,8 +335,11 @@ def server(monkeypatch):
 SHA256 = hashlib.sha256(LINE.encode()).hexdigest()
 
 
-def test_a_remote_file_is_fetched_once(settings, server):
-    """With a known SHA-256, a second run does not download it again, even if the server is gone."""
+def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
+    """With a known SHA-256, a second run does not download it again, even if the server is gone.
+
+    It does not import the library that would.
+    """
     config = settings("", path=server.url, sha256=SHA256)
     encoded = prepare(config)
     assert text_of(encoded) == LINE
@@ -345,7 +348,9 @@ def test_a_remote_file_is_fetched_once(settings, server):
     assert server.handler.requests == 1
     server.shutdown()
     server.server_close()
-    assert prepare(config) == encoded
+    with monkeypatch.context() as patched:
+        patched.setattr(texts, "open_filesystem", None)
+        assert prepare(config) == encoded
     with pytest.raises(DataError, match=r"without a network, set data[.]path to a local copy"):
         prepare(replace(config, path=server.url + "?other"))
 

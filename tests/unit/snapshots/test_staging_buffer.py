@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
+from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 from mingpt_ddp.snapshots.staging_buffer import (
     DTYPES,
-    MAX_HEADER_BYTES,
     SafetensorsBuffer,
     decode,
     encode,

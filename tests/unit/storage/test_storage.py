@@ -264,6 +264,11 @@ def test_known_protocols(url):
     check_url(url, "data.path")
 
 
+def test_a_required_library_is_not_imported_to_check_a_url(monkeypatch):
+    monkeypatch.setattr("fsspec.get_filesystem_class", None)
+    check_url("https://example.com/x", "data.path")
+
+
 @pytest.mark.parametrize("url", ["foo://x", "simplecache::foo://x"])
 def test_unknown_protocol(url):
     with pytest.raises(ConfigError) as error:

@@ -1,0 +1,211 @@
+"""Train: compose, validate, start local workers, report an error as one line."""
+
+import contextlib
+import gc
+import io
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import refuse_credentials
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.channels import reporter
+from mingpt_ddp.distributed.env import (
+    CALLER,
+    DIRECTORY_FILE,
+    DistEnv,
+    has_parent_launcher,
+    process_start_time,
+    read_env,
+)
+from mingpt_ddp.distributed.exit import (
+    FAILURE,
+    USER_ERROR,
+    ProcessExit,
+    die_with_parent,
+    exit_process,
+)
+from mingpt_ddp.distributed.launcher import train_on_workers
+from mingpt_ddp.distributed.machine import check_machine
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.storage.run_dir import (
+    next_free_name,
+    run_directory,
+    with_run_name,
+)
+from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.local_job import (
+    LocalJob,
+    checked_config,
+    conclude_local,
+    prepare_local,
+)
+from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.training.notify import notifying
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Run the command; always exit through os._exit."""
+    # by default a third of the time in which torch is imported goes into collections
+    gc.set_threshold(20_000)
+    caller = os.environ.pop(CALLER, None)
+    if caller or has_parent_launcher():
+        die_with_parent(caller)
+    if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
+        signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
+    sweep = Sweep()
+    exits = ProcessExit()
+    try:
+        if text := hydra_utils.answer(sys.argv[1:]):
+            print(text)
+            exit_process(None, 0)
+        prepare(exits.env)
+        with sweep.active():
+            hydra_utils.run_hydra(train)
+    except JobError as error:
+        if sweep.uses_external_launcher:  # otherwise already recorded
+            sweep.failed[0] = str(error.args[0])  # it knows no number
+    except UserError as error:
+        exits.user_error(error)
+    except KeyboardInterrupt:  # while other processes run the jobs
+        exit_process("interrupted (SIGINT); rerun the same command to resume", 128 + signal.SIGINT)
+    except BrokenPipeError:  # stdout was closed early, e.g. --help piped into head
+        exit_process(None, 0)
+    except Exception as error:  # from Hydra or an external launcher; `train` raises none
+        if type(error).__module__.startswith(("submitit.", "ray.")):
+            exits.user_error(RunError(str(error)))
+        exits.user_error(ConfigError(hydra_utils.explain(error)))
+    logs.to_console(exits.env)
+    sweep.finish()
+    # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
+    # counts as a failure. All files are written and the process group is closed.
+    exit_process(None, 0)
+
+
+def prepare(env: DistEnv) -> None:
+    """Normalize the command line for Hydra, and the streams for any terminal.
+
+    Raises:
+        ConfigError: the command line contains a password, which Hydra would save, or a word that
+            Hydra cannot read.
+    """
+    # torch.distributed.launch passes --local-rank, which Hydra rejects, besides LOCAL_RANK.
+    words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
+    sys.argv[1:] = hydra_utils.reorder_argv(words)
+    # never crash on characters that the terminal cannot encode
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    logging.raiseExceptions = False  # no traceback when a log record cannot be written
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
+    logs.to_console(env)
+    for word in sys.argv[1:]:
+        refuse_credentials(word.partition("=")[0], word)
+    hydra_utils.check_words(words)
+
+
+def train(cfg: DictConfig) -> float:
+    """Run one job and return its validation loss, or what else its sweep is ranked by.
+
+    Raises:
+        JobError: all ranks have failed in the same way, or the only one has; the sweep continues
+            with the next job.
+    """
+    sweep = Sweep.current()
+    exits = ProcessExit(hydra_utils.job_number())
+    logs.to_console(exits.env)
+    signals = SignalHandler(exits)
+    signals.install()
+    try:
+        return _run_job(cfg, sweep, signals)
+    except JobError:  # from a sweep's local workers, already recorded
+        raise
+    except UserError as error:
+        if not (hydra_utils.is_multirun() and exits.failed_on_all_ranks(error)):
+            exits.user_error(error)
+        failure = sweep.record_failed(Job.current(), str(error), USER_ERROR)
+    except Exception as error:
+        if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
+            exits.failure(error)
+        log.error("the job failed", exc_info=error)
+        message = f"error: {type(error).__name__}: {error}"
+        failure = sweep.record_failed(Job.current(), message, FAILURE)
+    finally:
+        exits.group = None  # the signal handlers outlive the job and would keep it in memory
+        logs.close()
+    gc.collect()
+    # outside the handlers: a context would keep the model in memory through its traceback
+    raise failure
+
+
+def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
+    started_at = None  # at process start
+    if hydra_utils.job_number() > 0:
+        started_at = time.monotonic()
+    config = checked_config(cfg)
+    check_machine(config)
+    env = read_env(config.ddp.local_workers or 1)
+    ignored = sorted(key for key in hydra_utils.typed_keys() if key.startswith("sweep."))
+    # the workers of a sweep's jobs have the keys of the sweep
+    if ignored and not hydra_utils.is_multirun() and not has_parent_launcher():
+        log.warning("%s: without -m this is one run, no sweep", ", ".join(ignored))
+    if config.ddp.nproc_per_node and not env.has_local_rank:
+        return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
+    from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
+    from mingpt_ddp.training.run import run
+
+    signals.exits.is_symmetric = env.world_size == 1
+    runtime = Runtime(config, env, hydra_utils.job_number())
+    group = signals.exits.group = runtime.group
+    try:
+        config, known = sweep.start_job(config, group.run_on_rank_zero)
+    except JobError:  # on all ranks
+        runtime.close()
+        raise
+    if known is not None:
+        runtime.close()
+        return known
+    if config.run.resume == "never":
+        free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
+        config = with_run_name(config, group.run_on_rank_zero(free_name))
+    env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
+    files = hydra_utils.hydra_artifacts(cfg)
+    typed = hydra_utils.typed_keys()
+    report = reporter() or sweep.report_of(Job.current())
+    sweep.use_threads()
+    with notifying(config, env):
+        metrics = run(config, runtime, files, signals, started_at, typed, report)
+    value = None if metrics is None else metrics.get(sweep.objective.metric, math.inf)
+    # possibly too late for this job
+    signalled = any(group.all_gather(signals.signal_name is not None))
+    runtime.close()
+    return sweep.finish_job(run_directory(config), value, signalled, config.ddp.preempted_exit_code)
+
+
+def _report_directory(directory: Path) -> None:
+    """Write the path of the run directory where `mingpt_ddp.train` reads it."""
+    with contextlib.suppress(KeyError, OSError):  # not called by it, or it has ended
+        Path(os.environ[DIRECTORY_FILE]).write_text(str(directory.absolute()))
+
+
+def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:
+    """Train on local workers, and return the objective; exit after a signal."""
+    local = prepare_local(config, env, sweep, started_at)
+    if not isinstance(local, LocalJob):
+        return local
+    ended = train_on_workers(local.launch, env, started_at)
+    value = conclude_local(local, ended, sweep)
+    return sweep.finish_job(local.launch.directory, value, ended.signalled, ended.code)

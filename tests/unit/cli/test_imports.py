@@ -1,0 +1,81 @@
+"""What the commands import: torch takes seconds, so only a command that computes imports it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT
+
+from mingpt_ddp.cli import COMMANDS
+
+FORMAT_2 = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
+DOORS = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
+HEAVY = ["torch", "numpy", "plotly", "scipy", "optuna", "tensorboard", "aiohttp", "transformers"]
+SCRIPT = """
+import os, runpy, sys
+def report(code):
+    print(*set(HEAVY) & {*sys.modules}, file=sys.stderr, flush=True)
+    exit(code)
+exit = os._exit
+os._exit = report
+del sys.argv[0]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    report(0)
+except SystemExit as error:
+    report(error.code or 0)
+"""
+
+
+def heavy_imports(*args: str) -> tuple[int, list[str]]:
+    """Run `python -m ...`; return its exit code and which of HEAVY it has imported at its end."""
+    command = [sys.executable, "-c", f"HEAVY = {HEAVY}{SCRIPT}", *args]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.returncode, done.stderr.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_command_that_describes_itself_imports_no_heavy_library(door, option):
+    assert heavy_imports(door, option) == (0, [])
+
+
+@pytest.mark.parametrize(
+    "words", [["list"], ["verify"], ["prune", "keep_last=1"]], ids=lambda words: words[0]
+)
+def test_snapshots_are_managed_without_torch(words, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(FORMAT_2, run)
+    name, *keys = words
+    assert heavy_imports("mingpt_ddp.snapshots", name, str(run), *keys) == (0, [])
+
+
+def test_a_table_of_runs_needs_no_torch(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(FORMAT_2, run)
+    assert heavy_imports("mingpt_ddp.report", str(run), "format=json") == (0, [])
+
+
+@pytest.mark.parametrize("workers", [[], ["ddp.nproc_per_node=2"]], ids=["alone", "on workers"])
+@pytest.mark.parametrize(
+    "word", ["trainer.max_epoch=5", "model.n_head=5", "trainer.max_steps=many", "model=gpt3"]
+)
+def test_an_error_of_the_configuration_comes_before_torch(word, workers):
+    assert heavy_imports("mingpt_ddp", word, *workers) == (2, [])
+
+
+def test_a_launcher_leaves_torch_to_its_workers(tmp_path):
+    words = ["model=gpt_nano", "data.truncate=0.01", "trainer.max_steps=1", "trainer.batch_size=2"]
+    words += ["ddp.nproc_per_node=2", "trainer.device=cpu", f"run.root={tmp_path}"]
+    assert heavy_imports("mingpt_ddp", *words) == (0, [])
+
+
+def test_the_fork_server_starts_before_hydra_is_imported():
+    code = "import sys, mingpt_ddp.cli.train_command as c; c.start_server; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert not {"hydra", "pydantic", *HEAVY}.intersection(done.stdout.split())
