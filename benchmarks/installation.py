@@ -126,7 +126,9 @@ def main() -> None:
             return times
 
         ways = installers("python", packages)
-        values = alternate("install", {way: partial(measured, way) for way in ways}, chosen.repetitions)
+        values = alternate(
+            "install", {way: partial(measured, way) for way in ways}, chosen.repetitions
+        )
     for way, names in found.items():
         if names != found["pip"]:
             sys.exit(f"{way} and pip differ in {sorted(names ^ found['pip'])}")

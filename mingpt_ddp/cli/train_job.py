@@ -192,6 +192,8 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     # possibly too late for this job
     signalled = any(group.all_gather(signals.signal_name is not None))
     runtime.close()
+    if hydra_utils.is_multirun():
+        runtime.free_memory()
     return sweep.finish_job(run_directory(config), value, signalled, config.ddp.preempted_exit_code)
 
 

@@ -71,8 +71,11 @@ class Runtime:
         return alone
 
     def close(self) -> None:
-        """Destroy the process group on all ranks together; free all state for the next job."""
+        """Destroy the process group on all ranks together."""
         self.group.close()
+
+    def free_memory(self) -> None:
+        """Free what this job has allocated, for the next one in this process."""
         gc.collect()
         if self.compiles:
             torch.compiler.reset()

@@ -15,7 +15,7 @@ from mingpt_ddp.models import flops_per_token
 
 # n x n; operand and result of the largest take 270 MB in bf16
 MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-SATURATED_S = 0.004  # a product that takes this long saturates the device
+SATURATED_S = 0.002  # a product that takes this long saturates the device
 REPETITIONS = 5  # per measurement; the fastest counts
 
 
@@ -170,7 +170,7 @@ class Utilization:
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest product of square matrices, with torch's thread count.
 
-    Takes about 0.2 seconds and draws nothing from torch's global generators.
+    Takes less than 0.1 seconds and draws nothing from torch's global generators.
     """
     size = MATRIX_SIZES[0]
     generator = torch.Generator().manual_seed(0)

@@ -135,7 +135,7 @@ class SaveSchedule:
         step = self.context.state.step
         keep_every = self.snapshot_config.keep_every
         if keep_every and step % keep_every == 0:  # a milestone is of no other step
-            self.save(last=False)
+            self.save()
             return
         if is_due or any(step % every == 0 for every in self._every):
             self._is_due = True
@@ -152,23 +152,26 @@ class SaveSchedule:
             if not self.snapshot_config.background:
                 self.manager.wait()
 
-    def save(self, last: bool) -> None:
-        """Save this step, after the save in progress.
+    def save(self) -> None:
+        """Start to save this step, after the save in progress."""
+        with self._stall():
+            self.manager.wait()
+            self.manager.save(*self._capture())
+            if not self.snapshot_config.background:
+                self.manager.wait()
 
-        Args:
-            last: wait until the snapshot is committed, and retry as often as failures are allowed.
+    def commit(self) -> None:
+        """Wait until this step is saved, and retry as often as failures are allowed.
 
         Raises:
             StorageUnavailableError, StorageUnusableError: snapshot.max_failures are exceeded.
         """
         with self._stall():
             self.manager.wait()
-            self.manager.save(*self._capture())
-            if last or not self.snapshot_config.background:
-                self.manager.wait()
-            while last and self.manager.last_step != self.context.state.step:
+            while self.manager.last_step != self.context.state.step:
                 self.manager.save(*self._capture())
                 self.manager.wait()
+        self.update_wall_time()
 
     def save_on_preemption(self) -> None:
         """Save within the grace period if there is time; else wait for the save in progress."""

@@ -93,7 +93,7 @@ class Trainer:
                     improved = evaluated.improved
                     end = evaluated.end
                 end = end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
-                if end is None and self._is_due(trainer.sample_every):
+                if end is None and not is_last and self._is_due(trainer.sample_every):
                     self.validation.log_sample()
                 self._save(end, improved, flags.save_is_due)
                 self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
@@ -140,9 +140,7 @@ class Trainer:
         has_ended = (is_last or end is not None) and end is not RunStatus.PREEMPTED
         if has_ended or (evaluated and evaluated.improved):
             # if the step is saved already, this only deletes what retention need not keep
-            self.saves.save(last=has_ended)
-        if is_last:
-            self.validation.log_sample()
+            self.saves.save()
         return end
 
     def _train(self, step: int) -> StepFlags | None:
@@ -226,13 +224,18 @@ class Trainer:
         if end is RunStatus.PREEMPTED:
             self.saves.save_on_preemption()
         elif improved or is_last:
-            self.saves.save(is_last)
+            self.saves.save()
         else:
             self.saves.maybe_save(is_due)
 
     def _end(self, end: RunStatus) -> Trained:
-        """Evaluate the test split of a complete run; tell the loggers that it has ended."""
+        """Sample while the last snapshot is written; evaluate the test split; tell the loggers."""
         test_metrics: dict[str, float] | None = {}
+        if end is not RunStatus.PREEMPTED:
+            if self.state.step == self.steps:
+                self.validation.log_sample()
+            self.saves.commit()
+            self.metrics.cover(self.saves.manager.last_step)
         if end is RunStatus.COMPLETE:
             test_metrics = self.validation.test()
             if test_metrics is None:

@@ -142,6 +142,25 @@ def test_unnamed_run_of_one_process_is_found_again(tmp_path):
     assert result(run)["step"] == 20
 
 
+COLLECT = """
+import gc
+collect = gc.collect
+gc.collect = lambda *arguments: print("collected", flush=True) or collect(*arguments)
+from mingpt_ddp.cli.train_command import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("words", "collections"), [([], 0), (["-m", "run.seed=1,2"], 2)])
+def test_only_a_job_with_another_after_it_frees_its_memory(words, collections, tmp_path):
+    """A process that is about to exit does not look through all objects once more."""
+    (tmp_path / "collecting.py").write_text(COLLECT)
+    command = [sys.executable, "collecting.py", *TINY, "trainer.max_steps=1", *words]
+    done = call(command, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines().count("collected") == collections
+
+
 def test_resume_never_starts_a_new_run(tmp_path):
     for expected in ("a", "a-2", "a-3"):
         done = call(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from mingpt_ddp.metrics.jsonl import read_history
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training import save_schedule
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.hooks import Hooks
@@ -37,6 +39,7 @@ from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable
+from mingpt_ddp.training.validation import Validation
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [
@@ -199,6 +202,43 @@ def test_patience_needs_evaluations():
         ConfigError, match=r"trainer.patience=2 needs evaluations .* set trainer.eval_every"
     ):
         configure("trainer.patience=2", "trainer.eval_every=null")
+
+
+@pytest.mark.parametrize("settings", [[], ["trainer.ema=0.9"]], ids=["", "ema"])
+def test_the_last_sample_is_generated_while_the_last_snapshot_is_written(
+    settings, tmp_path, monkeypatch
+):
+    train(tmp_path / "whole", *settings)
+    started: list[int] = []
+    sampled = threading.Event()
+    start, write, log_sample = SnapshotManager.save, Storage.write, Validation.log_sample
+
+    def note_start(manager: SnapshotManager, step: int, *arguments: Any) -> None:
+        started.append(step)
+        start(manager, step, *arguments)
+
+    def write_after_sampling(storage: Storage, name: str, content: Any) -> None:
+        if name == "step_00000012/model.safetensors":
+            assert sampled.wait(20)
+        write(storage, name, content)
+
+    def sample(validation: Validation) -> None:
+        assert started[-1] == 12
+        log_sample(validation)
+        sampled.set()
+
+    monkeypatch.setattr(SnapshotManager, "save", note_start)
+    monkeypatch.setattr(Storage, "write", write_after_sampling)
+    monkeypatch.setattr(Validation, "log_sample", sample)
+    train(tmp_path, *settings)
+    saved = [
+        path / "run" / "snapshots" / "step_00000012" for path in (tmp_path / "whole", tmp_path)
+    ]
+    files = [
+        {file.name: file.read_bytes() for file in path.glob("*.safetensors")} for path in saved
+    ]
+    assert len(files[0]) >= 2
+    assert files[0] == files[1]
 
 
 def test_milestones_are_saved_and_kept(tmp_path):

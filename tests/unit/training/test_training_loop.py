@@ -96,8 +96,8 @@ def test_the_order_of_a_run():
         *[*EVERY_STEP, *DECIDE, "saves.maybe_save", *cover],
         *[*EVERY_STEP, *evaluate, *DECIDE, *sample, "saves.maybe_save", *cover],
         *[*EVERY_STEP, *LOG, *DECIDE, "saves.maybe_save", *cover],
-        *[*EVERY_STEP, *LOG, *evaluate, *DECIDE, *sample, "saves.save", *cover],
-        *["validation.test", "metrics.complete", "metrics.close"],
+        *[*EVERY_STEP, *LOG, *evaluate, *DECIDE, "saves.save", *cover],
+        *[*sample, "saves.commit", *cover, "validation.test", "metrics.complete", "metrics.close"],
     ]
     lasts = [False, False, False, False, True]  # of the resumed step 2, and of 3 to 6
     assert parts.validation.prune.mock_calls == [call(last) for last in lasts]
@@ -105,7 +105,7 @@ def test_the_order_of_a_run():
     assert profiled == [3, 4, 5, 6]
     assert parts.step.run.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
-    assert parts.metrics.cover.mock_calls == [call(1)] * 4
+    assert parts.metrics.cover.mock_calls == [call(1)] * 5
     assert parts.saves.maybe_save.mock_calls == [call(False)] * 3
 
 
@@ -205,7 +205,7 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
             "prune",
             PRUNED,
             PRUNED,
-            [call.validation.evaluate(), call.validation.prune(False), call.saves.save(True)],
+            [call.validation.evaluate(), call.validation.prune(False), call.saves.save()],
         ),
         (
             {},
@@ -216,7 +216,7 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
                 call.validation.evaluate(),
                 call.validation.prune(False),
                 call.validation.stop_early(False),
-                call.saves.save(True),
+                call.saves.save(),
                 call.validation.test(),
             ],
         ),
@@ -248,7 +248,7 @@ def test_a_step_that_is_due_or_improves_is_saved():
     parts.validation.evaluate.side_effect = [Evaluated(), Evaluated(True), *[Evaluated()] * 2]
     trainer.fit()
     saves = [each for each in parts.saves.mock_calls if each[0] in ("save", "maybe_save")]
-    assert saves == [call.save(False), call.maybe_save(True), call.save(True)]
+    assert saves == [call.save(), call.maybe_save(True), call.save()]
 
 
 @pytest.mark.parametrize(
@@ -256,10 +256,10 @@ def test_a_step_that_is_due_or_improves_is_saved():
     [
         (PREEMPTED, 3, True, call.save_on_preemption()),
         (PREEMPTED, 6, False, call.save_on_preemption()),
-        (PRUNED, 3, False, call.save(True)),
-        (COMPLETE, 3, False, call.save(True)),
-        (None, 6, False, call.save(True)),
-        (None, 3, True, call.save(False)),
+        (PRUNED, 3, False, call.save()),
+        (COMPLETE, 3, False, call.save()),
+        (None, 6, False, call.save()),
+        (None, 3, True, call.save()),
         (None, 3, False, call.maybe_save("is due")),
     ],
 )
@@ -286,8 +286,16 @@ def test_a_complete_run_is_tested_and_an_interrupted_one_is_not_over(
     parts.validation.test.return_value = tested
     metrics = (tested or {}) if end is COMPLETE else {}
     assert trainer._end(end) == Trained(status, metrics)
-    assert parts.metrics.mock_calls == ([call.complete(3)] if is_logged else [])
+    assert parts.metrics.complete.mock_calls == ([call(3)] if is_logged else [])
     assert parts.validation.mock_calls == ([call.test()] if end is COMPLETE else [])
+    assert parts.saves.mock_calls == ([call.commit()] if end is not PREEMPTED else [])
+
+
+@pytest.mark.parametrize(("end", "samples"), [(COMPLETE, [call()]), (PREEMPTED, [])])
+def test_a_start_at_the_last_step_samples_unless_a_signal_came(end, samples):
+    trainer, parts = trainer_of(state=TrainState(step=6))
+    trainer._end(end)
+    assert parts.validation.log_sample.mock_calls == samples
 
 
 @pytest.mark.parametrize(
@@ -295,14 +303,14 @@ def test_a_complete_run_is_tested_and_an_interrupted_one_is_not_over(
     [
         # nothing is due at step 3
         (3, Evaluated(True, PREEMPTED), None, None, None, ["prune", "stop_early"]),
-        (3, None, PRUNED, COMPLETE, PRUNED, ["prune", "save last"]),
-        (3, None, None, COMPLETE, COMPLETE, ["prune", "stop_early", "save last"]),
+        (3, None, PRUNED, COMPLETE, PRUNED, ["prune", "save"]),
+        (3, None, None, COMPLETE, COMPLETE, ["prune", "stop_early", "save"]),
         (4, Evaluated(), None, None, None, ["evaluate", "prune", "stop_early"]),
         (4, Evaluated(True), None, None, None, ["evaluate", "prune", "stop_early", "save"]),
-        (4, Evaluated(), PRUNED, None, PRUNED, ["evaluate", "prune", "save last"]),
+        (4, Evaluated(), PRUNED, None, PRUNED, ["evaluate", "prune", "save"]),
         (4, Evaluated(False, PREEMPTED), PRUNED, COMPLETE, PREEMPTED, ["evaluate"]),
-        (6, Evaluated(), None, None, None, ["evaluate", "prune", "stop_early", "save last", "log"]),
-        (6, Evaluated(False, PREEMPTED), None, None, PREEMPTED, ["evaluate", "log"]),
+        (6, Evaluated(), None, None, None, ["evaluate", "prune", "stop_early", "save"]),
+        (6, Evaluated(False, PREEMPTED), None, None, PREEMPTED, ["evaluate"]),
     ],
 )
 def test_a_start_finishes_the_last_step_of_the_one_before(
@@ -318,9 +326,7 @@ def test_a_start_finishes_the_last_step_of_the_one_before(
         "evaluate": call.validation.evaluate(),
         "prune": call.validation.prune(is_last),
         "stop_early": call.validation.stop_early(is_last),
-        "save": call.saves.save(last=False),
-        "save last": call.saves.save(last=True),
-        "log": call.validation.log_sample(),
+        "save": call.saves.save(),
     }
     assert parts.mock_calls == [known[name] for name in calls]
 
