@@ -52,6 +52,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
         runtime = Runtime(config, read_env(), job)
         loss = run(config, runtime, {})["loss"]
         runtime.close()
+        runtime.free_memory()
         results.append((loss, counters["stats"]["unique_graphs"]))
     return results
 
