@@ -1,4 +1,4 @@
-"""Time what `make train` does before it trains: an environment with all packages, and a first import.
+"""Time what `make train` does before it trains: install all packages, and import them once.
 
 The ways to install alternate: pip as it is by default, which compiles every module; pip with
 --no-compile; and uv, which pip installs first. All get the same wheels from a folder, where pip has

@@ -1,4 +1,4 @@
-"""What `make` does to install: by the Makefile itself, with a stand-in for the environment's Python."""
+"""How `make` installs: the Makefile itself, with a stand-in for the environment's Python."""
 
 from __future__ import annotations
 
