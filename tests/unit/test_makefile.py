@@ -1,4 +1,4 @@
-"""What `make` does to install: by the Makefile itself, with a stand-in for the environment's Python."""
+"""How `make` installs: by the Makefile itself, with a stand-in for the Python of .venv."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_pip_installs_once_and_leaves_compiling_to_the_imports(checkout, stamp, 
 
 
 def test_imports_in_a_target_keep_what_they_compile(checkout):
-    recipe = "probe: ; @echo \"[$$PYTHONDONTWRITEBYTECODE]\""
+    recipe = 'probe: ; @echo "[$$PYTHONDONTWRITEBYTECODE]"'
     assert make(checkout, "--eval", recipe, "probe").stdout == "[]\n"
 
 
