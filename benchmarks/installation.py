@@ -1,4 +1,4 @@
-"""Time what `make train` does before it trains: install all packages, and import them once.
+"""Time what `make train` does before it trains: install into a new environment, and import.
 
 The ways to install alternate: pip as it is by default, which compiles every module; pip with
 --no-compile; and uv, which pip installs first. All get the same wheels from a folder, where pip has
@@ -93,7 +93,9 @@ def all_phases(times: list[dict[str, Times]], state: str, of: int) -> list[float
     return [sum(phase[of] for phase in both[state].values()) for both in times]
 
 
-def row(way: str, state: str, times: list[dict[str, Times]], pip: list[dict[str, Times]]) -> list:
+def row(
+    way: str, state: str, times: list[dict[str, Times]], pip: list[dict[str, Times]]
+) -> list[str]:
     """Return the row of a way, compared with pip by pairs."""
     phases = [f"{median(both[state][name][0] for both in times):.1f}" for name in PHASES]
     cpu = all_phases(times, state, 1)

@@ -1,4 +1,4 @@
-"""How `make` installs: the Makefile itself, with a stand-in for the environment's Python."""
+"""How `make` installs: by the Makefile itself, with a stand-in for the Python of .venv."""
 
 from __future__ import annotations
 
