@@ -275,16 +275,20 @@ def test_slots(tmp_path):
 
 
 def test_the_fork_server_is_killed(tmp_path):
-    """Both jobs resume from their snapshots, below another server."""
-    lines = ["trainer.max_steps=400", "trainer.eval_every=400", "snapshot.every_steps=10"]
+    """Jobs that are not done resume from their snapshots, below another server."""
+    lines = ["trainer.max_steps=600", "trainer.eval_every=600", "snapshot.every_steps=10"]
     job = Job(sweep(*GRID, *lines, "run.seed=1,2", TWO), tmp_path)
     two_train(job, tmp_path / SWEEP)
     runs = [*(tmp_path / SWEEP).glob("run.seed=*")]
     until(job, lambda: all(map(committed, runs)), "two snapshots")
-    os.kill(fork_server(job), signal.SIGKILL)
+    server = fork_server(job)
+    interrupted = [run.name for run in runs if not (run / "result.json").exists()]
+    os.kill(server, signal.SIGKILL)
     assert job.wait() == 0, job.text()
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in job.text()
-    assert set(starts(tmp_path / SWEEP).values()) == {2}
+    started = starts(tmp_path / SWEEP)
+    assert interrupted, "both jobs were too fast"
+    assert {started[name] for name in interrupted} == {2}
 
 
 def test_ranks_in_lock_step_refuse_it(tmp_path):
