@@ -36,7 +36,6 @@ LIMITS = {  # nats per character
 }
 # Of the loss of the seeds' mean probabilities.
 ENSEMBLE_LIMITS = {"shakespeare_char_cpu_long": 1.47, "shakespeare_bpe_cpu": 1.47}
-FIRST_SEED = 101
 HEADER = [
     "experiment",
     "seed",
@@ -108,7 +107,10 @@ def main() -> None:
         "--seeds",
         type=int,
         default=5,
-        help=f"how many, from {FIRST_SEED} on (default: %(default)s)",
+        help="how many (default: %(default)s)",
+    )
+    options.add_argument(
+        "--first-seed", type=int, default=101, help="later ones follow (default: %(default)s)"
     )
     options.add_argument(
         "--root", type=Path, help="keep the runs in this directory (default: a temporary one)"
@@ -117,7 +119,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="recipe-") as scratch:
         root = (chosen.root or Path(scratch)).resolve()
         root.mkdir(parents=True, exist_ok=True)
-        seeds = range(FIRST_SEED, FIRST_SEED + chosen.seeds)
+        seeds = range(chosen.first_seed, chosen.first_seed + chosen.seeds)
         results = {
             name: summary([{"seed": n, **train(name, n, root)} for n in seeds])
             for name in chosen.experiments
