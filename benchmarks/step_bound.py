@@ -245,7 +245,7 @@ def main() -> None:
                 parts = [f"{found[f'{part}_ms']:.1f}" for part in ("products", "passes", "peak")]
                 rows.append([name, shape, str(threads), *figures, *parts])
                 log(" | ".join(rows[-1]))
-                what = f"a step of `{name}` in fp32 ({capability}), {shape}, {threads} threads"
+                what = f"a step of `{name}` in fp32 ({capability}), {shape}, threads: {threads}"
                 text = f"{figures[0]} ms; {figures[1]} ms; {parts[2]} ms"
                 readme.append((f"{what}: time; bound by operator; products at peak", text))
     report(chosen.out, {"capability": capability, "results": results}, HEADER, rows, readme)
