@@ -125,10 +125,13 @@ class ModernConfig(TransformerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvNetConfig(ModelConfig):
-    """Convolutions with batch normalization, pooling, a linear classifier (mingpt_ddp/models)."""
+    """Convolutions with normalization, pooling, a linear classifier (mingpt_ddp/models)."""
 
     channels: PositiveInt = key(
         16, "feature maps of the first convolution; the second has twice as many"
+    )
+    norm: Literal["batch", "group"] = key(
+        "batch", "group: over the channels of one image, so that no other image matters"
     )
     dropout: DecayFactor = key(0.0, "fraction of the features that dropout zeroes", "probability")
 

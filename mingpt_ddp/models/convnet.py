@@ -33,8 +33,8 @@ class ConvNet(nn.Module):
         C, H, W = inputs
         n = config.channels
         self.layers = nn.Sequential(
-            *self._stage(C, n),  # (B, n, H/2, W/2)
-            *self._stage(n, 2 * n),  # (B, 2n, H/4, W/4)
+            *self._stage(C, n, config.norm),  # (B, n, H/2, W/2)
+            *self._stage(n, 2 * n, config.norm),  # (B, 2n, H/4, W/4)
             nn.Flatten(),
             nn.Dropout(config.dropout),
         )
@@ -42,11 +42,11 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(features, outputs)
 
     @staticmethod
-    def _stage(inputs: int, outputs: int) -> list[nn.Module]:
+    def _stage(inputs: int, outputs: int, norm: str) -> list[nn.Module]:
         """Return the layers of a stage, which halves height and width."""
         return [
             nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs),
+            nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(1, outputs),
             nn.GELU(),
             nn.AvgPool2d(2),
         ]
