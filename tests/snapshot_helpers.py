@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,14 +13,35 @@ from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
+from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 VOCABULARY = "\n abc"
 SHA256 = "5e" * 32  # of the text
+
+
+def digests(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of the tensors of a run's newest snapshot by kind, and the losses and
+    norms that it has logged.
+    """
+    snapshot = load(str(run))
+    found = {"step": str(snapshot.step)}
+    for kind in ("model", "optimizer", "ema"):
+        digest = hashlib.sha256()
+        for name, tensor in sorted(getattr(snapshot, kind).items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        found[kind] = digest.hexdigest()
+    rows = read_history(run / METRICS).rows
+    logged = [
+        {key: value for key, value in row.items() if key == "grad_norm" or "loss" in key}
+        for row in rows
+    ]
+    return found | {"logged": str(logged)}
 
 
 def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:

@@ -112,6 +112,11 @@ class DDPConfig:
     strategy: StrategyName = neutral(
         "auto", "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp"
     )
+    reduction: Literal["fast", "canonical"] = neutral(
+        "fast",
+        "canonical: gradients are added in the order of micro-batches, with the same bits on any "
+        "number of ranks",
+    )
     launcher: Literal["forkserver", "spawn"] = neutral(
         "forkserver", "how workers start: forked, or new interpreters"
     )

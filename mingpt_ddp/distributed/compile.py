@@ -41,6 +41,8 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
         ConfigError: trainer.compile cannot work on this machine.
     """
     wanted = config.trainer.compile
+    if config.ddp.reduction == "canonical":  # `check_canonical` refuses anything but auto and false
+        return False
     if not allows_compile(config, device, world_size):
         return False
     missing = _missing_requirement(device) if wanted else None

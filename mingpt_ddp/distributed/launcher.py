@@ -25,6 +25,7 @@ from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import server_pid, start_server, stop_server
 from mingpt_ddp.distributed.local_store import local_store
+from mingpt_ddp.distributed.machine import canonical_threads
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import (
     SignalForwarder,
@@ -227,7 +228,8 @@ class _Attempt:
         launch = self.launch
         n = launch.workers
         context: Any = multiprocessing.get_context(launch.config.ddp.launcher)
-        shared = shared_environ(n, first.is_standalone, launch.threads)
+        threads = canonical_threads(launch.config) or launch.threads
+        shared = shared_environ(n, first.is_standalone, threads)
         shared[STARTED_AT] = str(started_at)
         if launch.slot:
             shared.update(launch.slot.environ())

@@ -37,6 +37,15 @@ def threads_per_worker(workers: int, on_cores: int | None = None) -> int:
     return max(1, (on_cores or count_cores()) // workers)
 
 
+def canonical_threads(config: Config) -> int | None:
+    """Return the threads of a rank whose bits must not depend on the machine; None: it may.
+
+    OMP_NUM_THREADS, or one.
+    """
+    is_canonical = config.ddp.reduction == "canonical"
+    return threads_per_worker(workers=1, on_cores=1) if is_canonical else None
+
+
 def machine_memory() -> int:
     """Return the bytes of physical memory, or of the container's limit if that is smaller."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

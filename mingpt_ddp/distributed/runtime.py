@@ -20,6 +20,7 @@ from mingpt_ddp.distributed.device import (
     set_up_device,
 )
 from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.machine import canonical_threads
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
@@ -46,6 +47,9 @@ class Runtime:
         self.scaler = self._new_scaler()
         self.compiles = should_compile(config, self.device, env.world_size)
         set_up_device(self.device, config.trainer.deterministic)
+        self._threads = torch.get_num_threads()  # of this process, without this run
+        if threads := canonical_threads(config):
+            torch.set_num_threads(threads)
         self.group = ProcessGroup(env, self.devices, config.ddp, job)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
@@ -73,6 +77,8 @@ class Runtime:
     def close(self) -> None:
         """Destroy the process group on all ranks together."""
         self.group.close()
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
 
     def free_memory(self) -> None:
         """Free what this job has allocated, for the next one in this process."""
@@ -86,12 +92,17 @@ class Runtime:
 
     def environment(self) -> dict[str, str | int]:
         """Return what affects the last bits of a step, besides model and batch settings."""
-        return {
+        environment: dict[str, str | int] = {
             "torch": torch.__version__,
             "device": device_name(self.device),
             "precision": self.precision,
             "compiled": self.compiles,
             "threads": torch.get_num_threads(),
+            "reduction": self.strategy.config.ddp.reduction,
+        }
+        if self.strategy.is_canonical:
+            return environment
+        return environment | {
             "world_size": self.group.world_size,
             "strategy": self.strategy.name,
             "tensor_parallel": self.group.tensor_size,

@@ -160,6 +160,7 @@ class Muon(torch.optim.AdamW):
         # Set to shard each step over ranks; all must call `step` together, with the same gradients.
         self.rank = 0
         self.world_size = 1
+        self.one_by_one = False  # a batch of another size would have other last bits
         # A context around a collective.
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.parts: dict[nn.Parameter, int] = {}
@@ -214,7 +215,7 @@ class Muon(torch.optim.AdamW):
         Then each rank computes a shard of every stack, and one all_gather completes them.
         """
         if self.world_size == 1 or sum(stack.numel() for stack in stacks) < MIN_NUMEL_TO_SHARD:
-            return [polar_express(stack) for stack in stacks]
+            return [self._orthogonalize(stack) for stack in stacks]
 
         own = []
         for stack in stacks:
@@ -222,7 +223,7 @@ class Muon(torch.optim.AdamW):
             shard = stack[self.rank * count : (self.rank + 1) * count]
             missing = count - len(shard)  # all_gather needs equal sizes
             padding = stack.new_zeros(missing, *stack.shape[1:])
-            own.append(torch.cat([polar_express(shard), padding]).flatten())
+            own.append(torch.cat([self._orthogonalize(shard), padding]).flatten())
 
         sent = torch.cat(own)
         received = sent.new_empty(self.world_size, len(sent))
@@ -236,6 +237,12 @@ class Muon(torch.optim.AdamW):
             matrices = shards.reshape(-1, *stack.shape[1:])
             whole.append(matrices[: len(stack)])  # without the padding
         return whole
+
+    def _orthogonalize(self, matrices: Tensor) -> Tensor:
+        """Orthogonalize (N, rows, columns), in one batch or each by itself."""
+        if not self.one_by_one:
+            return polar_express(matrices)
+        return torch.cat([polar_express(matrix) for matrix in matrices.split(1)])
 
     def _nesterov_momentum(self, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
         """Update the momentum with the gradients; return the momentum one gradient ahead.

@@ -1,7 +1,9 @@
 """Evaluate a model: the task's metrics over a split, every item once, over all ranks; a sample."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -63,7 +65,7 @@ class Evaluator:
     ) -> dict[str, float] | None:
         """Return the metrics of a split: batch i is computed by copy i mod copies of the model."""
         group = self.runtime.group
-        sums: dict[str, Tensor] = {}
+        sums: dict[str, list[Tensor]] = defaultdict(list)  # one, or with canonical one per batch
         counts: dict[str, Tensor | int] = {}
         stopped = False
         bar = progress_bar(group.env, len(split), "evaluating", "batch")
@@ -77,11 +79,17 @@ class Evaluator:
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
                 if is_own:
                     for name, (value, n) in metrics.items():
-                        sums[name] = sums.get(name, 0) + torch.as_tensor(value).double()
+                        value = torch.as_tensor(value).double()
+                        if sums[name] and not self.runtime.strategy.is_canonical:
+                            sums[name][0] = sums[name][0] + value
+                        else:
+                            sums[name].append(value)
                         counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
         with group.waiting():  # reading waits for a GPU
-            own = {name: (float(total), int(counts[name])) for name, total in sums.items()}
+            own = {}
+            for name, values in sums.items():
+                own[name] = ([float(value) for value in values], int(counts[name]))
         parts = group.all_gather((stopped, own))
         if any(was_stopped for was_stopped, _ in parts):
             return None
@@ -112,16 +120,24 @@ class Evaluator:
         )
 
 
-def _means(parts: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
+def _means(parts: list[dict[str, tuple[list[float], int]]]) -> dict[str, float]:
     """Return the means over all ranks.
 
     Args:
-        parts: by rank: the sum over its items and their number, by name.
+        parts: by rank: sums over its items, which are added with those of the other ranks in turn,
+            and the number of its items, by name.
     """
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    by_rank: dict[str, list[list[float]]] = defaultdict(list)
+    counts: dict[str, int] = defaultdict(int)
     for part in parts:
-        for name, (total, n) in part.items():
-            sums[name] = sums.get(name, 0) + total
-            counts[name] = counts.get(name, 0) + n
-    return {name: total / counts[name] for name, total in sums.items()}
+        for name, (sums, n) in part.items():
+            by_rank[name].append(sums)
+            counts[name] += n
+    means = {}
+    for name, lists in by_rank.items():
+        total = 0.0
+        for turn in zip_longest(*lists, fillvalue=0.0):  # batch i was computed by rank i mod ranks
+            for value in turn:  # not sum(): that of Python 3.12 compensates for rounding
+                total += value
+        means[name] = total / counts[name]
+    return means

@@ -129,8 +129,8 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     """Check that a built-in model fits the smallest memory of all ranks. A collective.
 
     Raises:
-        ConfigError: the parameters and gradients alone do not fit, or the model has not the blocks
-            that a key needs.
+        ConfigError: the parameters and gradients alone do not fit, or the model has not what a key
+            needs.
     """
     # its constructor may allocate any amount
     if is_user_defined("model", config.model.architecture):
@@ -142,6 +142,7 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
         apply_activation_checkpointing(model)
     if config.model.devices > 1:
         blocks_of(model, config.model.devices)
+    runtime.strategy.check_model(model)
     count = count_parameters(model)
     memory = runtime.strategy.model_memory(memory)
     if count * BYTES > memory:

@@ -28,6 +28,7 @@ from mingpt_ddp.storage.run_dir import RunDirectory, difference, recorded_config
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.canonical_start import check_canonical_start
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.preflight import (
@@ -190,6 +191,7 @@ def _preflight(prepared: Prepared, recorded: Recorded | None) -> None:
         check_resumes_exactly(runtime, task, prepared.loader, batch)
 
     group.run_on_rank_zero(check_source)
+    check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
     check_fits(config, runtime, task)
     if uses_user_code(config):
         group.run_on_rank_zero(check_user_code)

@@ -96,8 +96,12 @@ class TrainStep:
                 with self.phase("backward", step, waiting=is_last):
                     loss = micro_losses["loss"] * strategy.loss_scale(micro, self.plan)
                     scaler.scale(loss).backward()
-            self._add_shares(losses, micro_losses, micro)
+            shares = self._loss_shares(micro_losses, micro)
+            for name, share in shares.items():
+                losses[name] = losses[name] + share if name in losses else share
+            strategy.take_gradients(self.parameters, shares)
         strategy.reduce_gradients(self.parameters)
+        losses = strategy.step_losses(losses)
 
         self.control.wait_for_staging()  # the last snapshot may still copy the weights
         receive_flags = self.control.send_flags(losses["loss"])  # they travel while we clip
@@ -132,16 +136,12 @@ class TrainStep:
             batch = self.runtime.to_device(micro.batch)
             return named_losses(self.task.loss(self.parallel_model, batch))
 
-    def _add_shares(
-        self, losses: dict[str, Tensor], micro_losses: dict[str, Tensor], micro: MicroBatch
-    ) -> None:
-        """Add a micro-batch's share to the losses of the step, unless it is padding."""
+    def _loss_shares(self, micro_losses: dict[str, Tensor], micro: MicroBatch) -> dict[str, Tensor]:
+        """Return a micro-batch's shares of the losses of the step; {} of padding."""
         if not micro.weight:
-            return
+            return {}
         shares = self.strategy.loss_shares(self.plan)
-        for name, value in micro_losses.items():
-            share = value.detach() / shares
-            losses[name] = losses[name] + share if name in losses else share
+        return {name: value.detach() / shares for name, value in micro_losses.items()}
 
     def set_lr(self, step: int) -> float:
         """Set learning rate and weight decay of the parameter groups; return the run's rate."""

@@ -8,6 +8,11 @@ import torch
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
+from mingpt_ddp.distributed.strategies.canonical import (
+    CanonicalStrategy,
+    CanonicalZero1Strategy,
+    check_canonical,
+)
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 from mingpt_ddp.distributed.strategies.dp import DPStrategy
 from mingpt_ddp.distributed.strategies.manual import ManualStrategy
@@ -25,6 +30,8 @@ def check_strategy(config: Config, world_size: int) -> None:
         ConfigError: names the key to change.
     """
     name = config.ddp.strategy
+    if config.ddp.reduction == "canonical":
+        check_canonical(config)
     if name in ("single", "dp") and world_size > 1:
         raise ConfigError(
             f"ddp.strategy={name} trains in one process, not {world_size} ranks; use "
@@ -58,6 +65,10 @@ def build_strategy(
         ConfigError: hsdp does not fit the nodes.
     """
     name = config.ddp.strategy
+    if config.ddp.reduction == "canonical":
+        shards = name == "zero1" and group.world_size > 1
+        cls = CanonicalZero1Strategy if shards else CanonicalStrategy
+        return cls(config, device, group, compiles)
     if group.tensor_size > 1:
         from mingpt_ddp.distributed.strategies.tensor_parallel import TensorParallelStrategy
 

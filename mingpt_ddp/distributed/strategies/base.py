@@ -2,8 +2,8 @@
 
 A model passes `prepare` before its optimizer is built, and the optimizer `configure`; the model
 passes `wrap` before the first step. Then every step calls `begin_step`, `pad`, `maybe_no_sync`
-around each forward and backward pass, `loss_scale`, `reduce_gradients`, `clip_grad_norm`, `update`
-and `broadcast_buffers`.
+around each forward and backward pass, `loss_scale`, `take_gradients`, `reduce_gradients`,
+`step_losses`, `clip_grad_norm`, `update` and `broadcast_buffers`.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,6 +40,7 @@ class Strategy:
     # each rank holds some rows of the weights, and every forward pass is a collective
     shards_model = False
     shards = 1  # parts of what is sharded
+    is_canonical = False  # a step has the same bits on any number of ranks
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
@@ -195,8 +196,23 @@ class Strategy:
         """Average gradients over ranks only in the last backward of a step."""
         return nullcontext()
 
+    def take_gradients(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
+        """Take the gradients of a micro-batch, unless those of the next one are added to them.
+
+        Args:
+            losses: the micro-batch's shares of the step's mean losses.
+        """
+
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients over ranks, unless the backward pass has done so."""
+
+    def step_losses(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's shares of the step's mean losses, after `reduce_gradients`.
+
+        Args:
+            losses: the sums of the shares of its micro-batches.
+        """
+        return losses
 
     @torch.no_grad()
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:

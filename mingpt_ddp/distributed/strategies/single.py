@@ -9,7 +9,12 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 def for_one_rank(ddp: DDPConfig) -> DDPConfig:
     """Return the keys with which one rank trains alone, as each of several does."""
     return replace(
-        ddp, strategy="single", tensor_parallel=1, comm_hook="none", sync_batchnorm=False
+        ddp,
+        strategy="single",
+        reduction="fast",
+        tensor_parallel=1,
+        comm_hook="none",
+        sync_batchnorm=False,
     )
 
 

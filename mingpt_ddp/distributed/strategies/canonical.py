@@ -1,0 +1,211 @@
+"""Add the gradients of a step in one order, so that all numbers of ranks train to the same bits.
+
+The gradients of micro-batch 0, 1, 2 and so on are added one after the other, whichever rank has
+computed them (`ordered_sum`). DistributedDataParallel adds those of a rank first.
+"""
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
+from mingpt_ddp.distributed.ordered_sum import OrderedSum
+from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.strategies.base import Strategy
+from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
+from mingpt_ddp.errors import ConfigError, TrainingError
+from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.torch_internals import for_each
+
+EXACT_TYPES = (torch.float32, torch.float64)  # of parameters: losses are added in the same type
+
+
+def check_canonical(config: Config) -> None:
+    """Refuse settings whose sums depend on the number of ranks.
+
+    Raises:
+        ConfigError: names the key to change.
+    """
+    ddp = config.ddp
+    trainer = config.trainer
+    if trainer.micro_batch_size is None:
+        batch = trainer.batch_size_per_rank or trainer.batch_size
+        size = max(n for n in range(1, max(1, batch // 4) + 1) if batch % n == 0)
+        raise ConfigError(
+            "ddp.reduction=canonical needs the same micro-batches on any number of ranks; set "
+            f"trainer.micro_batch_size={size}, say, for up to {batch // size} ranks"
+        )
+    allowed = {
+        "ddp.strategy": (ddp.strategy, ("auto", "single", "ddp", "zero1")),
+        "ddp.comm_hook": (ddp.comm_hook, ("none",)),
+        "ddp.tensor_parallel": (ddp.tensor_parallel, (1,)),
+        "ddp.sync_batchnorm": (ddp.sync_batchnorm, (False,)),
+        "ddp.find_unused_parameters": (ddp.find_unused_parameters, (False,)),
+        "model.devices": (config.model.devices, (1,)),
+        "trainer.compile": (trainer.compile, ("auto", False)),
+    }
+    for key, (value, values) in allowed.items():
+        if value not in values:
+            names = " or ".join(str(name).lower() for name in values)
+            raise ConfigError(
+                f"ddp.reduction=canonical cannot keep the bits with {key}={str(value).lower()}; "
+                f"set it to {names}"
+            )
+
+
+class CanonicalStrategy(Strategy):
+    """Take the gradients of each micro-batch by itself, and add them in the order of numbers."""
+
+    name = "ddp"
+    is_canonical = True
+
+    def __init__(
+        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+    ) -> None:
+        super().__init__(config, device, group, compiles)
+        self.warmup_passes = 0  # nothing depends on the first backward pass
+        self._sum: OrderedSum | None = None
+        self._views: list[Tensor] = []  # of the gradients in the flat tensor
+        self._losses = torch.empty(0)  # (names) those in the flat tensor, behind the gradients
+        self._names: list[str] = []  # of the losses
+        self._first_buffers: list[Tensor] = []  # before the first step
+        self._micro_batches = 0  # of a step, over all ranks
+        self._rounds = 0  # of this step so far
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        for name, module in model.named_modules():
+            if getattr(module, "running_mean", None) is not None:
+                raise ConfigError(
+                    f"ddp.reduction=canonical cannot keep the running statistics of {name}, which "
+                    "depend on the number of ranks; use GroupNorm (convnet: model.norm=group), or "
+                    "ddp.reduction=fast"
+                )
+        types = {p.dtype for p in model.parameters() if p.requires_grad}
+        if len(types) > 1 or not types <= {*EXACT_TYPES}:
+            raise ConfigError(
+                "ddp.reduction=canonical needs parameters of one type, fp32 or fp64, not "
+                f"{', '.join(sorted(map(str, types)))}; use ddp.reduction=fast"
+            )
+
+    def configure(self, optimizer: Optimizer) -> None:
+        super().configure(optimizer)
+        if isinstance(optimizer, Muon):
+            optimizer.one_by_one = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        for tensor in model.state_dict().values():  # all ranks start from the same weights
+            if self.group.world_size > 1:
+                dist.broadcast(tensor, src=0)
+        self._first_buffers = [buffer.clone() for buffer in model.buffers()]
+        return model
+
+    def watch(self, model: nn.Module, micro_batches: int) -> None:
+        super().watch(model, micro_batches)
+        self._micro_batches = micro_batches
+
+    def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def loss_scale(self, micro: MicroBatch, plan: BatchPlan) -> float:
+        return micro.weight / plan.n_micro
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self.all_reduce_s = 0.0
+        self._rounds = 0
+
+    @torch.no_grad()
+    def take_gradients(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
+        """Send the gradients and losses of a micro-batch; they are added during the next one.
+
+        Raises:
+            TrainingError: a parameter has no gradient.
+        """
+        start = time.perf_counter()
+        trained = self._trained(parameters)
+        if self._sum is None:
+            self._allocate(trained, losses)
+        assert self._sum is not None
+        self._sum.wait()
+        gradients = []
+        for parameter in trained:
+            if parameter.grad is None:
+                raise TrainingError(
+                    "ddp.reduction=canonical needs a gradient of every parameter in every "
+                    "micro-batch; use ddp.reduction=fast"
+                )
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        for_each("copy_", self._views, gradients)
+        self._losses.copy_(torch.stack([losses[name] for name in self._names]))
+        self._send()
+        self.all_reduce_s += time.perf_counter() - start
+
+    @staticmethod
+    def _trained(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return [p for p in parameters if p.requires_grad]
+
+    def _allocate(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
+        """Divide a flat tensor into the gradients and the losses. A collective."""
+        sizes = [p.numel() for p in parameters]
+        self._names = sorted(losses)
+        n = sum(sizes)
+        total = n + len(losses)
+        self._sum = OrderedSum(self.group, total, parameters[0].dtype, self.device)
+        parts = self._sum.flat[:n].split(sizes)
+        self._views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
+        self._losses = self._sum.flat[n:total]
+
+    def _send(self) -> None:
+        """Begin the next round; in the last one only the first ranks may have a micro-batch."""
+        assert self._sum is not None
+        W = self.group.world_size
+        self._sum.send(min(W, self._micro_batches - self._rounds * W))
+        self._rounds += 1
+
+    def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
+        start = time.perf_counter()
+        assert self._sum is not None
+        if self._rounds * self.group.world_size < self._micro_batches:  # others have one more
+            self._sum.wait()
+            self._send()
+        self._sum.total()
+        for parameter, view in zip(self._trained(parameters), self._views, strict=True):
+            parameter.grad = view
+        self.all_reduce_s += time.perf_counter() - start
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Check that the first step has not changed them; they are the same on all ranks.
+
+        Raises:
+            TrainingError: it has, and the number of ranks matters.
+        """
+        pairs = zip(self._first_buffers, model.buffers(), strict=False)
+        if not all(torch.equal(first, buffer) for first, buffer in pairs):
+            raise TrainingError(
+                "ddp.reduction=canonical needs buffers that a forward pass does not change; use "
+                "ddp.reduction=fast"
+            )
+        self._first_buffers = []
+
+    def step_losses(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = self._losses.clone()
+        if not self.group.is_rank_zero:
+            whole.zero_()
+        return dict(zip(self._names, whole, strict=True))
+
+
+class CanonicalZero1Strategy(CanonicalStrategy, Zero1Strategy):
+    """The same sums; each rank keeps the optimizer's state of its own parameters alone."""
+
+    name = "zero1"
+
+    def comm_times(self, parallel_model: nn.Module) -> tuple[float, float]:
+        return Strategy.comm_times(self, parallel_model)

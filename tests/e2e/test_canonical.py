@@ -1,0 +1,112 @@
+"""ddp.reduction=canonical: another number of ranks at every start, kills between, two hosts; one
+SHA-256 of model and optimizer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TINY, Job, call, last_step, python_main, torchrun, wait_for
+from netns_hosts import HostsUnavailable, TwoHosts
+from snapshot_helpers import digests
+
+STEPS = 60
+COMMON = [
+    *TINY,
+    f"trainer.max_steps={STEPS}",
+    "trainer.batch_size=24",
+    "trainer.micro_batch_size=3",
+    "trainer.eval_every=20",
+    "snapshot.every_steps=5",
+    "ddp.reduction=canonical",
+    "run.name=run",
+]
+TWO_SOURCES = [
+    "data.path=a.txt",
+    "data.tokenizer=bpe",
+    "data.vocab_size=300",
+    "data.sources=[[a.txt,3],[b.txt,1]]",
+    "data.truncate=1",
+    "data.block_size=64",
+]
+CASES = {
+    "bpe, ema, patience": [*TWO_SOURCES, "trainer.ema=0.9", "trainer.patience=9"],
+    "modern": [
+        "model=modern_nano",
+        "optimizer=muon",
+        "model.n_head=4",
+        "model.n_embd=128",
+        "data.truncate=0.1",
+    ],
+}
+
+
+def write_texts(cwd: Path) -> None:
+    lines = [f"line {i} of the grüne book, {i * i}.\n" for i in range(900)]
+    (cwd / "a.txt").write_text("".join(lines))
+    (cwd / "b.txt").write_text("other words, “quoted” 😀\n" * 300)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_between_other_numbers_of_ranks(case, tmp_path):
+    settings = [*COMMON, *CASES[case]]
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    for cwd in (alone, killed):
+        cwd.mkdir()
+        write_texts(cwd)
+    done = call([*python_main(), *settings], alone)
+    assert done.returncode == 0, done.stdout
+
+    run = killed / "outputs" / "run"
+    starts = (
+        (python_main(), 12),
+        ([*python_main(), "ddp.nproc_per_node=4"], 24),
+        (torchrun(2), 36),
+    )
+    for command, step in starts:
+        job = Job([*command, *settings], killed)
+        wait_for(lambda step=step: last_step(run) >= step, what=f"step {step}")
+        job.kill_tree()
+    assert last_step(run) < STEPS
+    done = call([*torchrun(3), *settings], killed)
+    assert done.returncode == 0, done.stdout
+    assert "results may differ" not in done.stdout
+    assert digests(run) == digests(alone / "outputs" / "run")
+
+
+def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
+    """Over gloo between the hosts: two ranks on one, one on the other."""
+    settings = [*COMMON, "trainer.max_steps=12"]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "hosts").mkdir()
+    assert call([*python_main(), *settings], tmp_path / "alone").returncode == 0
+    try:
+        hosts = TwoHosts()
+    except HostsUnavailable as reason:
+        pytest.skip(f"there cannot be two hosts here: {reason}")
+    with hosts:
+        jobs = []
+        for host, ranks in ((1, 1), (0, 2)):
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+            launcher += [f"--nproc_per_node={ranks}", "--rdzv_backend=c10d", "--rdzv_id=run"]
+            launcher += [f"--rdzv_endpoint={hosts.names[0]}:29500", str(ROOT / "main.py")]
+            jobs.append(hosts.start(host, [*launcher, *settings], tmp_path / "hosts"))
+        for job in jobs:
+            assert job.wait() == 0, job.text()
+    found, expected = (digests(tmp_path / name / "outputs" / "run") for name in ("hosts", "alone"))
+    assert found == expected
+
+
+def test_other_micro_batches_or_threads_are_refused(tmp_path):
+    settings = [*COMMON, "trainer.max_steps=4"]
+    assert call([*python_main(), *settings], tmp_path).returncode == 0
+    more = [*settings, "trainer.max_steps=8"]
+    done = call([*python_main(), *more, "trainer.micro_batch_size=4"], tmp_path)
+    assert done.returncode == 2
+    assert "set trainer.micro_batch_size=3, or ddp.reduction=fast" in done.stdout
+    done = call([*python_main(), *more], tmp_path, OMP_NUM_THREADS="2")
+    assert done.returncode == 2
+    assert "set OMP_NUM_THREADS=1, or ddp.reduction=fast" in done.stdout
+    assert call([*python_main(), *more], tmp_path).returncode == 0
