@@ -185,7 +185,8 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     files = hydra_utils.hydra_artifacts(cfg)
     typed = hydra_utils.typed_keys()
     report = reporter() or sweep.report_of(Job.current())
-    sweep.use_threads()
+    if not runtime.strategy.is_canonical:  # it has set them, the same in all sweeps
+        sweep.use_threads()
     with notifying(config, env):
         metrics = run(config, runtime, files, signals, started_at, typed, report)
     value = None if metrics is None else metrics.get(sweep.objective.metric, math.inf)
