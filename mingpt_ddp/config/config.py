@@ -140,11 +140,15 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         if isinstance(error, MissingMandatoryValue):
             raise ConfigError(f"{error.full_key} is missing; give it a value") from error
-        key = f"{error.full_key}: " if error.full_key else ""
-        first = str(error).splitlines()[0]
-        reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
-        raise ConfigError(f"{key}{reason}") from error
+        raise ConfigError(explain_value(error)) from error
     return dict(values)
+
+
+def explain_value(error: OmegaConfBaseException) -> str:
+    """Return what is wrong with a value, as one line that begins with its key."""
+    key = f"{error.full_key}: " if error.full_key else ""
+    first = str(error).splitlines()[0]
+    return key + re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:

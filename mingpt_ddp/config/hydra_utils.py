@@ -13,10 +13,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mingpt_ddp import __version__
-from mingpt_ddp.config.config import LIMITS, Config, default_values, from_mapping, to_plain
+from mingpt_ddp.config.config import (
+    LIMITS,
+    Config,
+    default_values,
+    explain_value,
+    from_mapping,
+    to_plain,
+)
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
@@ -299,6 +306,8 @@ def explain(error: Exception) -> str:
     if isinstance(error, OverrideParseException):
         quoted = "quote special characters twice as in 'key=\"a=b\"'"
         text = f"cannot read {error.override!r}, {quoted}: {text}"
+    elif isinstance(error, InterpolationResolutionError):
+        text = explain_value(error)
     elif not isinstance(error, (HydraException, OmegaConfBaseException)):
         kind = type(error).__name__
         text = f"cannot read the command line or a configuration file ({kind}: {text})"

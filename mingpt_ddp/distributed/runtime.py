@@ -98,17 +98,16 @@ class Runtime:
             "precision": self.precision,
             "compiled": self.compiles,
             "threads": torch.get_num_threads(),
-            "reduction": self.strategy.config.ddp.reduction,
         }
-        if self.strategy.is_canonical:
-            return environment
-        return environment | {
-            "world_size": self.group.world_size,
-            "strategy": self.strategy.name,
-            "tensor_parallel": self.group.tensor_size,
-            "transport": self.group.transport,
-            "comm_hook": self.strategy.config.ddp.comm_hook,
-        }
+        if not self.strategy.is_canonical:
+            environment |= {
+                "world_size": self.group.world_size,
+                "strategy": self.strategy.name,
+                "tensor_parallel": self.group.tensor_size,
+                "transport": self.group.transport,
+                "comm_hook": self.strategy.config.ddp.comm_hook,
+            }
+        return environment | {"reduction": self.strategy.config.ddp.reduction}
 
     def now(self) -> float:
         """Return the time in seconds, once the GPUs have done what is queued on their streams.

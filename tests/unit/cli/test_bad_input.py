@@ -547,6 +547,10 @@ CASES = [
         "optimizer.lr='${oc.env:NOWHERE}'",
         "config error: optimizer.lr: \"Environment variable 'NOWHERE' not found\"",
     ),
+    (
+        "run.root='${oc.env:NOWHERE}'",
+        "config error: run.root: \"Environment variable 'NOWHERE' not found\"",
+    ),
     ("optimizer.lr='${optimizer.lr}'", "config error: optimizer.lr: Recursive interpolation"),
     ("--config-name nowhere", "config error: Cannot find primary config 'nowhere'"),
     ("--config-dir nowhere", "config error: Additional config directory '"),

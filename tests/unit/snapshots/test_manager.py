@@ -225,7 +225,7 @@ def test_the_names_in_state_json(config):
             "strategy",
             "tensor_parallel",
         ),
-        *("transport", "comm_hook"),
+        *("transport", "comm_hook", "reduction"),
     ]
 
 
