@@ -124,8 +124,8 @@ def _means(parts: list[dict[str, tuple[list[float], int]]]) -> dict[str, float]:
     """Return the means over all ranks.
 
     Args:
-        parts: by rank: sums over its items, which are added with those of the other ranks in turn,
-            and the number of its items, by name.
+        parts: by rank and name: the sum over its items, or with ddp.reduction=canonical one for
+            each of its batches, and the number of its items. Batches are added in their order.
     """
     by_rank: dict[str, list[list[float]]] = defaultdict(list)
     counts: dict[str, int] = defaultdict(int)

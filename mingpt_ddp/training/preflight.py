@@ -278,9 +278,12 @@ class _GradientCheck(StepControl):
         """
         unused = [name for name, count in self.counts.items() if count < self.micro_batches]
         if unused:
+            allowed_by = "ddp.find_unused_parameters=true"
+            if self.config.ddp.reduction == "canonical":
+                allowed_by = f"ddp.reduction=fast and {allowed_by}"
             raise ConfigError(
                 f"{', '.join(unused[:3])} of the model {self.config.model.architecture} have no "
-                "gradient; remove them, or set ddp.find_unused_parameters=true"
+                f"gradient; remove them, or set {allowed_by}"
             )
         self.counts = dict.fromkeys(self.counts, 0)
         return None

@@ -35,7 +35,7 @@ def check_canonical(config: Config) -> None:
     ddp = config.ddp
     trainer = config.trainer
     if trainer.micro_batch_size is None:
-        batch = trainer.batch_size_per_rank or trainer.batch_size
+        batch = trainer.batch_size
         size = max(n for n in range(1, max(1, batch // 4) + 1) if batch % n == 0)
         raise ConfigError(
             "ddp.reduction=canonical needs the same micro-batches on any number of ranks; set "
@@ -48,11 +48,12 @@ def check_canonical(config: Config) -> None:
         "ddp.sync_batchnorm": (ddp.sync_batchnorm, (False,)),
         "ddp.find_unused_parameters": (ddp.find_unused_parameters, (False,)),
         "model.devices": (config.model.devices, (1,)),
+        "trainer.batch_size_per_rank": (trainer.batch_size_per_rank, (None,)),
         "trainer.compile": (trainer.compile, ("auto", False)),
     }
     for key, (value, values) in allowed.items():
         if value not in values:
-            names = " or ".join(str(name).lower() for name in values)
+            names = " or ".join("null" if name is None else str(name).lower() for name in values)
             raise ConfigError(
                 f"ddp.reduction=canonical cannot keep the bits with {key}={str(value).lower()}; "
                 f"set it to {names}"
@@ -88,7 +89,7 @@ class CanonicalStrategy(Strategy):
                     "ddp.reduction=fast"
                 )
         types = {p.dtype for p in model.parameters() if p.requires_grad}
-        if len(types) > 1 or not types <= {*EXACT_TYPES}:
+        if len(types) > 1 or not types <= set(EXACT_TYPES):
             raise ConfigError(
                 "ddp.reduction=canonical needs parameters of one type, fp32 or fp64, not "
                 f"{', '.join(sorted(map(str, types)))}; use ddp.reduction=fast"
@@ -182,24 +183,30 @@ class CanonicalStrategy(Strategy):
         self.all_reduce_s += time.perf_counter() - start
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Check that the first step has not changed them; they are the same on all ranks.
+        """Check that no step has changed them; they are then the same on all ranks.
 
         Raises:
-            TrainingError: it has, and the number of ranks matters.
+            TrainingError: one has, and the number of ranks matters.
         """
-        pairs = zip(self._first_buffers, model.buffers(), strict=False)
-        if not all(torch.equal(first, buffer) for first, buffer in pairs):
+        pairs = zip(self._first_buffers, model.buffers(), strict=True)
+        if not all(_is_equal(first, buffer) for first, buffer in pairs):
             raise TrainingError(
                 "ddp.reduction=canonical needs buffers that a forward pass does not change; use "
                 "ddp.reduction=fast"
             )
-        self._first_buffers = []
 
     def step_losses(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
         whole = self._losses.clone()
         if not self.group.is_rank_zero:
             whole.zero_()
         return dict(zip(self._names, whole, strict=True))
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, NaN to NaN."""
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 class CanonicalZero1Strategy(CanonicalStrategy, Zero1Strategy):
