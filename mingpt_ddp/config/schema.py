@@ -112,7 +112,7 @@ class DDPConfig:
     strategy: StrategyName = neutral(
         "auto", "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp"
     )
-    reduction: Literal["fast", "canonical"] = neutral(
+    reduction: Literal["fast", "canonical"] = key(
         "fast",
         "canonical: gradients are added in the order of micro-batches, with the same bits on any "
         "number of ranks",

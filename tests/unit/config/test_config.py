@@ -258,6 +258,7 @@ IN_THE_NAME = {
     "trainer.batch_size": 7,
     "trainer.micro_batch_size": 6,
     "trainer.precision": "bf16",
+    "ddp.reduction": "canonical",
 }
 NOT_IN_THE_NAME = {
     "run.root": "elsewhere",
