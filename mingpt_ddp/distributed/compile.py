@@ -41,8 +41,6 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
         ConfigError: trainer.compile cannot work on this machine.
     """
     wanted = config.trainer.compile
-    if config.ddp.reduction == "canonical":  # `check_canonical` refuses anything but auto and false
-        return False
     if not allows_compile(config, device, world_size):
         return False
     missing = _missing_requirement(device) if wanted else None
@@ -87,6 +85,8 @@ def _needed_setting(config: Config, device: torch.device, world_size: int) -> st
         return "model.devices=1"
     if config.ddp.tensor_parallel > 1:
         return "ddp.tensor_parallel=1"
+    if config.ddp.reduction == "canonical":
+        return "ddp.reduction=fast"
     # torch's SyncBatchNorm indexes with a mask, so the shapes depend on values; ours for CPUs, and
     # the plain normalization that SyncBatchNorm computes on one rank, have static shapes
     if config.ddp.sync_batchnorm and device.type == "cuda" and world_size > 1:

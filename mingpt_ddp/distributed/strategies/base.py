@@ -91,6 +91,12 @@ class Strategy:
         """Return a prepared model for training. All ranks receive the weights of rank zero."""
         return compile_model(model, self.config, self.device) if self.compiles else model
 
+    @staticmethod
+    def _broadcast_weights(model: nn.Module) -> None:
+        """Send the weights and buffers of rank zero to all ranks: all start from the same."""
+        for tensor in model.state_dict().values():
+            dist.broadcast(tensor, src=0)
+
     def watch(self, model: nn.Module, micro_batches: int) -> None:
         """Let the clock measure the work of this rank in each step.
 

@@ -5,11 +5,8 @@ computed them (`ordered_sum`). DistributedDataParallel adds those of a rank firs
 """
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,18 +98,14 @@ class CanonicalStrategy(Strategy):
             optimizer.one_by_one = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        for tensor in model.state_dict().values():  # all ranks start from the same weights
-            if self.group.world_size > 1:
-                dist.broadcast(tensor, src=0)
+        if self.group.world_size > 1:
+            self._broadcast_weights(model)
         self._first_buffers = [buffer.clone() for buffer in model.buffers()]
         return model
 
     def watch(self, model: nn.Module, micro_batches: int) -> None:
         super().watch(model, micro_batches)
         self._micro_batches = micro_batches
-
-    def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
 
     def loss_scale(self, micro: MicroBatch, plan: BatchPlan) -> float:
         return micro.weight / plan.n_micro

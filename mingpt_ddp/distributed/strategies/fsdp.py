@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -113,8 +112,7 @@ class FSDPStrategy(Strategy):
         Raises:
             ConfigError: torch cannot split a parameter, such as a scalar.
         """
-        for tensor in model.state_dict().values():
-            dist.broadcast(tensor, src=0)
+        self._broadcast_weights(model)
         model = self._synchronize_batchnorm(model)
         # An evaluation leaves no weights gathered, which would stand in for the shards.
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)

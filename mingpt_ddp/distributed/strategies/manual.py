@@ -15,8 +15,7 @@ class ManualStrategy(Strategy):
     name = "manual"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        for tensor in model.state_dict().values():  # all ranks start from the same weights
-            dist.broadcast(tensor, src=0)
+        self._broadcast_weights(model)
         return super().wrap(model)
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from multiprocess.ranks import configure
 from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.distributed.compile import allows_compile
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import canonical_threads
 from mingpt_ddp.distributed.ordered_sum import OrderedSum
@@ -55,6 +56,11 @@ def test_the_micro_batch_must_be_set():
 def test_what_depends_on_the_ranks_is_refused(key):
     with pytest.raises(ConfigError, match=f"ddp.reduction=canonical cannot .* with {key}; set it"):
         Runtime(config(key), DistEnv())
+
+
+def test_auto_does_not_compile_it():
+    assert not allows_compile(config(), torch.device("cuda"), world_size=2)
+    assert allows_compile(config("ddp.reduction=fast"), torch.device("cuda"), world_size=2)
 
 
 def test_running_statistics_are_refused():
