@@ -73,10 +73,11 @@ def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
 
 
 def save(manager: Any, step: int, model: Any, optimizer: Any) -> None:
+    from mingpt_ddp.snapshots.manager import RunState
     from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optimizer)}
-    manager.save(step, {}, tensors, best_step=None)
+    manager.save(RunState(step, {}, tensors, best_step=None))
 
 
 def compare_stalls(root: str, repetitions: int, *overrides: str) -> dict[str, list[float]]:

@@ -62,6 +62,10 @@ class TrainingError(UserError):
     kind = "training error"
 
 
+class DamageError(TrainingError):
+    """Ranks hold unequal copies of a tensor: the memory of one was damaged."""
+
+
 class JobError(UserError):
     """A job of a sweep failed and logged why; the sweep continues."""
 

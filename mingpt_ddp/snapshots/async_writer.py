@@ -9,21 +9,37 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from mingpt_ddp.distributed.copies import (
+    checksums,
+    copy_name,
+    find_difference,
+)
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import UserError
-from mingpt_ddp.snapshots.format import Files
+from mingpt_ddp.errors import DamageError, UserError
+from mingpt_ddp.snapshots.format import Files, kind_of
+from mingpt_ddp.snapshots.pieces import name_of_piece
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 
 Parts = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, or the content
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What this rank saves of a step."""
+
+    step: int
+    parts: Parts  # its files; the tensors may change as soon as they are staged
+    # The checksums of all tensors that this rank holds, by `copy_name`; None: compare nothing.
+    checksums: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -48,23 +64,21 @@ class AsyncSave(threading.Thread):
         runtime: Runtime,
         stores: list[SnapshotStore],
         buffers: dict[str, SafetensorsBuffer],
-        step: int,
-        parts: Parts,
+        capture: Capture,
         apply_retention: Callable[[SnapshotStore], None],
     ) -> None:
         """
         Args:
             stores: where to write; each is a fallback for the one before.
             buffers: staging buffers by file name, reused by every snapshot.
-            parts: this rank's files. The tensors may change as soon as `staged` is set.
             apply_retention: called on rank zero with the store of the commit; must not raise.
         """
-        super().__init__(name=f"snapshot of step {step}", daemon=True)
+        super().__init__(name=f"snapshot of step {capture.step}", daemon=True)
         self.runtime = runtime
         self.stores = stores
         self.buffers = buffers
-        self.step = step
-        self.parts = parts
+        self.step = capture.step
+        self.capture = capture
         self.apply_retention = apply_retention
         self.staged = threading.Event()
         self.started_at = time.monotonic()
@@ -81,6 +95,7 @@ class AsyncSave(threading.Thread):
         try:
             with group.raise_everywhere():
                 contents = self._stage()
+            self._compare_copies()
             for store in self.stores:
                 try:
                     with group.raise_everywhere():
@@ -121,7 +136,8 @@ class AsyncSave(threading.Thread):
 
         Return the content of each file.
         """
-        tensors = {name: part for name, part in self.parts.items() if isinstance(part, dict)}
+        parts = self.capture.parts
+        tensors = {name: part for name, part in parts.items() if isinstance(part, dict)}
         if not self._buffers_fit(tensors):
             self.buffers.clear()  # free the memory before allocating again
             for name, named in tensors.items():
@@ -139,11 +155,39 @@ class AsyncSave(threading.Thread):
         for stream in streams:
             stream.synchronize()
         contents: dict[str, memoryview | bytes] = {}
-        for name, part in self.parts.items():
+        for name, part in parts.items():
             contents[name] = part if isinstance(part, bytes) else self.buffers[name].content
-        self.parts = {}
+        self.capture = replace(self.capture, parts={})  # free the tensors
         self.staged.set()
         return contents
+
+    def _compare_copies(self) -> None:
+        """Compare what the ranks held at this step, and what this rank held with what it staged.
+
+        Raises:
+            DamageError: on every rank, a copy is damaged; the snapshot must not be written.
+        """
+        held = self.capture.checksums
+        if held is None:
+            return
+        staged = checksums(self._staged_tensors())
+        damaged = [name for name, value in staged.items() if held.get(name, value) != value]
+        group = self.runtime.group
+        where = f"in the snapshot of step {self.step}"
+        if difference := find_difference(group.all_gather(held, io=True)):
+            raise DamageError(f"{difference}, {where}")
+        for rank, names in enumerate(group.all_gather(damaged, io=True)):
+            if names:
+                raise DamageError(f"rank {rank} staged a damaged copy of {names[0]}, {where}")
+
+    def _staged_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors in the staging buffers, named as those that they are copies of."""
+        part = self.runtime.strategy.part
+        staged = {}
+        for file, buffer in self.buffers.items():
+            for name, tensor in buffer.tensors.items():
+                staged[copy_name(kind_of(file), name_of_piece(name), tensor, part)] = tensor
+        return staged
 
     def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
         if tensors.keys() != self.buffers.keys():

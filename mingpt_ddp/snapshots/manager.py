@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mingpt_ddp.errors import (
     StorageUnusableError,
     UserError,
 )
-from mingpt_ddp.snapshots.async_writer import AsyncSave, Parts
+from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
 from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.retention import apply_retention
@@ -41,6 +41,18 @@ Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises
 # what no restart mends
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 QUICK_S = 1.0  # a faster save is awaited when the next one is due
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run saves of a step."""
+
+    step: int
+    state: dict[str, Any]  # the content of state.json
+    tensors: TensorsByKind  # they must not change until `wait_for_staging` returns
+    best_step: int | None  # of the snapshot that snapshot.keep_best keeps
+    # of all tensors that this rank holds, to compare before the commit; None: compare nothing
+    checksums: dict[str, int] | None = None
 
 
 class SnapshotManager:
@@ -157,33 +169,24 @@ class SnapshotManager:
 
     # Saving.
 
-    def save(
-        self,
-        step: int,
-        state: dict[str, Any],
-        tensors: TensorsByKind,
-        best_step: int | None,
-    ) -> None:
-        """Start an asynchronous save; no other save may be in progress.
-
-        Args:
-            state: the content of state.json.
-            tensors: they must not change until `wait_for_staging` returns.
-            best_step: of the snapshot that snapshot.keep_best keeps.
-        """
+    def save(self, run: RunState) -> None:
+        """Start an asynchronous save; no other save may be in progress."""
         assert self._save is None
         env = self.runtime.group.env
-        best = best_step if self.config.snapshot.keep_best else None
+        step = run.step
+        best = run.best_step if self.config.snapshot.keep_best else None
         retain = partial(apply_retention, self.config.snapshot, self.stores, step, best)
         if step == self.last_step:  # perhaps without its retention, or with another one as the best
             for store in self.stores:
                 env.call_on_rank_zero(partial(retain, store))
             return
-        parts: Parts = {**self._shard_plan.own_files(tensors)}
-        encoded = env.call_on_rank_zero(lambda: _encode_state(state))
+        parts: Parts = {**self._shard_plan.own_files(run.tensors)}
+        encoded = env.call_on_rank_zero(lambda: _encode_state(run.state))
         if encoded is not None:
             parts[STATE] = encoded
-        self._save = AsyncSave(self.runtime, self.stores, self._buffers, step, parts, retain)
+        self._save = AsyncSave(
+            self.runtime, self.stores, self._buffers, Capture(step, parts, run.checksums), retain
+        )
         self._save.start()
 
     @property
@@ -228,6 +231,7 @@ class SnapshotManager:
                 may succeed.
             StorageUnusableError: so it did, and a restart would fail too.
             RunError: another process has taken over the lease, or the run directory was deleted.
+            DamageError: ranks hold unequal copies of a tensor.
         """
         save = self._save
         if save is None:

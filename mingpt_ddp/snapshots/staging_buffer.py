@@ -54,10 +54,10 @@ class SafetensorsBuffer:
         self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
         self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         data = self._bytes[len(start) :]
-        self._views = {}
+        self.tensors: dict[str, Tensor] = {}  # views of the file
         for name, tensor in tensors.items():
             begin, end = self._header[name]["data_offsets"]
-            self._views[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
+            self.tensors[name] = data[begin:end].view(tensor.dtype).view(tensor.shape)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the tensors have exactly the names, shapes and types of the file."""
@@ -65,7 +65,7 @@ class SafetensorsBuffer:
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the values; from a GPU they are complete once its stream is synchronized."""
-        for name, view in self._views.items():
+        for name, view in self.tensors.items():
             view.copy_(tensors[name].detach(), non_blocking=True)
 
     @property

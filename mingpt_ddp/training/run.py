@@ -15,6 +15,7 @@ from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.stages import (
@@ -119,8 +120,9 @@ def train(
     metrics.attach(reports.outboxes)
     context = Context(task, runtime, built.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
+    copies = CopyCheck(context)
     saves = SaveSchedule(
-        context, built.manager, anomaly, plan.micro_batch_size, loader.steps_per_epoch
+        context, built.manager, anomaly, copies, plan.micro_batch_size, loader.steps_per_epoch
     )
     train_step.control = RunControl(context, saves, anomaly)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
@@ -129,7 +131,7 @@ def train(
     if opened.owner:
         opened.owner.clear_result()
     with snapshot_when_out_of_memory(config, runtime):
-        return trainer.fit()
+        return trainer.train()
 
 
 def count_wasted_time(prepared: Prepared, opened: Opened, built: Built) -> None:

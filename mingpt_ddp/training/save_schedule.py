@@ -15,13 +15,11 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
-from torch import Tensor
-
-from mingpt_ddp.errors import StorageUnavailableError, StorageUnusableError
-from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusableError
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.train_state import (
     Context,
     TrainState,
@@ -81,6 +79,7 @@ class SaveSchedule:
         context: Context,
         manager: SnapshotManager,
         anomaly: AnomalyPolicy,
+        copies: CopyCheck,
         micro_batch_size: int,
         steps_per_epoch: int,
     ) -> None:
@@ -88,6 +87,7 @@ class SaveSchedule:
         self.snapshot_config = context.config.snapshot
         self.manager = manager
         self.anomaly = anomaly
+        self.copies = copies
         self.micro_batch_size = micro_batch_size
         self._every: list[int] = []  # steps
         if isinstance(self.snapshot_config.every_steps, int):
@@ -148,7 +148,7 @@ class SaveSchedule:
         if not can_start:
             return
         with self._stall():
-            self.manager.save(*self._capture())
+            self.manager.save(self._capture())
             if not self.snapshot_config.background:
                 self.manager.wait()
 
@@ -156,7 +156,7 @@ class SaveSchedule:
         """Start to save this step, after the save in progress."""
         with self._stall():
             self.manager.wait()
-            self.manager.save(*self._capture())
+            self.manager.save(self._capture())
             if not self.snapshot_config.background:
                 self.manager.wait()
 
@@ -169,7 +169,7 @@ class SaveSchedule:
         with self._stall():
             self.manager.wait()
             while self.manager.last_step != self.context.state.step:
-                self.manager.save(*self._capture())
+                self.manager.save(self._capture())
                 self.manager.wait()
         self.update_wall_time()
 
@@ -183,11 +183,11 @@ class SaveSchedule:
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
         # Resume from the older snapshot.
-        with contextlib.suppress(StorageUnavailableError, StorageUnusableError):
+        with contextlib.suppress(StorageUnavailableError, StorageUnusableError, DamageError):
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
-                self.manager.save(*self._capture())
+                self.manager.save(self._capture())
         older = self.manager.last_step
         if older == step:
             log.info("preempted at step %d; rerun the same command to resume", step)
@@ -216,8 +216,8 @@ class SaveSchedule:
         self.context.state.stall_seconds += pause.seconds
         self._cost_s += pause.seconds
 
-    def _capture(self) -> tuple[int, dict[str, Any], dict[str, dict[str, Tensor]], int | None]:
-        """Return what SnapshotManager.save takes.
+    def _capture(self) -> RunState:
+        """Return what to save of this step.
 
         Raises:
             TrainingError: the loss is not finite; such a state is not saved.
@@ -231,7 +231,9 @@ class SaveSchedule:
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._begin_interval()
         values = snapshot_state(self.context, self.micro_batch_size)
-        return state.step, values, self.context.trainable.tensors(), state.best_step
+        tensors = self.context.trainable.tensors()
+        checksums = self.copies.checksums()
+        return RunState(state.step, values, tensors, state.best_step, checksums)
 
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""

@@ -1,13 +1,15 @@
 """The training loop: train a step, log, evaluate, sample, save."""
 
+import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from mingpt_ddp.distributed.watchdog import Watchdog
+from mingpt_ddp.errors import DamageError, TrainingError
 from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
@@ -64,40 +66,52 @@ class Trainer:
             self.metrics.meter.paused,
         )
 
+    def train(self) -> Trained:
+        """Train to the end of the run, again from a snapshot wherever memory was damaged."""
+        with self._watched():
+            self._warm_up()
+            while True:
+                try:
+                    return self.fit()
+                except DamageError as damage:
+                    self._return_to_snapshot(damage)
+
     def fit(self) -> Trained:
         """Train to the last step, or until a signal, the pruner or trainer.patience ends the run.
 
         The last snapshot is then committed.
+
+        Raises:
+            DamageError: a rank holds a damaged copy of a tensor.
         """
         trainer = self.config.trainer
-        with self._watched():
-            self._warm_up()
-            end = self._finish_resumed_step()
-            while end is None and self.state.step < self.steps:
-                step = self.state.step + 1
-                with self.profiler.step(step), self._refuse_out_of_memory(step):
-                    flags = self._train(step)
-                if flags is None:  # rolled back
-                    continue
-                self.state.step = step
-                is_last = step == self.steps
-                self.metrics.step_done(step)
-                if not flags.saving:  # a save has ended on all ranks: take its result
-                    self.saves.manager.wait()
-                if self._is_due(trainer.log_every):
-                    self._log()
-                end = RunStatus.PREEMPTED if flags.interrupted else None
-                improved = False
-                if end is None and self._is_due(trainer.eval_every):
-                    evaluated = self.validation.evaluate()
-                    improved = evaluated.improved
-                    end = evaluated.end
-                end = end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
-                if end is None and not is_last and self._is_due(trainer.sample_every):
-                    self.validation.log_sample()
-                self._save(end, improved, flags.save_is_due)
-                self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
-            return self._end(end or RunStatus.COMPLETE)
+        end = self._finish_resumed_step()
+        while end is None and self.state.step < self.steps:
+            step = self.state.step + 1
+            with self.profiler.step(step), self._refuse_out_of_memory(step):
+                flags = self._train(step)
+            if flags is None:  # rolled back
+                continue
+            self.state.step = step
+            is_last = step == self.steps
+            self.metrics.step_done(step)
+            if not flags.saving:  # a save has ended on all ranks: take its result
+                self.saves.manager.wait()
+            self.saves.copies.check(step)
+            if self._is_due(trainer.log_every):
+                self._log()
+            end = RunStatus.PREEMPTED if flags.interrupted else None
+            improved = False
+            if end is None and self._is_due(trainer.eval_every):
+                evaluated = self.validation.evaluate()
+                improved = evaluated.improved
+                end = evaluated.end
+            end = end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
+            if end is None and not is_last and self._is_due(trainer.sample_every):
+                self.validation.log_sample()
+            self._save(end, improved, flags.save_is_due)
+            self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
+        return self._end(end or RunStatus.COMPLETE)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -179,26 +193,59 @@ class Trainer:
 
     def _rollback(self, step: int, message: str) -> bool:
         """Restore the newest snapshot and mark the step to be skipped; return False without one."""
+        restored_step = self._restore_latest(skipping=[step])
+        if restored_step is None:
+            return False
+        log.warning(
+            "%s: rolled back to the snapshot of step %d, to skip step %d",
+            message,
+            restored_step,
+            step,
+        )
+        return True
+
+    def _restore_latest(self, skipping: Sequence[int] = ()) -> int | None:
+        """Restore the newest snapshot; return its step, or None if there is none. A collective.
+
+        Args:
+            skipping: steps to skip from now on.
+        """
         restored = self.saves.restore_latest()
         if restored is None:
-            return False
+            return None
         undone = self.saves.update_wall_time()
-        restored.skipped_steps = sorted({*restored.skipped_steps, *undone.skipped_steps, step})
+        restored.skipped_steps = sorted({*restored.skipped_steps, *undone.skipped_steps, *skipping})
         restored.consecutive_skips = undone.consecutive_skips
         restored.world_size = undone.world_size
         restored.run_id = undone.run_id
         lost_s = undone.wall_seconds - restored.wall_seconds
         restored.wasted_seconds = undone.wasted_seconds + lost_s
-        log.warning(
-            "%s: rolled back to the snapshot of step %d, to skip step %d",
-            message,
-            restored.step,
-            step,
-        )
         self.state.assign(restored)
         self._load_meter()
         self.metrics.rollback(restored.step)
-        return True
+        return restored.step
+
+    def _return_to_snapshot(self, damage: DamageError) -> None:
+        """Go back to the newest snapshot: it was written while all copies were equal.
+
+        Raises:
+            TrainingError: the run stops, by trainer.on_nonfinite, or because it cannot go back.
+        """
+        copies = self.saves.copies
+        with contextlib.suppress(DamageError):  # the save in progress may have found it too
+            self.saves.manager.wait()
+        agreed_step = max(copies.agreed_step, self.saves.manager.last_step or 0)
+        message = f"{damage.args[0]}; all copies were equal at step {agreed_step}"
+        advice = "test the memory of that machine, then run again to continue from the last"
+        if self.config.trainer.on_nonfinite == "stop":
+            raise TrainingError(
+                f"{message}; {advice} snapshot, or set trainer.on_nonfinite=rollback"
+            ) from damage
+        step = self._restore_latest()
+        if step is None or not copies.may_return_to(step):
+            again = "there is no snapshot yet" if step is None else "it has happened repeatedly"
+            raise TrainingError(f"{message}, and {again}; {advice} snapshot") from damage
+        log.warning("%s: went back to the snapshot of step %d", message, step)
 
     def _load_meter(self) -> None:
         sums = {"loss": self.state.loss_sum, **self.state.loss_part_sums}

@@ -55,6 +55,12 @@ class Strategy:
         # the first compiles, the second records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
 
+    @property
+    def part(self) -> int:
+        """Return which part of a divided model this rank holds; 0 if each holds the whole."""
+        parts = self.shards if self.shards_model else self.group.tensor_size
+        return self.group.rank % parts
+
     # The model.
 
     def check_model(self, model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, encode_manifest
 from mingpt_ddp.snapshots.load_model import load_model
-from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, recorded_config
@@ -90,7 +90,7 @@ def test_saving_again_gives_the_same_bytes(name):
         "model": model_state(model),
         "optimizer": optimizer_state(model, trainable.optimizer),
     }
-    again.save(STEPS, snapshot.state, tensors, None)
+    again.save(RunState(STEPS, snapshot.state, tensors, None))
     again.wait()
     for file in (MODEL, OPTIMIZER):
         assert Path("again", NEWEST.name, file).read_bytes() == (NEWEST / file).read_bytes(), file

@@ -23,7 +23,7 @@ from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, 
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import RunDirectory
@@ -290,7 +290,7 @@ def save(
     context = context_of(manager.config, manager.runtime, train_state)
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optim)}
     state = snapshot_state(context, micro_batch_size)
-    manager.save(train_state.step, state, tensors, train_state.best_step)
+    manager.save(RunState(train_state.step, state, tensors, train_state.best_step))
     manager.wait()
     assert manager.last_step == train_state.step
 

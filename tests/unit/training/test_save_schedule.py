@@ -117,7 +117,7 @@ def schedule_of(staged_at: float) -> tuple[SaveSchedule, QueuedDevice]:
     )
     meter.record({"loss": torch.zeros(())}, torch.zeros(()), data_time_s=0.0)
     device.queue(10.0)
-    return SaveSchedule(context, Staging(device, staged_at), None, 1, 100), device
+    return SaveSchedule(context, Staging(device, staged_at), None, None, 1, 100), device
 
 
 @pytest.mark.parametrize(("staged_at", "stall_s"), [(4.0, 0.0), (13.0, 3.0)])

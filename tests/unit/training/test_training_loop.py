@@ -76,6 +76,7 @@ EVERY_STEP = [
     "metrics.meter.record",
     "metrics.step_done",
     "saves.manager.wait",
+    "saves.copies.check",
 ]
 LOG = ["saves.update_wall_time", "metrics.log_train", "anomaly.check", "hooks.call"]
 DECIDE = ["validation.prune", "validation.stop_early"]
@@ -89,7 +90,7 @@ def test_the_order_of_a_run():
     profiled: list[int] = []
     original = trainer.profiler.step
     trainer.profiler.step = lambda step: profiled.append(step) or original(step)
-    assert trainer.fit() == Trained(COMPLETE, {"loss": 1.0})
+    assert trainer.train() == Trained(COMPLETE, {"loss": 1.0})
     evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
     assert names(parts) == [
         *["pause", "step.warm_up", "go_on", *DECIDE],
@@ -121,7 +122,7 @@ def test_signals_are_deferred_and_ranks_watched_while_a_run_trains(monkeypatch):
 
     parts.step.warm_up.side_effect = fail
     with pytest.raises(ZeroDivisionError):
-        trainer.fit()
+        trainer.train()
     assert names(parts) == [
         "watchdog",
         "pause",
@@ -156,7 +157,7 @@ def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
     parts.step.run.side_effect = run
     expected = torch.OutOfMemoryError if failing_step == 5 else ConfigError
     with pytest.raises(expected) as failed:
-        trainer.fit()
+        trainer.train()
     if expected is ConfigError:
         assert "a micro-batch of 3 does not fit" in str(failed.value)
     assert parts.step.run.call_count == (failing_step or 2) - 2
@@ -227,7 +228,7 @@ def test_what_ends_a_run_before_its_last_step(flags, part, returns, end, calls):
     trainer, parts = trainer_of("trainer.eval_every=1", "trainer.sample_every=1")
     parts.step.run.side_effect = lambda step: result_of(step, **flags)
     getattr(parts.validation, part).return_value = returns
-    assert trainer.fit().status is end
+    assert trainer.train().status is end
     decided = [each for each in parts.mock_calls if each[0].startswith(("validation.", "saves.s"))]
     assert decided == calls
     assert trainer.state.step == 1
@@ -238,7 +239,7 @@ def test_a_snapshot_that_no_rank_is_writing_is_completed_at_once():
     for saving in (True, False):
         trainer, parts = trainer_of(state=TrainState(step=5))
         parts.step.run.side_effect = lambda step, saving=saving: result_of(step, saving=saving)
-        trainer.fit()
+        trainer.train()
         assert ("saves.manager.wait" in names(parts)) is not saving
 
 
@@ -246,7 +247,7 @@ def test_a_step_that_is_due_or_improves_is_saved():
     trainer, parts = trainer_of("trainer.eval_every=1", state=TrainState(step=3))
     parts.step.run.side_effect = lambda step: result_of(step, save_is_due=step == 5)
     parts.validation.evaluate.side_effect = [Evaluated(), Evaluated(True), *[Evaluated()] * 2]
-    trainer.fit()
+    trainer.train()
     saves = [each for each in parts.saves.mock_calls if each[0] in ("save", "maybe_save")]
     assert saves == [call.save(), call.maybe_save(True), call.save()]
 
@@ -379,7 +380,7 @@ def test_a_rolled_back_step_is_not_counted():
     parts.step.run.side_effect = lambda step: next(results)
     parts.step.control.send_flags.return_value = StepFlags
     parts.saves.restore_latest.return_value = TrainState(step=2)
-    trainer.fit()
+    trainer.train()
     assert parts.step.run.mock_calls == [call(5), call(3), call(4), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
 

@@ -1,0 +1,66 @@
+"""Compare what the ranks hold, every trainer.verify_every steps and before each commit.
+
+A damaged copy in memory raises no error: it trains on, and spreads through its gradients.
+"""
+
+import logging
+
+from mingpt_ddp.distributed.copies import checksums, copy_name, find_difference
+from mingpt_ddp.errors import DamageError
+from mingpt_ddp.training.train_state import Context
+
+log = logging.getLogger(__name__)
+
+MAX_RETURNS = 3  # to one snapshot; memory that is damaged more often is broken
+
+
+class CopyCheck:
+    """The comparisons of a run, and what happened at the last ones."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.every = context.config.trainer.verify_every
+        self.agreed_step = context.state.step  # all copies were equal then
+        self._returned_to: int | None = None  # step of the snapshot after the last damage
+        self._returns = 0  # to it, in a row
+        strategy = context.runtime.strategy
+        if self.every and strategy.is_sharded and strategy.name != "hsdp":
+            log.warning(
+                "trainer.verify_every compares little with ddp.strategy=%s, which keeps no second "
+                "copy; ddp does",
+                strategy.name,
+            )
+
+    def checksums(self) -> dict[str, int] | None:
+        """Return the checksums of all tensors that this rank holds; None if nothing compares."""
+        if not self.every:
+            return None
+        strategy = self.context.runtime.strategy
+        own = {}
+        for kind, named in self.context.trainable.tensors().items():
+            for name, tensor in named.items():
+                part = strategy.local(tensor)
+                own[copy_name(kind, name, part, strategy.part)] = part
+        return checksums(own)
+
+    def check(self, step: int) -> None:
+        """Compare the ranks after a step, if it is due. A collective.
+
+        Raises:
+            DamageError: on every rank; names the tensors and the odd ranks.
+        """
+        if not self.every or step % self.every:
+            return
+        group = self.context.runtime.group
+        group.set_activity("comparing the copies of the ranks")
+        own = self.checksums() or {}
+        if difference := find_difference(group.all_gather(own)):
+            raise DamageError(f"{difference}, at step {step}")
+        self.agreed_step = step
+
+    def may_return_to(self, step: int) -> bool:
+        """Count a return to the snapshot of a step; return whether to try once more from there."""
+        self._returns = self._returns + 1 if step == self._returned_to else 1
+        self._returned_to = step
+        self.agreed_step = step
+        return self._returns <= MAX_RETURNS
