@@ -2,12 +2,18 @@
 
     python -m mingpt_ddp.snapshots list   URL
     python -m mingpt_ddp.snapshots verify URL
+    python -m mingpt_ddp.snapshots verify RUN replay=100
     python -m mingpt_ddp.snapshots prune  URL keep_last=2 keep_best=true
     python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=best format=hf
 
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
+replay     verify: train so many steps again, from a snapshot or the start of the run, and compare the hashes of model and
+           optimizer with the recorded ones; exit code 1 if they differ
+nproc_per_node
+           verify: ranks of the replay; any number with ddp.reduction=canonical (1 by default), else as many as before
+words      verify: more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
            also keep those of every keep_every steps, if it is given
 follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
@@ -64,6 +70,13 @@ HEADINGS = (
 class ListConfig:
     url: str
     follow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(ListConfig):
+    replay: PositiveInt | None = None
+    nproc_per_node: PositiveInt | None = None
+    words: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +162,12 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
 # verify
 
 
-def verify(config: ListConfig) -> int:
-    """Print a line for each snapshot; the exit code is 1 if one is damaged."""
+def verify(config: VerifyConfig) -> int:
+    """Print a line for each snapshot; the exit code is 1 if one is damaged, or a replay differs."""
+    if config.replay is not None:
+        from mingpt_ddp.cli.replay_command import replay  # imports torch
+
+        return replay(config.url, config.replay, config.nproc_per_node, config.words)
     damaged = False
     for store, steps in find_steps(config.url, config.follow):
         for step in steps:

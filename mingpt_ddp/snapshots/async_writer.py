@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from mingpt_ddp.distributed.copies import (
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
 from mingpt_ddp.snapshots.format import Files, kind_of
+from mingpt_ddp.snapshots.ledger import Ledger, describe_tensors, hash_lines
 from mingpt_ddp.snapshots.pieces import name_of_piece
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -66,12 +68,14 @@ class AsyncSave(threading.Thread):
         buffers: dict[str, SafetensorsBuffer],
         capture: Capture,
         apply_retention: Callable[[SnapshotStore], None],
+        ledger: Ledger,
     ) -> None:
         """
         Args:
             stores: where to write; each is a fallback for the one before.
             buffers: staging buffers by file name, reused by every snapshot.
             apply_retention: called on rank zero with the store of the commit; must not raise.
+            ledger: rank zero adds the hashes of the snapshot before the commit.
         """
         super().__init__(name=f"snapshot of step {capture.step}", daemon=True)
         self.runtime = runtime
@@ -80,6 +84,7 @@ class AsyncSave(threading.Thread):
         self.step = capture.step
         self.capture = capture
         self.apply_retention = apply_retention
+        self.ledger = ledger
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # from the start to the commit
@@ -96,6 +101,7 @@ class AsyncSave(threading.Thread):
             with group.raise_everywhere():
                 contents = self._stage()
             self._compare_copies()
+            self._record_hashes()
             for store in self.stores:
                 try:
                     with group.raise_everywhere():
@@ -179,6 +185,18 @@ class AsyncSave(threading.Thread):
         for rank, names in enumerate(group.all_gather(damaged, io=True)):
             if names:
                 raise DamageError(f"rank {rank} staged a damaged copy of {names[0]}, {where}")
+
+    def _record_hashes(self) -> None:
+        """Add the hashes of the staged tensors of all ranks to the ledger."""
+        own: dict[str, list[str]] = {}
+        for file, buffer in self.buffers.items():
+            own[kind_of(file)] = describe_tensors(buffer.tensors)
+        lines = defaultdict[str, list[str]](list)
+        for of_rank in self.runtime.group.all_gather(own, io=True):
+            for kind, of_kind in of_rank.items():
+                lines[kind] += of_kind
+        hashes = {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
+        self.runtime.group.env.call_on_rank_zero(partial(self.ledger.append, self.step, hashes))
 
     def _staged_tensors(self) -> dict[str, Tensor]:
         """Return the tensors in the staging buffers, named as those that they are copies of."""

@@ -28,6 +28,7 @@ from mingpt_ddp.errors import (
 )
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
 from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot
+from mingpt_ddp.snapshots.ledger import Ledger
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.retention import apply_retention
 from mingpt_ddp.snapshots.shard_plan import ShardPlan, TensorsByKind
@@ -77,6 +78,7 @@ class SnapshotManager:
         self._save: AsyncSave | None = None  # in progress
         self._buffers: dict[str, SafetensorsBuffer] = {}
         self._shard_plan = ShardPlan(runtime, stores)
+        self._ledger = Ledger(directory)
 
     # Loading.
 
@@ -184,8 +186,9 @@ class SnapshotManager:
         encoded = env.call_on_rank_zero(lambda: _encode_state(run.state))
         if encoded is not None:
             parts[STATE] = encoded
+        capture = Capture(step, parts, run.checksums)
         self._save = AsyncSave(
-            self.runtime, self.stores, self._buffers, Capture(step, parts, run.checksums), retain
+            self.runtime, self.stores, self._buffers, capture, retain, self._ledger
         )
         self._save.start()
 

@@ -39,6 +39,7 @@ WRITTEN_INTO = (
     "main.rank*.log",
     "metrics.*",
     "samples.jsonl",
+    "snapshots.jsonl",
     "tensorboard",
     "tensorboard/*",
     "wandb",

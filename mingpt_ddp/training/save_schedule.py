@@ -230,7 +230,9 @@ class SaveSchedule:
         state.loss_part_sums = sums
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._begin_interval()
-        values = snapshot_state(self.context, self.micro_batch_size)
+        values = snapshot_state(
+            self.context, self.micro_batch_size, self.context.metrics.steps.stop
+        )
         tensors = self.context.trainable.tensors()
         checksums = self.copies.checksums()
         return RunState(state.step, values, tensors, state.best_step, checksums)

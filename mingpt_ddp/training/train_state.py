@@ -161,13 +161,18 @@ class Context:
         return self.task.config
 
 
-def snapshot_state(context: Context, micro_batch_size: int) -> dict[str, Any]:
-    """Return the content of state.json."""
+def snapshot_state(context: Context, micro_batch_size: int, steps: int) -> dict[str, Any]:
+    """Return the content of state.json.
+
+    Args:
+        steps: of the whole run, by the limits of this attempt.
+    """
     context.state.saved_at = time.time()
     return {
         "train_state": asdict(context.state),
         "scaler": context.runtime.scaler.state_dict(),
         "micro_batch_size": micro_batch_size,
+        "steps": steps,
         **context.task.state(),
         "config": context.config.to_dict(),
         "environment": context.runtime.environment(),

@@ -61,7 +61,7 @@ def with_value(config: Config, key: str, value: object) -> Config:
 def state_of(config: Config) -> dict:
     """Return the state in a snapshot of this configuration, after a round trip through JSON."""
     context = context_of(config, Runtime(config, DistEnv()), TrainState(step=8))
-    return json.loads(json.dumps(snapshot_state(context, micro_batch_size=4)))
+    return json.loads(json.dumps(snapshot_state(context, micro_batch_size=4, steps=9)))
 
 
 def context_of(config: Config, runtime: Runtime, state: TrainState) -> Context:
@@ -289,7 +289,7 @@ def save(
 ) -> None:
     context = context_of(manager.config, manager.runtime, train_state)
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optim)}
-    state = snapshot_state(context, micro_batch_size)
+    state = snapshot_state(context, micro_batch_size, steps=9)
     manager.save(RunState(train_state.step, state, tensors, train_state.best_step))
     manager.wait()
     assert manager.last_step == train_state.step

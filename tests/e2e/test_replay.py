@@ -1,0 +1,158 @@
+"""`snapshots verify RUN replay=N`: a run is confirmed; damage that mends its traces is not."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from launching import TINY, call, python_main
+from user_code_page import page_files
+
+from mingpt_ddp.snapshots.format import MANIFEST, decode_manifest, encode_manifest
+from mingpt_ddp.snapshots.ledger import LEDGER, Ledger, hash_tensors
+
+SETTINGS = [
+    *TINY,
+    "trainer.max_steps=20",
+    "trainer.eval_every=10",
+    "trainer.ema=0.9",
+    "model.dropout=0.1",
+    "snapshot.every_steps=5",
+    "snapshot.keep_best=false",
+]
+CANONICAL = ["ddp.reduction=canonical", "trainer.micro_batch_size=2", "trainer.batch_size=12"]
+
+
+def train(cwd: Path, *words: str) -> Path:
+    done = call([*python_main(), *SETTINGS, *words, "run.name=run"], cwd)
+    assert done.returncode == 0, done.stdout
+    return cwd / "outputs" / "run"
+
+
+def replay(cwd: Path, *words: str) -> tuple[int, str]:
+    """Return the exit code and the last line of what a replay prints."""
+    command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", *words]
+    done = call(command, cwd)
+    return done.returncode, done.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> Path:
+    """Return the working directory of a canonical run that was trained on two ranks."""
+    cwd = tmp_path_factory.mktemp("recorded")
+    train(cwd, *CANONICAL, "ddp.nproc_per_node=2")
+    return cwd
+
+
+@pytest.fixture
+def copied(recorded, tmp_path) -> Path:
+    shutil.copytree(recorded, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def flip_bit(snapshot: Path, name: str = "model.safetensors", bit: int = 0) -> None:
+    """Flip a bit of a tensor, and mend the manifest."""
+    path = snapshot / name
+    tensors = safetensors.torch.load_file(path)
+    words = max(tensors.values(), key=torch.numel).view(torch.int32).flatten()
+    words[len(words) // 2] ^= 1 << bit
+    safetensors.torch.save_file(tensors, path)
+    content = path.read_bytes()
+    step = int(snapshot.name.removeprefix("step_"))
+    files = decode_manifest((snapshot / MANIFEST).read_bytes(), step)
+    files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (snapshot / MANIFEST).write_bytes(encode_manifest(step, files))
+
+
+def test_the_ledger_outlives_the_snapshots(recorded):
+    run = recorded / "outputs" / "run"
+    assert [*Ledger(run).read()] == [5, 10, 15, 20]
+    assert sorted(path.name for path in (run / "snapshots").iterdir()) == [
+        "step_00000015",
+        "step_00000020",
+    ]
+    weights = safetensors.torch.load_file(run / "snapshots" / "step_00000020" / "model.safetensors")
+    assert Ledger(run).read()[20]["model"] == hash_tensors(weights)
+
+
+@pytest.mark.parametrize(
+    ("steps", "ranks", "confirmed"), [(5, 3, "steps 16 to 20"), (10, 1, "steps 1 to 10")]
+)
+def test_a_replay_on_other_ranks_confirms_a_run(recorded, steps, ranks, confirmed):
+    code, line = replay(recorded, f"replay={steps}", f"nproc_per_node={ranks}")
+    assert line == (
+        f"confirmed: {confirmed}, repeated with ddp.nproc_per_node={ranks}, give the recorded "
+        "model, optimizer, ema"
+    )
+    assert code == 0
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+def test_a_flipped_bit_with_a_mended_manifest_is_refuted(copied, file):
+    run = copied / "outputs" / "run"
+    flip_bit(run / "snapshots" / "step_00000020", file)
+    code, line = replay(copied)
+    assert code == 0, "the manifest alone shows nothing"
+    code, line = replay(copied, "replay=5")
+    kind = file.removesuffix(".safetensors")
+    assert line.startswith(
+        f"refuted: the snapshot of step 20 does not hold what was saved: {kind} (SHA-256 "
+    )
+    assert code == 1
+
+
+def test_so_it_is_without_the_ledger(copied):
+    run = copied / "outputs" / "run"
+    (run / LEDGER).unlink()
+    flip_bit(run / "snapshots" / "step_00000020")
+    code, line = replay(copied, "replay=5")
+    assert line.startswith("refuted: step 20, repeated from step 15: model (SHA-256 ")
+    assert code == 1
+
+
+def test_a_bit_that_flipped_while_a_run_trained_is_found_at_its_step(tmp_path):
+    """Training went on from it, so that all files agree with each other."""
+    run = train(tmp_path, *CANONICAL, "trainer.max_steps=10", "optimizer.schedule=constant")
+    flip_bit(run / "snapshots" / "step_00000010", bit=20)  # a low one may be rounded away
+    train(tmp_path, *CANONICAL, "optimizer.schedule=constant")
+    lines = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
+    tensors = safetensors.torch.load_file(run / "snapshots" / "step_00000015" / "model.safetensors")
+    assert [line["step"] for line in lines] == [5, 10, 15, 20]
+    assert lines[2]["model"] == hash_tensors(tensors)
+    code, line = replay(tmp_path, "replay=20")
+    assert line.startswith("refuted: step 15, repeated from step 0: model (SHA-256 ")
+    assert code == 1
+
+
+def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
+    train(tmp_path, "ddp.nproc_per_node=2", "ddp.strategy=zero1", "trainer.max_epochs=1")
+    code, line = replay(tmp_path, "replay=5", "nproc_per_node=1")
+    assert "had 2 ranks; set nproc_per_node=2" in line
+    assert code == 2
+    code, line = replay(tmp_path, "replay=5")
+    assert line.startswith("confirmed: steps 16 to 20, repeated with ddp.nproc_per_node=2")
+    code, line = replay(tmp_path, "replay=7")
+    assert line.endswith("or the start of the run; set replay to 5, 10, 15, 20")
+    assert code == 2
+
+
+def test_code_of_the_user_is_named_again(tmp_path):
+    for name, content in page_files().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    preset = ["--config-dir=my_project", "model=lstm"]
+    settings = [word for word in SETTINGS if not word.startswith("model")]
+    done = call([*python_main(), *preset, *settings, "run.name=run"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    code, line = replay(tmp_path, "replay=5")
+    assert "model.architecture=lstm is in code of yours; type its preset" in line
+    assert code == 2
+    code, line = replay(tmp_path, "replay=5", f"words={shlex.join(preset)}")
+    assert line.startswith("confirmed: steps 16 to 20")
