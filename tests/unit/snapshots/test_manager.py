@@ -180,6 +180,7 @@ def test_the_names_in_state_json(config):
             "train_state",
             "scaler",
             "micro_batch_size",
+            "steps",
             "vocabulary",
             "text",
             "config",

@@ -28,7 +28,7 @@ from mingpt_ddp.errors import ConfigError, StorageUnavailableError, TrainingErro
 from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.jsonl import read_history
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training import save_schedule
@@ -501,10 +501,10 @@ def test_the_last_save_is_tried_again(tmp_path, monkeypatch):
     tries = []
     original = SnapshotManager.save
 
-    def save(manager: SnapshotManager, step: int, *rest: Any) -> None:
-        tries.append(step)
+    def save(manager: SnapshotManager, run: RunState) -> None:
+        tries.append(run.step)
         if len(tries) > 1:
-            original(manager, step, *rest)
+            original(manager, run)
 
     monkeypatch.setattr(SnapshotManager, "save", save)
     train(tmp_path, *ALL, "snapshot.every_steps=null")
