@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 SIZE = 2 << 30  # bytes; the file is sparse
+CLOSING_S = 20.0
 CLOCK = """
 import time
 _path = {path!r}
@@ -54,12 +56,12 @@ class Disk:
 
     def unmount(self) -> None:
         if self.path.is_mount():
-            subprocess.run(["umount", str(self.path)], check=True)
+            _retry("umount", str(self.path))
 
     def set_writable(self, is_writable: bool) -> None:
         """Remount the disk; no file may be open for writing if it becomes read-only."""
         option = f"remount,{'rw' if is_writable else 'ro'}"
-        subprocess.run(["mount", "-o", option, str(self.path)], check=True)
+        _retry("mount", "-o", option, str(self.path))
 
     def fill(self) -> None:
         """Take all free space."""
@@ -74,6 +76,15 @@ class Disk:
 
     def free(self) -> None:
         self._ballast.unlink(missing_ok=True)
+
+
+def _retry(*command: str) -> None:
+    """Call a command that fails while the threads of a killed process have yet to close files."""
+    end = time.monotonic() + CLOSING_S
+    while not _succeeds(*command):
+        if time.monotonic() > end:
+            subprocess.run(command, check=True)
+        time.sleep(0.05)
 
 
 def _succeeds(*command: str) -> bool:
