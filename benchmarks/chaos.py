@@ -28,7 +28,8 @@ from common import ROOT, log, parser, report
 
 sys.path.insert(0, str(ROOT / "tests"))  # the chaos engine of the tests
 
-from chaos import Chaos, check_result, undisturbed
+from chaos import Chaos
+from chaos_result import check_result, undisturbed
 from s3_server import SeaweedServer
 
 
@@ -49,6 +50,8 @@ def main() -> None:
         try:
             server.start()
             result = run(home, server, given.faults, given.seed)
+        except KeyboardInterrupt:
+            sys.exit("interrupted; with --keep the same command goes on")
         finally:
             server.kill()
     rows = [[key, str(value)] for key, value in result.items() if not isinstance(value, dict)]

@@ -26,14 +26,10 @@ from pathlib import Path
 from chaos_log import InvariantError, LogChecker
 from chaos_machine import Clock, Disk
 from chaos_store import StoreFaults, deck
-from launching import ROOT, TINY, Job, python_main, torchrun
+from launching import TINY, Job, python_main, torchrun
 from random_faults import processes_in
 from s3_server import SeaweedServer
-from snapshot_helpers import tensor_digests
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.snapshots.store import SnapshotStore
+from store_limits import LEASE, UNAVAILABLE, with_limits
 
 SETTINGS = [
     *TINY,
@@ -48,44 +44,10 @@ SETTINGS = [
 ]
 MANY = 100_000_000  # steps: more than a run takes
 RANKS = (1, 2, 3)
-# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease, shortened for a test.
-REMOTE = {
-    "REQUEST_TIMEOUT_S": 2.0,
-    "OPERATION_DEADLINE_S": 6.0,
-    "MIN_BANDWIDTH": 32 << 20,
-    "INITIAL_BACKOFF_S": 0.05,
-    "MAX_BACKOFF_S": 0.5,
-}
-LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.3}
 PATIENCE_S = 120.0  # seconds for an attempt to make progress, or for processes to exit
 RECENT_S = 30.0  # seconds in which a fault explains that a launch exited
-UNAVAILABLE = (
-    r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
-)
 FULL, READ_ONLY = "No space left on device", "Read-only file system"
 DAY = 86_400
-
-
-def with_limits(
-    directory: Path,
-    remote: dict[str, float] | None = None,
-    lease: dict[str, float] | None = None,
-    more: str = "",
-) -> str:
-    """Return a PYTHONPATH whose sitecustomize module sets other limits in every process.
-
-    Args:
-        more: code that the module begins with.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = [more, "from mingpt_ddp.storage import lease, remote"]
-    for module, values in (
-        ("remote", REMOTE if remote is None else remote),
-        ("lease", lease or {}),
-    ):
-        lines += [f"{module}.{name} = {value}" for name, value in values.items()]
-    (directory / "sitecustomize.py").write_text("\n".join(lines) + "\n")
-    return f"{directory}{os.pathsep}{ROOT}"
 
 
 @dataclass
@@ -404,66 +366,3 @@ def send(pids: list[int], number: signal.Signals) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def undisturbed(cwd: Path, steps: int) -> Path:
-    """Train the same run on a local disk, on one rank, without faults; return its directory."""
-    shutil.rmtree(cwd, ignore_errors=True)  # an interrupted one
-    cwd.mkdir()
-    settings = [*SETTINGS, f"trainer.max_steps={steps}", "snapshot.every_steps=null"]
-    job = Job([*python_main(), *settings], cwd)
-    if job.wait(PATIENCE_S + steps) != 0:
-        raise InvariantError(job.text()[-3000:])
-    return cwd / "outputs" / "run"
-
-
-def check_result(chaos: Chaos, reference: Path) -> str:
-    """Compare a complete run with the undisturbed one: all tensors of model and optimizer, every
-    loss and gradient norm that was logged; TensorBoard shows each step once; all snapshots are
-    whole.
-
-    The credentials of the store are in `os.environ`.
-
-    Returns:
-        The SHA-256 of the model's tensors.
-
-    Raises:
-        InvariantError: they differ.
-    """
-    found, expected = tensor_digests(chaos.url), tensor_digests(str(reference))
-    rows = [read_history(run / METRICS).by_step() for run in (chaos.run, reference)]
-    differ = [step for step, row in rows[0].items() if not agree(row, rows[1][step])]
-    if found != expected or differ:
-        since = f" since step {differ[0]}" if differ else ""
-        raise InvariantError(f"other bits than undisturbed{since}: {found}, {expected}")
-    every = set(range(1, chaos.report.steps + 1))
-    for name, steps in (
-        ("metrics.jsonl", sorted(rows[0])),
-        ("TensorBoard", logged_steps(chaos.run, 0)),
-    ):
-        if len(steps) != len(set(steps)):
-            twice = sorted(step for step in set(steps) if steps.count(step) > 1)
-            raise InvariantError(f"{name} shows steps twice: {twice}")
-        missing = every - set(steps) - chaos.checker.may_be_missing()
-        if missing or not set(steps) <= every:
-            raise InvariantError(f"{name} does not show the steps {sorted(missing)}")
-    store = SnapshotStore(chaos.url)
-    for step in store.steps():
-        store.verify(step)
-    return found["model"]
-
-
-def agree(row: dict, reference: dict) -> bool:
-    """Compare losses and gradient norms of a step; one run may have evaluated where it ended."""
-    return all(
-        row[key] == reference[key]
-        for key in row.keys() & reference.keys()
-        if key == "grad_norm" or "loss" in key
-    )
-
-
-def logged_steps(run: Path, rank: int) -> list[int]:
-    """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
-    directory = run / "tensorboard" / f"rank{rank}"
-    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
-    return [event.step for event in events.Scalars("train/loss")]

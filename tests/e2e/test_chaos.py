@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chaos import Chaos, check_result, undisturbed
+from chaos import Chaos
+from chaos_result import check_result, undisturbed
 
 pytestmark = pytest.mark.slow
 
