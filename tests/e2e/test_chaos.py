@@ -8,7 +8,7 @@ from chaos_result import check_result, undisturbed
 
 pytestmark = pytest.mark.slow
 
-FAULTS = 24  # `benchmarks/chaos.py` injects more
+FAULTS = 16  # `benchmarks/chaos.py` injects more
 
 
 @pytest.mark.timeout(600)
