@@ -106,14 +106,15 @@ def run(home: Path, server: SeaweedServer, faults: int, seed: int) -> dict[str, 
 
 def readme(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the row for docs/benchmarks.md."""
-    preempted = [result["lost"][kind]["most"] for kind in ("SIGTERM", "SIGUSR1")]
+    lost = result["lost"]
+    preempted = [lost[kind]["most"] for kind in ("SIGTERM", "SIGUSR1") if kind in lost]
     what = (
         f"{result['faults in all']:,} faults in {result['minutes']:.0f} minutes, 1 to 3 ranks on "
         f"S3, {result['ended attempts']} ended attempts, against one rank without faults"
     )
-    return [
-        (what, f"the same SHA-256 of the model; a preemption lost at most {max(preempted)} steps")
-    ]
+    same = "the same SHA-256 of the model"
+    most = max(preempted, default=0)
+    return [(what, f"{same}; a preemption lost at most {most} steps")]
 
 
 def summary(steps: list[int]) -> dict[str, float]:
