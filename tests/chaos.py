@@ -1,10 +1,11 @@
-"""Train on an object store under random faults for a given time, and check the guarantees from the
-log.
+"""Train on an object store under random faults until a number of them is reached, and check the
+guarantees.
 
-Two kinds of faults are injected concurrently: process faults, one at a time, and faults of the
-network and the store. Kinds come from shuffled decks, so that each occurs. Afterwards the log of
-rank zero shows which steps were trained, which snapshots were committed, and where each attempt
-resumed.
+Faults of processes, disk and clock come one at a time, those of the store and the network at the
+same time from a thread. Kinds come from shuffled decks, so that each occurs. Every start has
+another number of ranks and one of two launchers; with ddp.reduction=canonical the run is to have
+the bits of an undisturbed one on one rank. The count is kept in a file, so that a run can be
+interrupted, even by SIGKILL, and goes on from there.
 """
 
 from __future__ import annotations
@@ -14,484 +15,354 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from datetime import datetime
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
-from fault_proxy import Fault, FaultProxy, Rule
-from launching import ROOT, TINY, Job, is_running, torchrun
+from chaos_log import InvariantError, LogChecker
+from chaos_machine import Clock, Disk
+from chaos_store import StoreFaults, deck
+from launching import TINY, Job, python_main, torchrun
+from random_faults import processes_in
 from s3_server import SeaweedServer
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from store_limits import LEASE, UNAVAILABLE, with_limits
 
 SETTINGS = [
     *TINY,
-    "trainer.max_steps=100000000",
-    "trainer.eval_every=400",
+    "run.name=run",
     "model.dropout=0.1",
-    "trainer.micro_batch_size=4",  # dropout depends on it
-    "optimizer.schedule=constant",  # independent of the number of steps, which depends on the time
-    # At 1e-3 training amplifies the rounding, which differs by the number of ranks, to 3e-4 of the
-    # loss on some texts.
-    "optimizer.lr=2e-4",
-    "snapshot.every_steps=25",
-    "ddp.timeout_s=15",  # a stopped worker is noticed after 12 s
+    "optimizer.schedule=constant",  # independent of the number of steps, which is not known yet
+    "ddp.reduction=canonical",
+    "ddp.timeout_s=10",  # a stopped worker is noticed after 8 s
+    "trainer.micro_batch_size=2",
+    "trainer.eval_every=500",
+    "trainer.sample_every=null",
 ]
-# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease, shortened for a test.
-REMOTE = {
-    "REQUEST_TIMEOUT_S": 2.0,
-    "OPERATION_DEADLINE_S": 6.0,
-    "MIN_BANDWIDTH": 32 << 20,
-    "INITIAL_BACKOFF_S": 0.05,
-    "MAX_BACKOFF_S": 0.5,
-}
-LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.3}
-PATIENCE_S = 120.0  # seconds for an attempt to make progress
-LEAST_FAULTS = 3
-# The kernel kills the server when the thread that started it ends: this one does not end.
-server_thread = ThreadPoolExecutor(1, "starter")
-UNAVAILABLE = (
-    r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
-)
-
-
-def with_limits(
-    directory: Path, remote: dict[str, float] | None = None, lease: dict[str, float] | None = None
-) -> str:
-    """Return a PYTHONPATH whose sitecustomize module sets other limits in every process."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lines = ["from mingpt_ddp.storage import lease, remote"]
-    for module, values in (
-        ("remote", REMOTE if remote is None else remote),
-        ("lease", lease or {}),
-    ):
-        lines += [f"{module}.{name} = {value}" for name, value in values.items()]
-    (directory / "sitecustomize.py").write_text("\n".join(lines) + "\n")
-    return f"{directory}{os.pathsep}{ROOT}"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A parsed line of the log."""
-
-    time: float  # seconds since 1970
-    kind: str
-    step: int
-
-
-class Log:
-    """Rank 0's log over all attempts, read as it grows."""
-
-    KINDS: ClassVar = {
-        "begin": r"run (?!error).*",
-        "resumed": r"resuming from the snapshot of step (\d+) of",
-        "complete": r"complete: the snapshot of step (\d+)",
-        "step": r"step (\d+)/\d+: ",
-        "committed": r"snapshot of step (\d+) committed to ",
-        "preempted": r"preempted at step (\d+); ",
-        "too late": r"preempted at step (\d+) without time",
-        "failed save": r"cannot write the snapshot of step (\d+): .*; training continues",
-    }
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
-        self.lines: list[Line] = []
-
-    def update(self) -> list[Line]:
-        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
-            file.seek(self._offset)
-            content = file.read()
-            content = content[: content.rfind(b"\n") + 1]
-            self._offset += len(content)
-            for text in content.decode().splitlines():
-                self._parse(text)
-        return self.lines
-
-    def _parse(self, text: str) -> None:
-        head = re.match(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ ", text)
-        if head is None:
-            return
-        for kind, pattern in self.KINDS.items():
-            match = re.match(pattern, text[head.end() :])
-            if match:
-                when = datetime.strptime(head[1], "%Y-%m-%d %H:%M:%S,%f").timestamp()
-                self.lines.append(Line(when, kind, int(match[1]) if match.groups() else 0))
-
-    def steps_of_attempt(self) -> int:
-        """Return the number of steps logged by the current attempt."""
-        count = 0
-        for line in reversed(self.update()):
-            if line.kind == "begin":
-                break
-            count += line.kind == "step"
-        return count
-
-    def attempts(self) -> int:
-        return sum(line.kind == "begin" for line in self.update())
-
-
-class InvariantError(AssertionError):
-    """A guarantee was violated."""
+MANY = 100_000_000  # steps: more than a run takes
+RANKS = (1, 2, 3)
+PATIENCE_S = 120.0  # seconds for an attempt to make progress, or for processes to exit
+RECENT_S = 30.0  # seconds in which a fault explains that a launch exited
+FULL, READ_ONLY = "No space left on device", "Read-only file system"
+DAY = 86_400
 
 
 @dataclass
 class Report:
-    """The faults of a run, and what they cost."""
+    """The faults of a run so far; its fields are JSON."""
 
-    seconds: float = 0.0
-    steps: int = 0
-    attempts: int = 0  # that started to train
-    committed: int = 0
-    failed_saves: int = 0  # after which training continued
+    seconds: float = 0.0  # of faults, over all sessions
+    sessions: int = 0  # starts of the script
+    launches: int = 0  # starts of the run
+    steps: int = 0  # of the whole run, once it is complete
     faults: dict[str, int] = field(default_factory=dict)  # by kind
-    # steps trained again, by what ended the attempt
-    lost: dict[str, list[int]] = field(default_factory=dict)
-    # one line each: the store was unavailable for too long
-    gave_up: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
+    ranks: dict[str, int] = field(default_factory=dict)  # launches by launcher and ranks
+    gave_up: int = 0  # launches that ended because the store was unavailable for too long
+
+    @property
+    def total(self) -> int:
+        return sum(self.faults.values())
 
 
 class Chaos:
-    """One run under injected faults."""
+    """One run under injected faults, in a directory that is to be used again to go on."""
 
-    def __init__(
-        self,
-        cwd: Path,
-        server: SeaweedServer,
-        bucket: str,
-        seed: int,
-        ranks: tuple[int, ...] = (2,),
-    ) -> None:
-        """
-        Args:
-            ranks: the world sizes to choose from at every start; if there is only one, the agent
-                restarts workers.
-        """
-        self.cwd, self.server, self.ranks = cwd, server, ranks
-        self.process_rng, self.network_rng = (
-            random.Random(f"processes {seed}"),
-            random.Random(f"weather {seed}"),
+    def __init__(self, cwd: Path, server: SeaweedServer, bucket: str, seed: int) -> None:
+        self.cwd, self.bucket = cwd, bucket
+        self.report, self.checker = Report(), LogChecker()
+        self.state = cwd / "state.json"
+        self._load()
+        self.report.sessions += 1
+        self.generator = random.Random(f"{seed} {self.report.sessions} {self.report.total}")
+        self.store = StoreFaults(server, f"{seed} {self.report.sessions}", self.count)
+        self.clock, self.disk = (
+            Clock(cwd / "clock.txt"),
+            Disk(cwd / "disk.img", cwd / "outputs"),
         )
-        self.proxy = FaultProxy(server.port, seed)
-        self.name = f"chaos-{seed}-{'-'.join(map(str, ranks))}"
-        self.url = f"s3://{bucket}/{self.name}/run"
+        self.url = f"s3://{bucket}/run"
         self.run = cwd / "outputs" / "run"
-        self.log = Log(self.run / "main.rank0.log")
+        site = with_limits(cwd / "site", lease=LEASE, more=self.clock.source())
         self.environment = {
-            **server.environment(self.proxy.port),
-            "PYTHONPATH": with_limits(cwd / "site", lease=LEASE),
+            **server.environment(self.store.proxy.port),
+            "PYTHONPATH": site,
+            "TMPDIR": str(cwd / "t"),
         }
-        self.settings = [*SETTINGS, "run.name=run", f"snapshot.path={self.url.rpartition('/')[0]}"]
-        self.report = Report()
-        self.ended: list[tuple[float, str]] = []  # when an attempt was ended, and the fault
-        self.server_lock = threading.Lock()
-        self.finished = threading.Event()
+        self.on_fault: Callable[[], None] = lambda: None  # is called after each
         self.job: Job | None = None
+        self._counting = threading.Lock()
+        self._fault_at = 0.0  # time.monotonic() of the last fault that ends an attempt
+
+    # The count
+
+    def _load(self) -> None:
+        if self.state.exists():
+            state = json.loads(self.state.read_text())
+            self.report, self.checker = Report(**state["report"]), LogChecker(**state["log"])
+
+    def _save(self) -> None:
+        with self._counting:
+            text = json.dumps({"report": asdict(self.report), "log": asdict(self.checker)})
+        new = self.state.with_suffix(".new")
+        new.write_text(text)
+        os.replace(new, self.state)
 
     def count(self, kind: str) -> None:
-        self.report.faults[kind] = self.report.faults.get(kind, 0) + 1
+        with self._counting:
+            self.report.faults[kind] = self.report.faults.get(kind, 0) + 1
 
-    # Process faults
+    # Starts and ends
 
     def start(self, *more: str) -> None:
-        restarts = ["--max_restarts=5"] if len(self.ranks) == 1 else []
-        command = torchrun(self.process_rng.choice(self.ranks), *restarts)
-        self.job = Job([*command, *self.settings, *more], self.cwd, **self.environment)
+        """Start the run with a launcher, ranks and restarts that are drawn anew."""
+        shutil.rmtree(self.cwd / "t", ignore_errors=True)
+        (self.cwd / "t").mkdir()
+        if self.job is not None:
+            self.job.output.unlink()
+        ranks, restarts = self.generator.choice(RANKS), self.generator.choice([0, 3])
+        launcher = self.generator.choice(["torchrun", "python"])
+        command = torchrun(ranks, f"--max_restarts={restarts}")
+        if launcher == "python":
+            own = [f"ddp.nproc_per_node={ranks}", f"ddp.max_restarts={restarts}"]
+            command = [*python_main(), *own]
+        key = f"{launcher}, {ranks}"
+        self.report.ranks[key] = self.report.ranks.get(key, 0) + 1
+        self.report.launches += 1
+        settings = [*SETTINGS, f"snapshot.path=s3://{self.bucket}", f"trainer.max_steps={MANY}"]
+        self.job = Job([*command, *settings, *more], self.cwd, **self.environment)
+
+    def workers(self) -> list[int]:
+        """Return the processes that train; a single one is its own parent."""
+        assert self.job is not None
+        return self.job.workers() or [self.job.process.pid]
+
+    def _all_pids(self) -> list[int]:
+        assert self.job is not None
+        return list({*self.workers(), self.job.process.pid})
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition; restart the launch whenever it exits."""
+        """Wait for a condition; start the run again whenever it exits."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert self.job is not None
             if self.job.process.poll() is not None:
-                self.record_exit(self.job)
+                self.check_exit(self.job)
                 self.start()
             if time.monotonic() > deadline:
-                text = self.job.text()[-3000:]
-                self.job.kill_tree()
-                raise InvariantError(f"timed out after {PATIENCE_S} s waiting for {what}\n{text}")
+                raise InvariantError(
+                    f"timed out after {PATIENCE_S} s waiting for {what}\n{self.job.text()[-3000:]}"
+                )
+            self.checker.read(self.run / "main.rank0.log")
             time.sleep(0.03)
 
-    def record_exit(self, job: Job) -> None:
-        """Record why the launch exited."""
+    def check_exit(self, job: Job) -> None:
+        """Check that a fault explains why a launch exited.
+
+        Raises:
+            InvariantError: none does.
+        """
         text = job.text()
-        unavailable = re.search(rf"^(?:\S+ error: )?{UNAVAILABLE}.*", text, flags=re.MULTILINE)
-        recent = [when for when, _ in self.ended if when > time.time() - 30]
-        if unavailable:
-            self.report.gave_up.append(unavailable[0])
-            self.ended.append((time.time(), "the store was away for too long"))
-        elif not recent or re.search(r"error: rank \d+: |ImportError", text):
-            self.report.unexpected.append(f"exit code {job.process.returncode}\n{text[-3000:]}")
-        time.sleep(0.5)
-
-    def wait_for_progress(self, attempts: int) -> None:
-        """Wait until another attempt has trained some steps."""
-        steps = self.process_rng.randint(5, 150)
-        self.until(
-            lambda: self.log.attempts() > attempts and self.log.steps_of_attempt() >= steps,
-            f"attempt {attempts + 1}",
-        )
-
-    def inject_process_fault(self, kind: str) -> None:
-        """Inject one process fault; return when training has resumed."""
-        assert self.job is not None
-        attempts = self.log.attempts()
-        workers = self.job.workers()
-        if not workers:
+        if re.search(rf"^(?:\S+ error: )?{UNAVAILABLE}.*", text, flags=re.MULTILINE):
+            self.report.gave_up += 1
+            self._ends("the store was away for too long")
             return
-        pid = self.process_rng.choice(workers)
-        if kind == "worker stopped for good" and len(workers) == 1:  # no other rank can detect it
-            kind = "worker stopped for a second"
-        self.count(kind)
-        if kind == "worker stopped for a second":
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(1)
-                os.kill(pid, signal.SIGCONT)
-            return
-        graceful = kind in ("SIGTERM", "SIGUSR1")
-        # a graceful exit needs the store
-        with self.server_lock if graceful else contextlib.nullcontext():
-            self.ended.append((time.time(), kind))
-            with contextlib.suppress(ProcessLookupError):
-                self._signal(kind, pid, workers)
-            if graceful:
-                self._wait_for_exit(workers)
-        if kind == "agent killed":
-            self._wait_for_exit(workers)
-        if kind in ("worker killed", "worker stopped for good") and len(self.ranks) == 1:
-            self.until(lambda: self.log.attempts() > attempts, "a restart by the agent")
-        else:
-            self._wait_for_exit([*workers, self.job.process.pid])
-            self.job.process.wait()
-            self.start()
-        self.wait_for_progress(attempts)
+        is_explained = time.monotonic() < self._fault_at + RECENT_S
+        if not is_explained or re.search(r"error: rank \d+: |ImportError", text):
+            raise InvariantError(
+                f"after '{self.checker.cause}': exit code {job.process.returncode}\n{text[-5000:]}"
+            )
 
-    def _signal(self, kind: str, pid: int, workers: list[int]) -> None:
-        assert self.job is not None
-        if kind == "worker killed":
-            os.kill(pid, signal.SIGKILL)
-        elif kind == "worker stopped for good":
-            os.kill(pid, signal.SIGSTOP)
-        elif kind == "agent killed":
-            self.job.process.kill()
-        elif kind == "all killed":
-            self.job.kill_tree()
-        elif kind == "SIGTERM":
-            self.job.process.send_signal(signal.SIGTERM)
-        else:
-            os.kill(pid, signal.SIGUSR1)
+    def _ends(self, kind: str) -> None:
+        """Note that an attempt ends now, and why."""
+        self.checker.read(self.run / "main.rank0.log")
+        self.checker.cause, self._fault_at = kind, time.monotonic()
 
-    def _wait_for_exit(self, pids: list[int]) -> None:
+    def _wait_for_exit(self) -> None:
+        """Wait until all processes of the run have ended, orphans too."""
         assert self.job is not None
         deadline = time.monotonic() + PATIENCE_S
-        while any(map(is_running, pids)):
+        while running := processes_in(self.cwd):
             self.job.process.poll()
             if time.monotonic() > deadline:
                 raise InvariantError(
-                    f"still running after {PATIENCE_S} s\n{self.job.text()[-3000:]}"
+                    f"after '{self.checker.cause}': {running} still run after {PATIENCE_S} s\n"
+                    f"{self.job.text()[-3000:]}"
                 )
             time.sleep(0.02)
+        self.job.process.wait()
 
-    # Faults of the network and the store
+    def kill(self) -> None:
+        """Kill all processes of the run, those of an earlier session too."""
+        while running := processes_in(self.cwd):
+            send(running, signal.SIGKILL)
+            if self.job is not None:
+                self.job.process.poll()
 
-    def _inject_network_faults(self) -> None:
-        rng = self.network_rng
-        kinds = deck(
-            rng, {"store killed": 2, "errors 503": 2, "resets": 2, "stalls": 2, "answers lost": 1}
-        )
-        while not self.finished.wait(rng.uniform(0.5, 5)):
-            kind = next(kinds)
-            self.count(kind)
-            if kind == "store killed":
-                with self.server_lock:
-                    self.server.kill()
-                    self.finished.wait(rng.uniform(0, 6))
-                    server_thread.submit(self.server.start).result()
-                continue
-            options = {"times": float("inf"), "probability": rng.uniform(0.2, 0.7)}
-            self.proxy.rules = {
-                "errors 503": [Rule(".", Fault.STATUS, **options)],
-                "resets": [
-                    Rule("^PUT", Fault.RESET_SENDING, after=rng.randint(0, 20_000), **options),
-                    Rule("^GET", Fault.RESET_ANSWERING, after=rng.randint(0, 20_000), **options),
-                    Rule(".", Fault.RESET_BEFORE, times=3),
-                ],
-                "stalls": [
-                    Rule("^PUT", Fault.STALL_SENDING, after=100, times=2),
-                    Rule(".", Fault.STALL, times=2),
-                ],
-                "answers lost": [Rule("^(PUT|DELETE|POST)", Fault.RESET_UNANSWERED, **options)],
-            }[kind]
-            self.finished.wait(rng.uniform(1, 4))
-            self.proxy.heal()
+    # Faults
+
+    def kinds(self, has_disk: bool) -> dict[str, int]:
+        """Return how often each kind occurs in a round of the deck."""
+        machine = {"disk full": 2, "start on a full disk": 1, "start on a read-only disk": 1}
+        return {
+            "worker killed": 4,
+            "parent killed": 3,
+            "all killed": 3,
+            "SIGTERM": 3,
+            "SIGUSR1": 2,
+            "worker stopped for a while": 2,
+            "worker stopped for good": 1,
+            "all stopped for a while": 2,
+            "all stopped, then killed": 1,
+            "clock set forward": 2,
+            "clock set back": 2,
+            **(machine if has_disk else {}),
+        }
+
+    def inject(self, kind: str) -> None:
+        """Inject one fault; return when what it ends has ended."""
+        assert self.job is not None
+        pids, workers = self._all_pids(), self.workers()
+        worker = self.generator.choice(workers)
+        if kind == "worker stopped for good" and len(workers) == 1:  # no other rank can detect it
+            kind = "worker stopped for a while"
+        self.count(kind)
+        if kind.startswith("clock"):
+            offset = self.generator.choice([2, 60, 3600, 30 * DAY])
+            self.clock.set(offset if "forward" in kind else -offset)
+        elif kind == "disk full":
+            self._fill_disk()
+        elif kind.startswith("start on"):
+            self._start_on(kind)
+        elif kind.endswith("stopped for a while"):
+            chosen = pids if kind.startswith("all") else [worker]
+            self._stop(chosen)
+            send(chosen, signal.SIGCONT)
+        elif kind in ("SIGTERM", "SIGUSR1"):
+            self._preempt(kind, worker)
+        else:
+            self._end(kind, worker)
+
+    def _stop(self, pids: list[int]) -> None:
+        send(pids, signal.SIGSTOP)
+        time.sleep(self.generator.uniform(0.1, 1.5))
+
+    def _end(self, kind: str, worker: int) -> None:
+        """Kill or stop some processes, and wait until all have ended or have been restarted."""
+        assert self.job is not None
+        parent, pids = self.job.process.pid, self._all_pids()
+        attempts = self.checker.attempts
+        self._ends(kind)
+        if kind == "all stopped, then killed":
+            self._stop(pids)
+        victims = {"worker killed": [worker], "parent killed": [parent]}
+        is_stop = kind == "worker stopped for good"
+        chosen = [worker] if is_stop else victims.get(kind, pids)
+        send(chosen, signal.SIGSTOP if is_stop else signal.SIGKILL)
+        if chosen == [worker] != [parent]:
+            self.until(lambda: self.checker.attempts > attempts, "a restart")
+            return
+        self._wait_for_exit()
+
+    def _preempt(self, kind: str, worker: int) -> None:
+        assert self.job is not None
+        with self.store.lock:  # a graceful exit needs the store
+            self._ends(kind)
+            send([self.job.process.pid if kind == "SIGTERM" else worker], signal.Signals[kind])
+            self._wait_for_exit()
+
+    def _fill_disk(self) -> None:
+        """Fill the disk while the run trains; then kill it, because its history has a gap."""
+        self.checker.read(self.run / "main.rank0.log")
+        self.checker.disk_is_full()
+        self.disk.fill()
+        time.sleep(self.generator.uniform(0.2, 2))
+        self._ends("disk full")
+        self.kill()
+        self.disk.free()
+
+    def _start_on(self, kind: str) -> None:
+        """Start the run on a disk that nobody can write to: it must be refused."""
+        self._ends(kind)
+        self.kill()
+        is_full = kind == "start on a full disk"
+        if is_full:
+            self.disk.fill()
+        else:
+            self.disk.set_writable(False)
+        self.start()
+        assert self.job is not None
+        code, text = self.job.wait(PATIENCE_S), self.job.text()
+        self._wait_for_exit()
+        if is_full:
+            self.disk.free()
+        else:
+            self.disk.set_writable(True)
+        expected = FULL if is_full else READ_ONLY
+        if code == 0 or not re.search(f"{expected}|{UNAVAILABLE}", text):
+            raise InvariantError(f"a {kind}: exit code {code}\n{text[-3000:]}")
 
     # The whole run
 
-    def go(self, seconds: float) -> Report:
-        """Inject faults for this time, at least LEAST_FAULTS that end an attempt; let the run
-        finish; check its log.
+    def go(self, faults: int) -> Report:
+        """Inject faults until this number is reached, over all sessions; let the run complete.
 
         Raises:
             InvariantError: a guarantee was violated.
         """
-        begin = time.monotonic()
-        network_faults = threading.Thread(target=self._inject_network_faults, daemon=True)
-        succeeded = False
+        self.kill()
+        has_disk = self.disk.mount()
+        self.checker.cause = "the session was interrupted" if self.checker.logged else ""
+        begin = time.monotonic() - self.report.seconds
+        kinds = deck(self.generator, self.kinds(has_disk))
         try:
+            self._ends(self.checker.cause)
             self.start()
-            self.wait_for_progress(0)
-            network_faults.start()
-            kinds = deck(
-                self.process_rng,
-                {
-                    "worker killed": 3,
-                    "agent killed": 2,
-                    "all killed": 2,
-                    "SIGTERM": 2,
-                    "SIGUSR1": 1,
-                    "worker stopped for a second": 1,
-                    "worker stopped for good": 1,
-                },
-            )
-            while time.monotonic() < begin + seconds or len(self.ended) < LEAST_FAULTS:
-                self.inject_process_fault(next(kinds))
-                pause = time.monotonic() + self.process_rng.uniform(0, 1.5)
-                self.until(lambda: time.monotonic() > pause, "a pause")  # noqa: B023
-            succeeded = True
+            self.wait_for_steps()
+            self.store.start()
+            while self.report.total < faults:
+                self.inject(next(kinds))
+                if self.generator.random() < 0.8:
+                    self.wait_for_steps()
+                else:  # the next fault comes while the run starts, or right after this one
+                    pause = time.monotonic() + self.generator.uniform(0, 2)
+                    self.until(lambda: time.monotonic() > pause, "a pause")  # noqa: B023
+                self.report.seconds = round(time.monotonic() - begin, 1)
+                self._save()
+                self.on_fault()
+            self.store.stop()
+            self.finish()
         finally:
-            self.finished.set()
-            if network_faults.ident is not None:
-                network_faults.join()
-            self.proxy.heal()
-            if not succeeded and self.job is not None and self.job.process.poll() is None:
-                self.job.kill_tree()
-        self.finish()
-        self.report.seconds = round(time.monotonic() - begin, 1)
-        self.check_log()
-        self.proxy.close()
+            self.store.close()
+            self.kill()
+            self._save()
         return self.report
 
+    def wait_for_steps(self) -> None:
+        """Wait until the run has trained some more steps."""
+        wanted = self.checker.logged + self.generator.randint(1, 40)
+        self.until(lambda: self.checker.logged >= wanted, "more steps")
+
     def finish(self) -> None:
-        """Preempt the run, and let it complete after a few more steps."""
+        """Preempt the run, and let it complete after a few more steps, with the right time."""
         assert self.job is not None
-        self.until(lambda: self.log.steps_of_attempt() > 0, "the last attempt")
-        workers = self.job.workers()
-        self.ended.append((time.time(), "SIGTERM"))
-        self.count("SIGTERM")
-        self.job.process.send_signal(signal.SIGTERM)
-        self._wait_for_exit([*workers, self.job.process.pid])
-        newest = max(line.step for line in self.log.update() if line.kind == "step")
-        self.report.steps = newest + 20
+        self.wait_for_steps()
+        self._preempt("SIGTERM", 0)
+        self.clock.set(0)
+        self.checker.read(self.run / "main.rank0.log")
+        self.report.steps = self.checker.last_step + 20
         self.start(f"trainer.max_steps={self.report.steps}")
         if self.job.wait(PATIENCE_S) != 0:
             raise InvariantError(f"the last attempt failed\n{self.job.text()[-3000:]}")
-
-    def check_log(self) -> None:
-        """Check the log against the guarantees.
-
-        Raises:
-            InvariantError: one was violated.
-        """
-        report, last_step, committed, first_step, last_kind = self.report, 0, 0, True, ""
-        for line in self.log.update():
-            if line.kind == "begin":
-                report.attempts += 1
-                first_step, resumed, began = True, 0, line.time
-            elif line.kind == "resumed":
-                resumed = line.step
-            elif line.kind == "step":
-                if first_step and report.attempts > 1:
-                    cause = self._cause_before(began)
-                    self._check_resumed_step(cause, last_kind, resumed, last_step, committed)
-                    report.lost.setdefault(cause, []).append(last_step - resumed)
-                    last_step, last_kind = resumed, ""
-                first_step = False
-                if line.step != last_step + 1:
-                    raise InvariantError(f"step {line.step} was logged after step {last_step}")
-                last_step = line.step
-            elif line.kind == "committed":
-                committed = line.step
-                report.committed += 1
-            elif line.kind == "failed save":
-                report.failed_saves += 1
-            else:
-                last_kind = line.kind
-        if last_step != report.steps:
-            raise InvariantError(f"the run ended at step {last_step} instead of {report.steps}")
-        if report.unexpected:
-            raise InvariantError("\n\n".join(report.unexpected))
-
-    def _cause_before(self, began: float) -> str:
-        causes = [kind for when, kind in self.ended if when < began]
-        return causes[-1] if causes else "unknown"
-
-    def _check_resumed_step(
-        self, cause: str, last_kind: str, resumed: int, last_step: int, committed: int
-    ) -> None:
-        if resumed < committed:
+        self.checker.read(self.run / "main.rank0.log")
+        if self.checker.last_step != self.report.steps:
             raise InvariantError(
-                f"after '{cause}': from step {resumed}, although step {committed} was committed"
-            )
-        if resumed > last_step:
-            raise InvariantError(
-                f"after '{cause}': from step {resumed}, although only {last_step} were trained"
-            )
-        if last_kind == "preempted" and resumed != last_step:
-            raise InvariantError(
-                f"'{cause}' lost {last_step - resumed} steps, although it was reported to lose none"
+                f"the run ended at step {self.checker.last_step} instead of {self.report.steps}"
             )
 
 
-def deck(generator: random.Random, kinds: dict[str, int]) -> Iterator[str]:
-    """Yield kinds forever, in shuffled rounds: a round has every kind as often as its count."""
-    while True:
-        shuffled = [kind for kind, count in kinds.items() for _ in range(count)]
-        generator.shuffle(shuffled)
-        yield from shuffled
-
-
-def undisturbed(cwd: Path, steps: int, ranks: int) -> Path:
-    """Train the same run on a local disk without faults; return its directory."""
-    settings = [
-        *SETTINGS,
-        "run.name=run",
-        f"trainer.max_steps={steps}",
-        "snapshot.every_steps=null",
-    ]
-    job = Job([*torchrun(ranks), *settings], cwd)
-    if job.wait(600) != 0:
-        raise InvariantError(job.text()[-3000:])
-    return cwd / "outputs" / "run"
-
-
-def loss_curve(run: Path, rank: int) -> list[tuple[int, float]]:
-    """Return the steps and values of the loss curve of a rank, as TensorBoard reads them."""
-    events = EventAccumulator(
-        str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}
-    ).Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
-
-
-def logged_steps(run: Path, rank: int) -> list[int]:
-    return [step for step, _ in loss_curve(run, rank)]
-
-
-def where_they_differ(run: Path, reference: Path, limit: float) -> str:
-    """Say since which step the loss curves of two runs differ, and which attempt of the first
-    trained that step.
-    """
-    other = dict(loss_curve(reference, 0))
-    since = next(
-        (step for step, loss in loss_curve(run, 0) if abs(loss - other[step]) > limit), None
-    )
-    if since is None:
-        return "the loss curves are equal: suspect the evaluation"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    starts = [(line["step"], line["world_size"]) for line in lines if "start" in line]
-    return f"the losses differ since step {since}; the starts were at (step, ranks) {starts}"
+def send(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

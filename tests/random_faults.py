@@ -59,11 +59,7 @@ class FaultyRun:
 
     def processes(self) -> list[int]:
         """Return the processes of the run, orphans too: they work in its directory."""
-        return [
-            pid
-            for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
-            if works_in(pid, self.cwd)
-        ]
+        return processes_in(self.cwd)
 
     def wait_for_end(self) -> None:
         """Wait until the parent has ended, and all others after it."""
@@ -147,6 +143,12 @@ class FaultyRun:
         if not self.is_complete:
             assert self.start().wait() == 0, self.jobs[-1].text()
             self.wait_for_end()
+
+
+def processes_in(directory: Path) -> list[int]:
+    """Return the processes that work in a directory."""
+    pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+    return [pid for pid in pids if works_in(pid, directory)]
 
 
 def works_in(pid: int, directory: Path) -> bool:

@@ -54,24 +54,28 @@ def _die_with_parent() -> None:
 
 
 class SeaweedServer:
-    """One server with its own directory, ports and key.
+    """One server with its own directory, ports and key, which a directory keeps.
 
-    What it acknowledged survives `kill` and `start`.
+    What it acknowledged survives `kill` and `start`, and the end of this process.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-        self.key, self.secret = f"key{secrets.token_hex(4)}", secrets.token_hex(20)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "data").mkdir(exist_ok=True)
+        settings = directory / "server.json"
+        if not settings.exists():
+            ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+            keys = [f"key{secrets.token_hex(4)}", secrets.token_hex(20)]
+            settings.write_text(json.dumps([ports, keys]))
+        self.ports, (self.key, self.secret) = json.loads(settings.read_text())
         self.process: subprocess.Popen[bytes] | None = None
         identity = {
             "name": "admin",
             "credentials": [{"accessKey": self.key, "secretKey": self.secret}],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
-        directory.mkdir(parents=True, exist_ok=True)
         (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
-        (directory / "data").mkdir()
 
     @property
     def port(self) -> int:

@@ -29,19 +29,25 @@ def digests(run: Path) -> dict[str, str]:
     """Return the SHA-256 of the tensors of a run's newest snapshot by kind, and the losses and
     norms that it has logged.
     """
-    snapshot = load(str(run))
-    found = {"step": str(snapshot.step)}
-    for kind in ("model", "optimizer", "ema"):
-        digest = hashlib.sha256()
-        for name, tensor in sorted(getattr(snapshot, kind).items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())
-        found[kind] = digest.hexdigest()
+    found = tensor_digests(str(run))
     rows = read_history(run / METRICS).rows
     logged = [
         {key: value for key, value in row.items() if key == "grad_norm" or "loss" in key}
         for row in rows
     ]
     return found | {"logged": str(logged)}
+
+
+def tensor_digests(url: str) -> dict[str, str]:
+    """Return the step and the SHA-256 of the tensors of a run's newest snapshot by kind."""
+    snapshot = load(url)
+    found = {"step": str(snapshot.step)}
+    for kind in ("model", "optimizer", "ema"):
+        digest = hashlib.sha256()
+        for name, tensor in sorted(getattr(snapshot, kind).items()):
+            digest.update(name.encode() + tensor.numpy().tobytes())
+        found[kind] = digest.hexdigest()
+    return found
 
 
 def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:

@@ -2,8 +2,10 @@
 
 import functools
 import logging
+import os
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
@@ -74,8 +76,10 @@ class TensorBoardLogger:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            earlier = [path.name for path in self._directory.glob("*tfevents*")]
             # purge_step: readers drop points of earlier attempts from that step on
             self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
+            _rename_to_last(self._writer, earlier)
         return self._writer
 
     @_unless_failed
@@ -120,3 +124,25 @@ class TensorBoardLogger:
     def close(self) -> None:
         if self._writer:
             self._writer.close()
+
+
+def _rename_to_last(writer: "SummaryWriter", earlier: Collection[str]) -> None:
+    """Rename a new event file if its name does not sort after those of earlier attempts.
+
+    Readers go through the files by name, which begins with the second that they were made in: after
+    a clock was set back, they would drop the points of the attempt, or show steps twice. Another
+    implementation of TensorBoard's files, without the attributes used here, keeps its names.
+    """
+    writer.flush()  # nothing is written meanwhile
+    events = getattr(writer.file_writer, "event_writer", None)
+    file = getattr(events, "_general_file_writer", None)
+    if file is None or not hasattr(file, "filename"):
+        return
+    path = Path(os.fsdecode(file.filename))
+    newest = max(earlier, default="")
+    second = re.search(r"tfevents\.(\d+)", newest)
+    if path.name > newest or second is None:
+        return
+    name = re.sub(r"(?<=tfevents\.)\d+", f"{int(second[1]) + 1:010d}", path.name)
+    path.rename(path.with_name(name))
+    file.filename = os.fsencode(path.with_name(name))  # by which it is opened for each write

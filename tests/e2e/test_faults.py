@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from chaos import deck
+from chaos_store import deck
 from launching import TINY, Job, UnforkedJob, python_main
 from pause_points import SETTINGS as PAUSES
 from pause_points import PausedJob, patches

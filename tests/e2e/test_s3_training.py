@@ -12,9 +12,9 @@ import uuid
 from pathlib import Path
 
 import pytest
-from chaos import UNAVAILABLE, with_limits
 from fault_proxy import Fault, FaultProxy, Rule
 from launching import TINY, Job, call, last_step, python_main, wait_for
+from store_limits import UNAVAILABLE, with_limits
 
 from mingpt_ddp.snapshots.format import CorruptSnapshotError
 from mingpt_ddp.snapshots.store import SnapshotStore

@@ -57,6 +57,27 @@ def test_no_file_before_the_first_value(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
+def test_a_clock_that_is_set_back_between_attempts(tmp_path, monkeypatch, closed):
+    """Readers sort event files by name, which begins with the time."""
+    now = time.time()
+    loggers = []
+    for attempt, (first, last, hours) in enumerate([(1, 6, 0), (5, 8, -720), (7, 9, -1)]):
+        moved = now + 3600 * hours
+        monkeypatch.setattr(time, "time", lambda moved=moved: moved)
+        logger = start(tmp_path, first - 1)
+        for step in range(first, last + 1):
+            logger.log(step, {"train/loss": float(attempt)})
+        logger.flush()
+        if closed:
+            logger.close()
+        loggers.append(logger)
+    expected = [(1, 0.0), (2, 0.0), (3, 0.0), (4, 0.0), (5, 1.0), (6, 1.0)]
+    expected += [(7, 2.0), (8, 2.0), (9, 2.0)]
+    assert points(tmp_path, "train/loss") == expected
+    assert len(list(tmp_path.iterdir())) == 3
+
+
 def texts(directory: Path) -> list[tuple[int, str]]:
     """Read texts as the pages of TensorBoard do: the accumulator above purges only scalars."""
     events = plugin_event_accumulator.EventAccumulator(str(directory), size_guidance={"tensors": 0})

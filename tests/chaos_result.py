@@ -1,0 +1,83 @@
+"""Compare the end of a run under random faults with that of an undisturbed one."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from chaos import PATIENCE_S, SETTINGS, Chaos
+from chaos_log import InvariantError
+from launching import Job, python_main
+from snapshot_helpers import tensor_digests
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.snapshots.store import SnapshotStore
+
+
+def undisturbed(cwd: Path, steps: int) -> Path:
+    """Train the same run on a local disk, on one rank, without faults; return its directory."""
+    shutil.rmtree(cwd, ignore_errors=True)  # an interrupted one
+    cwd.mkdir()
+    settings = [*SETTINGS, f"trainer.max_steps={steps}", "snapshot.every_steps=null"]
+    job = Job([*python_main(), *settings], cwd)
+    if job.wait(PATIENCE_S + steps) != 0:
+        raise InvariantError(job.text()[-3000:])
+    return cwd / "outputs" / "run"
+
+
+def check_result(chaos: Chaos, reference: Path) -> str:
+    """Compare a complete run with the undisturbed one: all tensors of model and optimizer, every
+    loss and gradient norm that was logged; TensorBoard shows each step once; all snapshots are
+    whole.
+
+    The credentials of the store are in `os.environ`.
+
+    Returns:
+        The SHA-256 of the model's tensors.
+
+    Raises:
+        InvariantError: they differ.
+    """
+    found, expected = tensor_digests(chaos.url), tensor_digests(str(reference))
+    histories = [read_history(run / METRICS) for run in (chaos.run, reference)]
+    rows, undisturbed_rows = (history.by_step() for history in histories)
+    differ = [step for step, row in rows.items() if not agree(row, undisturbed_rows[step])]
+    if found != expected or differ:
+        since = f" since step {differ[0]}" if differ else ""
+        raise InvariantError(f"other bits than undisturbed{since}: {found}, {expected}")
+    recorded = [step for step, _ in histories[0].series("train_loss")]
+    check_steps("metrics.jsonl", recorded, chaos)
+    check_steps("TensorBoard", logged_steps(chaos.run, 0), chaos)
+    store = SnapshotStore(chaos.url)
+    for step in filter(store.is_committed, store.steps()):
+        store.verify(step)
+    return found["model"]
+
+
+def check_steps(name: str, steps: list[int], chaos: Chaos) -> None:
+    """Check that a history has each step once, but for those that a full disk has lost."""
+    every = set(range(1, chaos.report.steps + 1))
+    twice = sorted(step for step, times in Counter(steps).items() if times > 1)
+    if twice:
+        raise InvariantError(f"{name} shows steps twice: {twice}")
+    missing = every - set(steps) - chaos.checker.may_be_missing()
+    if missing or not set(steps) <= every:
+        raise InvariantError(f"{name} does not show the steps {sorted(missing)}")
+
+
+def agree(row: dict, reference: dict) -> bool:
+    """Compare losses and gradient norms of a step; one run may have evaluated where it ended."""
+    return all(
+        row[key] == reference[key]
+        for key in row.keys() & reference.keys()
+        if key == "grad_norm" or "loss" in key
+    )
+
+
+def logged_steps(run: Path, rank: int) -> list[int]:
+    """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
+    directory = run / "tensorboard" / f"rank{rank}"
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in events.Scalars("train/loss")]

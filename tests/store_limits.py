@@ -1,0 +1,43 @@
+"""Shorter limits of object stores and leases, for tests, and the errors when they are exceeded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launching import ROOT
+
+# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease, shortened for a test.
+REMOTE = {
+    "REQUEST_TIMEOUT_S": 2.0,
+    "OPERATION_DEADLINE_S": 6.0,
+    "MIN_BANDWIDTH": 32 << 20,
+    "INITIAL_BACKOFF_S": 0.05,
+    "MAX_BACKOFF_S": 0.5,
+}
+LEASE = {"HEARTBEAT_INTERVAL_S": 1.0, "LEASE_TTL_S": 3.0, "TAKEOVER_GRACE_S": 0.3}
+UNAVAILABLE = (
+    r"(cannot (write the snapshot of step|list snapshots at|read the snapshot of step|use s3://))"
+)
+
+
+def with_limits(
+    directory: Path,
+    remote: dict[str, float] | None = None,
+    lease: dict[str, float] | None = None,
+    more: str = "",
+) -> str:
+    """Return a PYTHONPATH whose sitecustomize module sets other limits in every process.
+
+    Args:
+        more: code that the module begins with.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [more, "from mingpt_ddp.storage import lease, remote"]
+    for module, values in (
+        ("remote", REMOTE if remote is None else remote),
+        ("lease", lease or {}),
+    ):
+        lines += [f"{module}.{name} = {value}" for name, value in values.items()]
+    (directory / "sitecustomize.py").write_text("\n".join(lines) + "\n")
+    return f"{directory}{os.pathsep}{ROOT}"
