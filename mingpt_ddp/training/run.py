@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Container
 
 from mingpt_ddp.config.config import Config
@@ -15,6 +14,7 @@ from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.stages import (
@@ -107,7 +107,8 @@ def train(
     task = prepared.task
     loader = prepared.loader
     state = built.state
-    count_wasted_time(prepared, opened, built)
+    state.world_size = runtime.group.world_size
+    first_save_s = count_attempt(state, opened.last, prepared.started_at, runtime.group.env)
     kept_size = built.snapshot.state["micro_batch_size"] if built.snapshot else None
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
@@ -120,7 +121,12 @@ def train(
     context = Context(task, runtime, built.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
     saves = SaveSchedule(
-        context, built.manager, anomaly, plan.micro_batch_size, loader.steps_per_epoch
+        context,
+        built.manager,
+        anomaly,
+        plan.micro_batch_size,
+        loader.steps_per_epoch,
+        first_save_s,
     )
     train_step.control = RunControl(context, saves, anomaly)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
@@ -128,14 +134,6 @@ def train(
 
     if opened.owner:
         opened.owner.clear_result()
+        record_attempt(opened.owner, state, runtime.group.env)
     with snapshot_when_out_of_memory(config, runtime):
         return trainer.fit()
-
-
-def count_wasted_time(prepared: Prepared, opened: Opened, built: Built) -> None:
-    """Add to the train state the time of this start, and of the work that the last attempt lost."""
-    state = built.state
-    state.world_size = prepared.runtime.group.world_size
-    if state.saved_at:
-        state.wasted_seconds += max(0.0, opened.last_log_time - state.saved_at)
-    state.wasted_seconds += time.monotonic() - prepared.started_at

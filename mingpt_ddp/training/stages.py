@@ -24,7 +24,13 @@ from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
-from mingpt_ddp.storage.run_dir import RunDirectory, difference, recorded_config, run_directory
+from mingpt_ddp.storage.run_dir import (
+    Attempt,
+    RunDirectory,
+    difference,
+    recorded_config,
+    run_directory,
+)
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
@@ -92,7 +98,7 @@ class Opened:
     """The run directory, locked."""
 
     owner: RunDirectory | None  # on rank zero
-    last_log_time: float  # of the attempt before; 0 without one
+    last: Attempt  # the attempt before, on rank zero
 
 
 @dataclass(frozen=True)
@@ -220,9 +226,9 @@ def open_directory(prepared: Prepared, resources: contextlib.ExitStack) -> Opene
     with prepared.task.discarded_if_refused():
         group.run_on_rank_zero(lock)
     owner = owners[0] if owners else None
-    last_log_time = owner.last_log_time() if owner else 0.0
+    last = owner.last_attempt() if owner else Attempt()
     logs.to_file(prepared.directory, group.env)
-    return Opened(owner, last_log_time)
+    return Opened(owner, last)
 
 
 def build(prepared: Prepared) -> Built:
