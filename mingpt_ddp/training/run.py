@@ -12,6 +12,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.attempts import count_attempt, record_attempt
@@ -60,10 +61,16 @@ def run(
         the run early.
     """
     # refuses before anything is written
-    prepared = prepare(config, runtime, typed, started_at or process_start_time())
+    times = StartTimes(started_at or process_start_time())
+    times.done("processes", at=runtime.began_at)
+    times.done("rendezvous")
+    prepared = prepare(config, runtime, typed, times)
+    times.done("data")
     with contextlib.ExitStack() as resources:
         opened = open_directory(prepared, resources)
+        times.done("run directory")
         built = build(prepared)
+        times.done("model and snapshot")
         record_start(prepared, opened, built, hydra_files)
         reports = open_reports(prepared, built, resources)
         if built.is_complete:
@@ -108,7 +115,7 @@ def train(
     loader = prepared.loader
     state = built.state
     state.world_size = runtime.group.world_size
-    first_save_s = count_attempt(state, opened.last, prepared.started_at, runtime.group.env)
+    first_save_s = count_attempt(state, opened.last, prepared.times.began_at, runtime.group.env)
     kept_size = built.snapshot.state["micro_batch_size"] if built.snapshot else None
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
@@ -116,7 +123,7 @@ def train(
     train_step = TrainStep(runtime, task, loader, plan, built.trainable)
     steps = range(state.step, prepared.steps)
     model = built.trainable.model
-    metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.started_at)
+    metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.times)
     metrics.attach(reports.outboxes)
     context = Context(task, runtime, built.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)

@@ -33,7 +33,8 @@ from mingpt_ddp.training.train_state import (
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 30.0  # of training before the first snapshot of a run, which measures the cost
+FIRST_S = 30.0  # of training at most before the first snapshot of a run, which measures the cost
+ASSUMED_STALL_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
@@ -268,11 +269,11 @@ class SaveSchedule:
         self.context.state.save_durable_s = self.manager.durable_s
 
     def _best_interval(self) -> float:
-        """Return the best interval at the rate of failures so far, FIRST_S while none is known."""
+        """Return the best interval for the cost of a snapshot and the rate of failures so far."""
         state = self.context.state
-        if state.save_durable_s is None:
-            return FIRST_S
         mtbf_s = 3600 * self.snapshot_config.mtbf_hours
         if state.failures:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
+        if state.save_durable_s is None:
+            return min(FIRST_S, best_interval(ASSUMED_STALL_S, mtbf_s))
         return best_interval(state.save_stall_s, mtbf_s, state.save_durable_s)

@@ -17,6 +17,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
 from mingpt_ddp.snapshots.format import Snapshot
@@ -75,7 +76,7 @@ class Prepared:
     loader: Loader
     stores: list[SnapshotStore]
     warm: WarmStart | None  # the weights of run.init_from
-    started_at: float  # time.monotonic() when this attempt began
+    times: StartTimes
 
     @property
     def config(self) -> Config:
@@ -121,7 +122,7 @@ class Reports:
     hooks: Hooks  # of the user
 
 
-def prepare(config: Config, runtime: Runtime, typed: Container[str], started_at: float) -> Prepared:
+def prepare(config: Config, runtime: Runtime, typed: Container[str], times: StartTimes) -> Prepared:
     """Read the data and what the run starts from; check them before anything is written.
 
     Args:
@@ -141,7 +142,7 @@ def prepare(config: Config, runtime: Runtime, typed: Container[str], started_at:
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-        prepared = Prepared(runtime, task, loader, stores, warm, started_at)
+        prepared = Prepared(runtime, task, loader, stores, warm, times)
         _preflight(prepared, recorded)
     return prepared
 

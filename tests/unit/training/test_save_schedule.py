@@ -166,6 +166,12 @@ def test_the_first_snapshot_of_a_run_measures_the_cost():
     assert (state.save_stall_s, state.save_durable_s) == (2.0, 3.0)
 
 
+@pytest.mark.parametrize(("hours", "interval_s"), [(240.0, 30.0), (24.0, 30.0), (1 / 60, 0.8)])
+def test_the_first_snapshot_comes_early_where_failures_are_frequent(hours, interval_s):
+    schedule, _ = auto_schedule(TrainState(), mtbf_hours=hours)
+    assert schedule._interval_s == pytest.approx(interval_s, rel=0.05)
+
+
 def test_a_restarted_attempt_knows_the_cost():
     schedule, _ = auto_schedule(TrainState(save_stall_s=2.0, save_durable_s=3.0))
     assert schedule._interval_s == best_interval(2.0, 24 * HOUR, 3.0)
