@@ -10,7 +10,8 @@ kills          single kills of one worker or the other at random times: the seco
 minute         a run under one kill a minute, for --minutes
 ten-minutes    a run under one kill in ten minutes, for three times as long
 
-Both runs have every_steps=auto and the default snapshot.mtbf_hours. Goodput by stopwatch is the
+Both runs have every_steps=auto, with snapshot.mtbf_hours as a user sets it who knows the rate; the
+single kills have its default, so that the first one comes before the run knows the rate. Goodput by stopwatch is the
 steps of the run times the seconds of an undisturbed step, over the time from the command to the
 last step. An undisturbed step is measured in the same script, before and after, in a run without
 kills and without snapshots. The run reports its own goodput in `result.json`; the script fails if
@@ -139,7 +140,7 @@ def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> d
     """Return the seconds until the first new step, and those of lost training, of each kill."""
     run = Run(scratch, f"snapshot.every_steps={every}")
     run.wait_until(lambda: run.step >= 50)
-    if every == "auto":  # its first snapshot comes after 30 s
+    if every == "auto":  # its first snapshot comes after 30 s at the latest
         run.wait_until(lambda: any(run.directory.glob("snapshots/*/manifest.json")))
     recovered, lost = [], []
     for number in range(kills):
@@ -184,7 +185,8 @@ def under_kills(scratch: Path, seconds: float, between_s: float, pace_s: float) 
         pace_s: of an undisturbed step.
     """
     before_s = undisturbed(scratch, pace_s)
-    run = Run(scratch, "snapshot.every_steps=auto")
+    mtbf = f"snapshot.mtbf_hours={between_s / 3600:.4f}"
+    run = Run(scratch, "snapshot.every_steps=auto", mtbf)
     run.wait_until(lambda: run.step >= 1)
     kills = 0
     while (due := (kills + 0.5) * between_s) < seconds:
