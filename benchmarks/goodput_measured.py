@@ -11,11 +11,11 @@ minute         a run under one kill a minute, for --minutes
 ten-minutes    a run under one kill in ten minutes, for three times as long
 
 Both runs have every_steps=auto, with snapshot.mtbf_hours as a user sets it who knows the rate; the
-single kills have its default, so that the first one comes before the run knows the rate. Goodput by stopwatch is the
-steps of the run times the seconds of an undisturbed step, over the time from the command to the
-last step. An undisturbed step is measured in the same script, before and after, in a run without
-kills and without snapshots. The run reports its own goodput in `result.json`; the script fails if
-they differ by more than a point.
+single kills have its default, so that the first one comes before the run knows the rate. Goodput
+by stopwatch is the steps of the run times the seconds of an undisturbed step, over the time from
+the command to the last step. An undisturbed step is measured in the same script, before and after,
+in a run without kills and without snapshots. The run reports its own goodput in `result.json`; the
+script fails if they differ by more than a point. Other processes on the machine falsify all of it.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/goodput_measured.py
 """
