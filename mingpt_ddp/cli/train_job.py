@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import refuse_credentials
+from mingpt_ddp.config.worker_config import run_composed
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.channels import reporter
 from mingpt_ddp.distributed.env import (
@@ -57,8 +58,13 @@ from mingpt_ddp.training.notify import notifying
 log = logging.getLogger(__name__)
 
 
-def main() -> None:
-    """Run the command; always exit through os._exit."""
+def main(composed: DictConfig | None = None) -> None:
+    """Run the command; always exit through os._exit.
+
+    Args:
+        composed: the configuration that the parent of this worker has composed; None: Hydra
+            composes that of the command line.
+    """
     # by default a third of the time in which torch is imported goes into collections
     gc.set_threshold(20_000)
     caller = os.environ.pop(CALLER, None)
@@ -74,7 +80,10 @@ def main() -> None:
             exit_process(None, 0)
         prepare(exits.env)
         with sweep.active():
-            hydra_utils.run_hydra(train)
+            if composed is None:
+                hydra_utils.run_hydra(train)
+            else:
+                run_composed(train, composed)
     except JobError as error:
         if sweep.uses_external_launcher:  # otherwise already recorded
             sweep.failed[0] = str(error.args[0])  # it knows no number

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from mingpt_ddp.errors import ConfigError
@@ -149,6 +150,22 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
         "TORCHELASTIC_USE_AGENT_STORE": first.has_agent,
     }
     return {name: str(value) for name, value in variables.items()}
+
+
+def launcher_id(env: DistEnv) -> str:
+    """Return an id of the process that restarts this one when it dies; "" if none does.
+
+    It is no id of any other process, also on another machine or later. "" without Linux's /proc.
+    """
+    if not env.has_agent:
+        return ""
+    parent = os.getppid()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+    return f"{boot}/{parent}/{started}"
 
 
 def process_start_time() -> float:

@@ -17,8 +17,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from omegaconf import DictConfig
+
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.config.worker_config import compose_for_workers
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.channels import Channels, Report
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
@@ -102,13 +105,14 @@ async def run_workers(
         )
     if config.launcher == "forkserver":
         start_server()
+    composed = compose_for_workers(launch.overrides)  # while the server imports torch
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_rank_zero and not env.is_standalone:
         # This imports torch, as the server does meanwhile.
         from mingpt_ddp.distributed.rendezvous import connect
 
         connect(env, 0, config.timeout_s)  # hosts a store for the lifetime of this process
-    attempt = _Attempt(launch, first, forwarder)
+    attempt = _Attempt(launch, composed, first, forwarder)
     code, interrupted = await _run_with_restarts(attempt.run, started_at, config, launch.directory)
     if code and env.is_rank_zero and not env.is_standalone:
         time.sleep(STORE_LINGER_S)
@@ -160,12 +164,16 @@ class _Attempt:
     Launchers on other nodes may start further ranks.
     """
 
-    def __init__(self, launch: Launch, first: DistEnv, forwarder: SignalForwarder) -> None:
+    def __init__(
+        self, launch: Launch, composed: DictConfig, first: DistEnv, forwarder: SignalForwarder
+    ) -> None:
         """
         Args:
+            composed: the configuration of the workers.
             first: the ranks of the first worker.
         """
         self.launch = launch
+        self.composed = composed
         self.first = first
         self.forwarder = forwarder
         self.last_line = ""
@@ -236,6 +244,6 @@ class _Attempt:
         workers = []
         for index in range(n):
             environ = {**shared, **worker_environ(first, index, n)}
-            arguments = (environ, launch.overrides, channels.for_worker(index))
+            arguments = (environ, launch.overrides, self.composed, channels.for_worker(index))
             workers.append(context.Process(target=run_worker, args=arguments))
         return workers

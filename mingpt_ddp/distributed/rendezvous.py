@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError
 
 T = TypeVar("T")
-POLL_S = 0.02
+POLL_S = 0.005
 STORE_TIMEOUT_S = 5.0  # for one response of the store on a busy machine
 FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 

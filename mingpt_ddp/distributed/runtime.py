@@ -37,6 +37,7 @@ class Runtime:
         Args:
             job: index of the job in a sweep; every job has its own process group.
         """
+        self.began_at = time.monotonic()  # to join
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
         n = config.model.devices

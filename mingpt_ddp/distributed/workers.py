@@ -2,8 +2,8 @@
 
 import contextlib
 import ctypes
+import importlib
 import os
-import runpy
 import signal
 import sys
 import time
@@ -12,10 +12,14 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
+from omegaconf import DictConfig
+
 from mingpt_ddp.distributed.channels import WorkerEnds, readable
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
 from mingpt_ddp.distributed.machine import threads_per_worker
 from mingpt_ddp.distributed.slots import bind_cores
+
+COMMAND = "mingpt_ddp.cli.train_job"  # a higher layer: named, not imported
 
 
 class SignalForwarder:
@@ -135,9 +139,16 @@ async def join_workers(
     return code, failed[code]
 
 
-def run_worker(environ: dict[str, str], overrides: list[str], ends: WorkerEnds) -> None:
-    """Train as one rank, in a process that has just been forked or started."""
+def run_worker(
+    environ: dict[str, str], overrides: list[str], composed: DictConfig, ends: WorkerEnds
+) -> None:
+    """Train as one rank, in a process that has just been forked or started.
+
+    Args:
+        composed: the configuration of the overrides.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's timer
     os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent
     os.environ.clear()
     os.environ.update(environ)
@@ -153,4 +164,4 @@ def run_worker(environ: dict[str, str], overrides: list[str], ends: WorkerEnds) 
         PR_SET_NAME = 15  # of <sys/prctl.h>, for ps and top
         ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {environ['RANK']}".encode())
     sys.argv[1:] = overrides
-    runpy.run_module("mingpt_ddp", run_name="__main__")
+    importlib.import_module(COMMAND).main(composed)

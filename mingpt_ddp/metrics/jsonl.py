@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 MAX_SIZE = 1 << 28  # bytes
+END_BYTES = 1 << 14  # to find the last record in
 MAX_LINES = 2_000_000  # which as records take more memory
 KEYS = {  # of a record, by tag
     "train/loss": "train_loss",
@@ -111,6 +112,20 @@ def append_line(path: Path, line: bytes) -> None:
         except OSError:
             file.truncate(end)
             raise
+
+
+def last_step(path: Path) -> int:
+    """Return the step of the last measurement near the end of a file; 0 if there is none."""
+    if not path.is_file():  # opening a named pipe would block
+        return 0
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, 2) - END_BYTES))
+        for line in reversed(file.read().split(b"\n")):
+            record = _parse(line)
+            if record and not {"start", "rollback", "complete"} & record.keys():
+                step: int = record["step"]
+                return step
+    return 0
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -11,10 +10,11 @@ from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
+from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, last_step
 from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.panel import Panel
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.trackers.csv_file import CSVLogger
@@ -42,13 +42,13 @@ class MetricsProcessor:
         loader: Loader,
         model: nn.Module,
         steps: range,
-        started_at: float,
+        times: StartTimes,
     ) -> None:
         """
         Args:
             model: not wrapped; utilization is logged if it has `flops_per_token()`.
             steps: range(steps done so far, steps of the whole run).
-            started_at: time.monotonic() when this attempt began.
+            times: of the start of this attempt.
         """
         self.runtime = runtime
         self.task = task
@@ -77,7 +77,11 @@ class MetricsProcessor:
         self.stragglers = Stragglers(runtime.group, steps.start)
         self.utilization = Utilization(runtime, model)
         self._is_set_up = False
-        self._started_at: float | None = started_at  # None once the first step is done
+        self._times = times
+        self._is_first = True
+        # the last step that an earlier attempt has logged
+        self._reached = env.call_on_rank_zero(lambda: last_step(directory / METRICS)) or 0
+        self._repeats = self._reached > steps.start
         for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)
 
@@ -94,13 +98,19 @@ class MetricsProcessor:
 
     def step_done(self, step: int) -> None:
         """Show that a step is done."""
-        if self._started_at is None:
+        if self._is_first:
+            with self.meter.paused():  # the panel imports rich
+                self.panel.advance(step)
+            self._times.done("first step")
+            log.info("the first step was done after %.2f s", self._times.elapsed)
+            log.info("of these: %s", self._times.describe(), extra={"file_only": True})
+            self._is_first = False
+        else:
             self.panel.advance(step)
-            return
-        with self.meter.paused():  # the panel imports rich
-            self.panel.advance(step)
-            log.info("the first step was done after %.2f s", time.monotonic() - self._started_at)
-        self._started_at = None
+        if self._repeats and step > self._reached:
+            elapsed = self._times.elapsed
+            log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})
+            self._repeats = False
 
     def _set_up(self) -> None:
         """Open TensorBoard and measure the matmul rate.

@@ -122,13 +122,13 @@ def load(
     Raises:
         SnapshotError: there is no such snapshot, or it is damaged.
     """
-    url = url.rstrip("/") or url if step == "newest" else _find_url(url, step)
+    url = url.rstrip("/") or url
     if named := step_in(url):
         store, number = named
-        try:
-            return store.read(number, kinds, whole)
-        except CorruptSnapshotError as damage:
-            raise SnapshotError(f"{url} cannot be used: {damage}") from damage
+        return _read_first([store], number, kinds, whole)
+    if step != "newest":
+        number, stores = _find_stores(url, step)
+        return _read_first(stores, number, kinds, whole)
     found: Snapshot | None = None
 
     def read_newer(store: SnapshotStore) -> None:
@@ -180,8 +180,32 @@ def _raise_or_log(errors: list[UserError], log_only: bool) -> None:
         log.warning("%s", error)
 
 
-def _find_url(url: str, step: int | str) -> str:
-    """Return the URL of the snapshot of a step, or of the best one by the newest readable state.
+def _read_first(
+    stores: Iterable[SnapshotStore], step: int, kinds: Sequence[str], whole: bool
+) -> Snapshot:
+    """Read the snapshot of a step from the first store that has it undamaged.
+
+    Raises:
+        SnapshotError: names the first store, and its damage.
+    """
+    errors = list[SnapshotError]()
+    for store in stores:
+        try:
+            found = store.read(step, kinds, whole)
+        except CorruptSnapshotError as damage:
+            url = f"{store.url}/{layout.directory_name(step)}"
+            error = SnapshotError(f"{url} cannot be used: {damage}")
+            error.__cause__ = damage
+            errors.append(error)
+            continue
+        for error in errors:
+            log.warning("%s", error)
+        return found
+    raise errors[0]
+
+
+def _find_stores(url: str, step: int | str) -> tuple[int, list[SnapshotStore]]:
+    """Return a step, or the best one by the newest readable state, and the stores that list it.
 
     Raises:
         SnapshotError: there is none.
@@ -198,9 +222,7 @@ def _find_url(url: str, step: int | str) -> str:
         raise SnapshotError(
             f"there is no snapshot of step {wanted} at {url}; the newest is of step {newest}"
         )
-    # the first that has it whole, or else the first
-    store = max(stores, key=lambda store: store.is_committed(wanted))
-    return f"{store.url}/{layout.directory_name(wanted)}"
+    return wanted, stores
 
 
 def _best_step(found: list[tuple[int, SnapshotStore]]) -> Any:

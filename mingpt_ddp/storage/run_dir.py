@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import re
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -23,9 +23,11 @@ from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 log = logging.getLogger(__name__)
 
 RESULT = "result.json"
+ATTEMPT = "attempt.json"
 PARTIAL_FILES = (
     ".config*.partial",
     ".result.json.*.partial",
+    ".attempt.json.*.partial",
     ".tokenizer.json.*.partial",
     "..*.partial",
     ".hydra/.*.partial",
@@ -55,6 +57,19 @@ class RunStatus(str, Enum):
     COMPLETE = "complete"  # reached its limits
     PREEMPTED = "preempted"  # stopped by a signal: the same command resumes it
     PRUNED = "pruned"  # a job of a sweep that did worse than others
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt when it began to train, as `attempt.json` has it; times in seconds."""
+
+    began: float = 0.0  # since 1970; 0: unknown
+    wasted_seconds: float = 0.0  # of the run up to then
+    failures: int = 0  # attempts before it that died
+    launcher: str = ""  # the process that restarts it, if there is one
+    # not in the file:
+    has_died: bool = False
+    ended: float = 0.0  # since 1970: its last line in the log; 0 without a log
 
 
 def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
@@ -147,12 +162,25 @@ class RunDirectory:
         except OSError as error:
             raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
 
-    def last_log_time(self) -> float:
-        """Return when the last attempt wrote to its log, in seconds since 1970; 0 without a log."""
+    def last_attempt(self) -> Attempt:
+        """Return the last attempt, as far as the directory has it."""
+        ended = 0.0
+        with contextlib.suppress(OSError):
+            ended = (self.path / "main.rank0.log").stat().st_mtime
+        recorded = _read_json(self.path / ATTEMPT)
         try:
-            return (self.path / "main.rank0.log").stat().st_mtime
-        except OSError:
-            return 0.0
+            values = {key: recorded[key] for key in ("began", "wasted_seconds")}
+            began, wasted_s = (max(0.0, float(value)) for value in values.values())
+            attempt = Attempt(began, wasted_s, int(recorded["failures"]), str(recorded["launcher"]))
+        except (LookupError, TypeError, ValueError, OverflowError):
+            return Attempt(ended=ended)
+        return replace(attempt, has_died=not (self.path / RESULT).exists(), ended=ended)
+
+    def write_attempt(self, attempt: Attempt) -> None:
+        """Write attempt.json."""
+        values = asdict(attempt)
+        del values["has_died"], values["ended"]
+        _write(self.path / ATTEMPT, json.dumps(values) + "\n")
 
     def check(self) -> None:
         """Check that the locked directories are still there.
@@ -235,9 +263,14 @@ def _write(path: Path, content: str) -> None:
 
 def read_result(directory: Path) -> dict[str, Any]:
     """Return the result of the run in this directory; {} if there is none that can be read."""
+    return _read_json(directory / RESULT)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; {} if there is none that can be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        result = json.loads(read_regular(directory / RESULT, MAX_RECORD_BYTES))
-        return result if isinstance(result, dict) else {}
+        values = json.loads(read_regular(path, MAX_RECORD_BYTES))
+        return values if isinstance(values, dict) else {}
     return {}
 
 

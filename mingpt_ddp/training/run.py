@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import time
 from collections.abc import Container
 
 from mingpt_ddp.config.config import Config
@@ -13,8 +12,10 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
+from mingpt_ddp.training.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.save_schedule import SaveSchedule
@@ -61,10 +62,16 @@ def run(
         the run early.
     """
     # refuses before anything is written
-    prepared = prepare(config, runtime, typed, started_at or process_start_time())
+    times = StartTimes(started_at or process_start_time())
+    times.done("processes", at=runtime.began_at)
+    times.done("rendezvous")
+    prepared = prepare(config, runtime, typed, times)
+    times.done("data")
     with contextlib.ExitStack() as resources:
         opened = open_directory(prepared, resources)
+        times.done("run directory")
         built = build(prepared)
+        times.done("model and snapshot")
         record_start(prepared, opened, built, hydra_files)
         reports = open_reports(prepared, built, resources)
         if built.is_complete:
@@ -108,7 +115,8 @@ def train(
     task = prepared.task
     loader = prepared.loader
     state = built.state
-    count_wasted_time(prepared, opened, built)
+    state.world_size = runtime.group.world_size
+    first_save_s = count_attempt(state, opened.last, prepared.times.began_at, runtime.group.env)
     kept_size = built.snapshot.state["micro_batch_size"] if built.snapshot else None
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
@@ -116,13 +124,13 @@ def train(
     train_step = TrainStep(runtime, task, loader, plan, built.trainable)
     steps = range(state.step, prepared.steps)
     model = built.trainable.model
-    metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.started_at)
+    metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.times)
     metrics.attach(reports.outboxes)
     context = Context(task, runtime, built.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)
     saves = SaveSchedule(
-        context, built.manager, anomaly, copies, plan.micro_batch_size, loader.steps_per_epoch
+        context, built.manager, anomaly, copies, plan.micro_batch_size, first_save_s
     )
     train_step.control = RunControl(context, saves, anomaly)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
@@ -130,14 +138,6 @@ def train(
 
     if opened.owner:
         opened.owner.clear_result()
+        record_attempt(opened.owner, state, runtime.group.env)
     with snapshot_when_out_of_memory(config, runtime):
         return trainer.train()
-
-
-def count_wasted_time(prepared: Prepared, opened: Opened, built: Built) -> None:
-    """Add to the train state the time of this start, and of the work that the last attempt lost."""
-    state = built.state
-    state.world_size = prepared.runtime.group.world_size
-    if state.saved_at:
-        state.wasted_seconds += max(0.0, opened.last_log_time - state.saved_at)
-    state.wasted_seconds += time.monotonic() - prepared.started_at

@@ -2,7 +2,8 @@
 
 All times are in seconds.
 
-The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts.
+The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. That is
+snapshot.mtbf_hours, or the mean of the run so far if it has failed more often.
 Training runs for an interval, stalls for `cost_s` while a snapshot is taken, and continues. A
 failure loses all training since the start of the last durable snapshot. When a snapshot becomes
 durable and how long a restart takes do not change the best interval: benchmarks/availability.py has
@@ -30,7 +31,8 @@ from mingpt_ddp.training.train_state import (
 
 log = logging.getLogger(__name__)
 
-FIRST_S = 30.0  # of training before the first snapshot, which measures the cost
+FIRST_S = 30.0  # of training at most before the first snapshot of a run, which measures the cost
+ASSUMED_STALL_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
@@ -81,8 +83,12 @@ class SaveSchedule:
         anomaly: AnomalyPolicy,
         copies: CopyCheck,
         micro_batch_size: int,
-        steps_per_epoch: int,
+        first_s: float = math.inf,
     ) -> None:
+        """
+        Args:
+            first_s: with every_steps=auto, the longest interval before the first snapshot.
+        """
         self.context = context
         self.snapshot_config = context.config.snapshot
         self.manager = manager
@@ -93,12 +99,19 @@ class SaveSchedule:
         if isinstance(self.snapshot_config.every_steps, int):
             self._every.append(self.snapshot_config.every_steps)
         if self.snapshot_config.every_epochs:
-            self._every.append(self.snapshot_config.every_epochs * steps_per_epoch)
-        self._interval_s = FIRST_S  # with every_steps=auto
+            self._every.append(self.snapshot_config.every_epochs * context.metrics.steps_per_epoch)
+        self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
         self._cost_s = 0.0  # stalls since then
         self._clock = time.perf_counter()
         self._is_due = False
+
+    def begin(self) -> None:
+        """Begin to train: the time since this object was made was a part of the start."""
+        now = time.perf_counter()
+        self.context.state.wasted_seconds += now - self._clock
+        self._clock = now
+        self._since = time.monotonic()
 
     def update_wall_time(self) -> TrainState:
         """Add the time since the last call to the train state; return the train state."""
@@ -110,6 +123,9 @@ class SaveSchedule:
     def is_due(self) -> bool:
         """Return whether a snapshot is due by this rank's clock."""
         elapsed = time.monotonic() - self._since
+        if self.context.state.save_durable_s is None and self.manager.durable_s is not None:
+            self._record_cost()
+            self._interval_s = self._best_interval()
         if self.snapshot_config.every_steps == "auto" and elapsed >= self._interval_s:
             return True
         minutes = self.snapshot_config.every_minutes
@@ -240,12 +256,27 @@ class SaveSchedule:
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
         self._is_due = False
+        if self.manager.durable_s is not None:
+            self._record_cost()
         if self.snapshot_config.every_steps == "auto":
-            mtbf_s = 3600 * self.snapshot_config.mtbf_hours
-            if self.manager.durable_s is not None:
-                self._interval_s = best_interval(self._cost_s, mtbf_s, self.manager.durable_s)
+            self._interval_s = self._best_interval()
             log.info(
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
             )
         self._since = time.monotonic()
         self._cost_s = 0.0
+
+    def _record_cost(self) -> None:
+        """Record what the last snapshot has cost, for this attempt and the next."""
+        self.context.state.save_stall_s = self._cost_s
+        self.context.state.save_durable_s = self.manager.durable_s
+
+    def _best_interval(self) -> float:
+        """Return the best interval for the cost of a snapshot and the rate of failures so far."""
+        state = self.context.state
+        mtbf_s = 3600 * self.snapshot_config.mtbf_hours
+        if state.failures:
+            mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
+        if state.save_durable_s is None:
+            return min(FIRST_S, best_interval(ASSUMED_STALL_S, mtbf_s))
+        return best_interval(state.save_stall_s, mtbf_s, state.save_durable_s)

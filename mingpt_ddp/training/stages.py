@@ -17,6 +17,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
 from mingpt_ddp.snapshots.format import Snapshot
@@ -24,7 +25,13 @@ from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
-from mingpt_ddp.storage.run_dir import RunDirectory, difference, recorded_config, run_directory
+from mingpt_ddp.storage.run_dir import (
+    Attempt,
+    RunDirectory,
+    difference,
+    recorded_config,
+    run_directory,
+)
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
@@ -69,7 +76,7 @@ class Prepared:
     loader: Loader
     stores: list[SnapshotStore]
     warm: WarmStart | None  # the weights of run.init_from
-    started_at: float  # time.monotonic() when this attempt began
+    times: StartTimes
 
     @property
     def config(self) -> Config:
@@ -92,7 +99,7 @@ class Opened:
     """The run directory, locked."""
 
     owner: RunDirectory | None  # on rank zero
-    last_log_time: float  # of the attempt before; 0 without one
+    last: Attempt  # the attempt before, on rank zero
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ class Reports:
     hooks: Hooks  # of the user
 
 
-def prepare(config: Config, runtime: Runtime, typed: Container[str], started_at: float) -> Prepared:
+def prepare(config: Config, runtime: Runtime, typed: Container[str], times: StartTimes) -> Prepared:
     """Read the data and what the run starts from; check them before anything is written.
 
     Args:
@@ -135,7 +142,7 @@ def prepare(config: Config, runtime: Runtime, typed: Container[str], started_at:
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-        prepared = Prepared(runtime, task, loader, stores, warm, started_at)
+        prepared = Prepared(runtime, task, loader, stores, warm, times)
         _preflight(prepared, recorded)
     return prepared
 
@@ -220,9 +227,9 @@ def open_directory(prepared: Prepared, resources: contextlib.ExitStack) -> Opene
     with prepared.task.discarded_if_refused():
         group.run_on_rank_zero(lock)
     owner = owners[0] if owners else None
-    last_log_time = owner.last_log_time() if owner else 0.0
+    last = owner.last_attempt() if owner else Attempt()
     logs.to_file(prepared.directory, group.env)
-    return Opened(owner, last_log_time)
+    return Opened(owner, last)
 
 
 def build(prepared: Prepared) -> Built:

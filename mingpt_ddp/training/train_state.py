@@ -65,6 +65,9 @@ class TrainState:
     patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
     evaluations_above: int = 0  # in a row that did not
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
+    failures: int = 0  # attempts that died
+    save_stall_s: float = 0.0  # of training, for the last snapshot that was committed
+    save_durable_s: float | None = None  # from its start to its commit; None: not known yet
 
     @property
     def goodput(self) -> float:

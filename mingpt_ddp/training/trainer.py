@@ -133,6 +133,7 @@ class Trainer:
         """Run the warm-up passes, which the meters exclude."""
         with self.metrics.meter.paused(), self._refuse_out_of_memory(self._first_steps.start):
             self.train_step.warm_up()
+        self.saves.begin()
 
     def _refuse_out_of_memory(self, step: int) -> AbstractContextManager[None]:
         """Return a context that refuses a run that does not fit into memory, in its first steps."""
@@ -218,6 +219,7 @@ class Trainer:
         restored.consecutive_skips = undone.consecutive_skips
         restored.world_size = undone.world_size
         restored.run_id = undone.run_id
+        restored.failures = undone.failures
         lost_s = undone.wall_seconds - restored.wall_seconds
         restored.wasted_seconds = undone.wasted_seconds + lost_s
         self.state.assign(restored)

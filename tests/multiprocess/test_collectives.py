@@ -33,6 +33,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "bool": torch.tensor([True, False]),
         "scalar": torch.tensor(7.25, dtype=torch.float64),
         "empty": torch.zeros(0, 4),
+        "large": torch.arange(300_000.0),  # a message of its own
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 
 import pytest
@@ -12,7 +13,7 @@ from multiprocess.ranks import configure
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics import jsonl
-from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, last_step, read_history
 
 CONFIG = from_mapping(configure())
 
@@ -205,3 +206,14 @@ def test_the_number_of_lines_is_limited(path, monkeypatch):
     path.write_text('{"step": 1}\n' * 3)
     with pytest.raises(DataError, match="more than 3 lines; shorten it"):
         read_history(path)
+
+
+def test_the_last_step_is_read_from_the_end(path, monkeypatch):
+    assert last_step(path) == 0
+    path.write_bytes(b'{"step": 7, "train_loss": 2.0}\n{"start": 1.0, "step": 4}\n{"step": 9')
+    assert last_step(path) == 7
+    monkeypatch.setattr(jsonl, "END_BYTES", 40)
+    assert last_step(path) == 0
+    os.remove(path)
+    os.mkfifo(path)
+    assert last_step(path) == 0

@@ -22,6 +22,7 @@ from mingpt_ddp.errors import CodeError
 from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.metrics.processor import MetricsProcessor
+from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.models import build_model, flops_per_token
 
 CPU = torch.device("cpu")
@@ -41,7 +42,8 @@ def make(config: Config, runtime: Runtime, tmp_path: Path, model: nn.Module) -> 
     """Return a processor for the run directory `tmp_path`."""
     config = replace(config, run=replace(config.run, root=str(tmp_path.parent), name=tmp_path.name))
     loader = SimpleNamespace(steps_per_epoch=3, items_per_step=12 * 16)
-    return MetricsProcessor(runtime, text_task(config), loader, model, range(0, 9), started_at=0.0)
+    times = StartTimes(0.0)
+    return MetricsProcessor(runtime, text_task(config), loader, model, range(0, 9), times)
 
 
 def train(processor: MetricsProcessor, step: int) -> dict[str, float]:

@@ -140,6 +140,25 @@ def test_an_unfinished_step_does_not_hide_the_fallback(saved_twice):
         load(run, step=8)
 
 
+@pytest.mark.parametrize("damaged", ["model.safetensors", STATE])
+def test_a_damaged_step_does_not_hide_the_fallback(damaged, saved_twice, caplog):
+    """Committed, but with other content than the manifest lists."""
+    run, first, second = saved_twice
+    for store in (first, second):
+        commit(store, with_best(4, 4))
+        commit(store, with_best(8, 8))
+    path = f"{directory_name(8)}/{damaged}"
+    content = first.storage.read(path, 1 << 20)
+    first.storage.write(path, content[:-1] + bytes([content[-1] ^ 1]))
+    assert [load(run, step=step).step for step in ("newest", "best", 8)] == [8, 8, 8]
+    message = f"{first.url}/step_00000008 cannot be used: {damaged} has other content"
+    assert caplog.text.count(message) == 2
+    second.storage.write(path, b"")
+    assert load(run).step == 4
+    with pytest.raises(SnapshotError, match=message):
+        load(run, step=8)
+
+
 @pytest.mark.parametrize("best", [None, [4], 4.0, "4", {}])
 def test_load_of_the_best_without_one(best, store):
     commit(store, with_best(4, best))

@@ -22,7 +22,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.format import Snapshot, directory_name
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -213,6 +213,7 @@ def test_the_names_in_state_json(config):
         "patience_loss",
         "evaluations_above",
         "run_id",
+        *("failures", "save_stall_s", "save_durable_s"),
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
@@ -364,6 +365,20 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
         f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own"
         in log_lines
     )
+
+
+def test_a_run_resumes_from_the_fallback_where_the_first_store_is_damaged(tmp_path, config):
+    """Not from an older step of the first store."""
+    model, optim = build(config)
+    stores = [SnapshotStore(str(tmp_path / name)) for name in ("first", "fallback")]
+    for store in stores:
+        manager = SnapshotManager(config, Runtime(config, DistEnv()), [store], tmp_path / "run")
+        for step in (4, 8):
+            save(manager, TrainState(step=step), model, optim)
+    (tmp_path / "first" / directory_name(8) / "model.safetensors").write_bytes(b"")
+    manager = SnapshotManager(config, Runtime(config, DistEnv()), stores, tmp_path / "run")
+    assert load_latest(manager).step == 8
+    assert stores[0].damaged == {8}
 
 
 def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):

@@ -5,6 +5,7 @@ it. And what counts as a stall of training on a device that works behind the hos
 from __future__ import annotations
 
 import math
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -90,6 +91,7 @@ class Staging:
     """A manager whose save is staged, or its save in progress done, at a time of the host."""
 
     quick_deadline = math.inf
+    durable_s: float | None = None
 
     def __init__(self, device: QueuedDevice, staged_at: float) -> None:
         self.device = device
@@ -117,7 +119,7 @@ def schedule_of(staged_at: float) -> tuple[SaveSchedule, QueuedDevice]:
     )
     meter.record({"loss": torch.zeros(())}, torch.zeros(()), data_time_s=0.0)
     device.queue(10.0)
-    return SaveSchedule(context, Staging(device, staged_at), None, None, 1, 100), device
+    return SaveSchedule(context, Staging(device, staged_at), None, None, 1), device
 
 
 @pytest.mark.parametrize(("staged_at", "stall_s"), [(4.0, 0.0), (13.0, 3.0)])
@@ -138,3 +140,67 @@ def test_the_host_waits_for_the_device_only_if_it_must_wait_anyway():
     schedule.manager.quick_deadline = 0.0  # a slow save is asked, not waited for
     schedule.maybe_save(is_due=True)
     assert device.time == 0.0
+
+
+def auto_schedule(state: TrainState, first_s: float = math.inf, mtbf_hours: float = 24.0):
+    """Return the schedule of a run with every_steps=auto, and the manager that it asks."""
+    config = from_mapping(
+        configure("snapshot.every_steps=auto", f"snapshot.mtbf_hours={mtbf_hours}")
+    )
+    manager = SimpleNamespace(durable_s=None)
+    context = SimpleNamespace(config=config, state=state)
+    return SaveSchedule(context, manager, None, None, 1, first_s), manager
+
+
+def test_the_first_snapshot_of_a_run_measures_the_cost():
+    schedule, manager = auto_schedule(TrainState())
+    assert not schedule.is_due()
+    assert schedule._interval_s == 30
+    schedule._begin_interval()  # when the first save starts
+    assert schedule._interval_s == 30
+    schedule._cost_s = 2.0
+    manager.durable_s = 3.0
+    assert not schedule.is_due()
+    assert schedule._interval_s == best_interval(2.0, 24 * HOUR, 3.0)
+    state = schedule.context.state
+    assert (state.save_stall_s, state.save_durable_s) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(("hours", "interval_s"), [(240.0, 30.0), (24.0, 30.0), (1 / 60, 0.8)])
+def test_the_first_snapshot_comes_early_where_failures_are_frequent(hours, interval_s):
+    schedule, _ = auto_schedule(TrainState(), mtbf_hours=hours)
+    assert schedule._interval_s == pytest.approx(interval_s, rel=0.05)
+
+
+def test_a_restarted_attempt_knows_the_cost():
+    schedule, _ = auto_schedule(TrainState(save_stall_s=2.0, save_durable_s=3.0))
+    assert schedule._interval_s == best_interval(2.0, 24 * HOUR, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "hours", "mtbf_s"),
+    [(0, 24.0, 24 * HOUR), (5, 24.0, MINUTE), (5, 0.01, 36.0)],
+)
+def test_failures_of_the_run_shorten_the_interval(failures, hours, mtbf_s):
+    """One a minute for five minutes; the configured rate if that is higher."""
+    state = TrainState(save_stall_s=0.5, save_durable_s=0.1, failures=failures)
+    state.wall_seconds = 4 * MINUTE
+    state.wasted_seconds = 1 * MINUTE
+    schedule, _ = auto_schedule(state, mtbf_hours=hours)
+    assert schedule._interval_s == best_interval(0.5, mtbf_s, 0.1)
+
+
+@pytest.mark.parametrize("durable_s", [None, 3.0])
+def test_after_an_attempt_without_a_snapshot_the_first_comes_early(durable_s):
+    state = TrainState(save_stall_s=2.0, save_durable_s=durable_s)
+    schedule, _ = auto_schedule(state, first_s=1.5)
+    assert schedule._interval_s == 1.5
+
+
+def test_the_time_until_training_begins_is_startup(monkeypatch):
+    times = iter([10.0, 15.0, 18.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    schedule, _ = auto_schedule(TrainState())
+    schedule.begin()
+    state = schedule.update_wall_time()
+    assert (state.wasted_seconds, state.wall_seconds) == (5.0, 3.0)

@@ -234,6 +234,29 @@ def test_a_clock_that_goes_back(log_lines, monkeypatch, cwd):
     assert float(line.split()[-2]) > 0
 
 
+STAGES = ("processes", "rendezvous", "data", "run directory", "model and snapshot", "first step")
+
+
+def test_the_stages_of_a_start_add_up(log_lines):
+    train(NAME, MORE_STEPS)
+    (whole,) = lines_with(log_lines, "the first step was done after")
+    (line,) = lines_with(log_lines, "of these:")
+    found = re.findall(r"(?:: |, )([a-z ]+) (\d+\.\d\d) s", line)
+    assert [stage for stage, _ in found] == [*STAGES]
+    total_s = float(whole.split()[-2])
+    assert sum(float(seconds) for _, seconds in found) == pytest.approx(total_s, abs=0.05)
+    assert not lines_with(log_lines, "is new"), "no step is repeated"
+
+
+def test_the_first_new_step_after_repeated_ones(cwd, log_lines):
+    """The last attempt has logged two steps after its last snapshot."""
+    with open(cwd / "run" / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": {STEPS + 1}, "train_loss": 2.0}}\n')
+    train(NAME, MORE_STEPS)
+    (line,) = lines_with(log_lines, "is new")
+    assert re.fullmatch(rf"INFO step {STEPS + 2} is new, after \d+\.\d\d s", line)
+
+
 def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
     begin = process_start_time()
     assert begin <= time.monotonic()

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
-from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training.run import run
 
@@ -81,10 +81,10 @@ def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
     save = SnapshotManager.save
 
     def fail_at(step: int):
-        def fail(self: SnapshotManager, number: int, *args: Any) -> None:
-            if number == step:
+        def fail(self: SnapshotManager, run: RunState) -> None:
+            if run.step == step:
                 raise RuntimeError("killed")
-            save(self, number, *args)
+            save(self, run)
 
         return fail
 

@@ -93,7 +93,7 @@ def test_the_order_of_a_run():
     assert trainer.train() == Trained(COMPLETE, {"loss": 1.0})
     evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
     assert names(parts) == [
-        *["pause", "step.warm_up", "go_on", *DECIDE],
+        *["pause", "step.warm_up", "go_on", "saves.begin", *DECIDE],
         *[*EVERY_STEP, *DECIDE, "saves.maybe_save", *cover],
         *[*EVERY_STEP, *evaluate, *DECIDE, *sample, "saves.maybe_save", *cover],
         *[*EVERY_STEP, *LOG, *DECIDE, "saves.maybe_save", *cover],
@@ -166,7 +166,12 @@ def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
 def test_the_meters_exclude_the_warm_up():
     trainer, parts = trainer_of()
     trainer._warm_up()
-    assert parts.mock_calls == [call.pause(), call.step.warm_up(), call.go_on()]
+    assert parts.mock_calls == [
+        call.pause(),
+        call.step.warm_up(),
+        call.go_on(),
+        call.saves.begin(),
+    ]
 
 
 def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):

@@ -1,0 +1,293 @@
+"""Goodput under kills by stopwatch: what one kill -9 of a worker costs, and whole runs under kills.
+
+Two ranks train `experiment=shakespeare_char_cpu` under `ddp.nproc_per_node=2`. All times are taken
+from outside, from `metrics.jsonl`, where each step appears as it is done.
+
+kills          single kills of one worker or the other at random times: the seconds from the kill to
+               the first step that is new, above all steps before the kill, with
+               snapshot.every_steps=10 and with auto; and the training time that a kill loses: the
+               steps that were repeated, at the pace before
+minute         a run under one kill a minute, for --minutes
+ten-minutes    a run under one kill in ten minutes, for three times as long
+
+Both runs have every_steps=auto, with snapshot.mtbf_hours as a user sets it who knows the rate; the
+single kills have its default, so that the first one comes before the run knows the rate. Goodput
+by stopwatch is the steps of the run times the seconds of an undisturbed step, over the time from
+the command to the last step. An undisturbed step is measured in the same script, before and after,
+in a run without kills and without snapshots. The run reports its own goodput in `result.json`; the
+script fails if they differ by more than a point. Other processes on the machine falsify all of it.
+
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/goodput_measured.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from common import ROOT, corpus_path, environment, log, parser, report
+from stopwatch import kill_tree
+from versions import find_worker
+
+from mingpt_ddp.metrics.jsonl import METRICS, last_step
+
+PARTS = ("kills", "minute", "ten-minutes")
+BETWEEN_S = {"minute": 60.0, "ten-minutes": 600.0}
+LENGTH = {"minute": 1, "ten-minutes": 3}  # times --minutes
+GOALS = {"minute": 0.95, "ten-minutes": 0.98}
+POINT = 0.01  # at most between the stopwatch and the run's own goodput
+PATIENCE_S = 120.0
+SETTINGS = [
+    "experiment=shakespeare_char_cpu",
+    "data.sha256=null",
+    "ddp.nproc_per_node=2",
+    "ddp.max_restarts=100000",
+    "trainer.device=cpu",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=10000000",
+    "trainer.eval_every=null",
+    "trainer.sample_every=null",
+    "trainer.log_every=1",
+]
+_names = itertools.count()
+
+
+class Run:
+    """A run that trains until this process stops it."""
+
+    def __init__(self, scratch: Path, *overrides: str) -> None:
+        name = f"run-{next(_names)}"
+        self.directory = scratch / "outputs" / name
+        self.output = scratch / f"{name}.txt"
+        self.began = time.perf_counter()
+        command = [sys.executable, str(ROOT / "main.py"), *SETTINGS]
+        command += [f"data.path={corpus_path()}", f"data.cache_dir={scratch / 'cache'}"]
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, f"run.name={name}", *overrides],
+                cwd=scratch,
+                env=environment(),
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def step(self) -> int:
+        """The last step that is done; after a kill a repeated one."""
+        return last_step(self.directory / METRICS)
+
+    def wait_until(self, is_over: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
+        """Wait; exit with the output of the run if it ends, or takes too long."""
+        until = time.perf_counter() + limit_s
+        while not is_over():
+            if self.process.poll() is not None or time.perf_counter() > until:
+                kill_tree(self.process.pid)
+                sys.exit(f"the run did not go on:\n{self.output.read_text()[-3000:]}")
+            time.sleep(0.005)
+
+    def train_for(self, seconds: float) -> None:
+        until = time.perf_counter() + seconds
+        self.wait_until(lambda: time.perf_counter() >= until, seconds + PATIENCE_S)
+
+    def kill(self, rank: int) -> tuple[float, int]:
+        """Kill a worker; return the time, and the highest step so far, once both have ended."""
+        victim, other = find_worker(self.process, rank), find_worker(self.process, 1 - rank)
+        killed = time.perf_counter()
+        os.kill(victim, signal.SIGKILL)
+        self.wait_until(lambda: not is_alive(other))
+        return killed, self.step
+
+    def stop(self) -> dict[str, Any]:
+        """Preempt the run; return its result."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(PATIENCE_S)
+        result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
+        return result
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def undisturbed(scratch: Path, seconds: float) -> float:
+    """Return the seconds of a step of a run without kills or snapshots, after its first 50."""
+    run = Run(scratch, "snapshot.every_steps=null")
+    run.wait_until(lambda: run.step >= 50)
+    first, begin = run.step, time.perf_counter()
+    run.train_for(seconds)
+    last, end = run.step, time.perf_counter()
+    run.stop()
+    return (end - begin) / (last - first)
+
+
+def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> dict[str, Any]:
+    """Return the seconds until the first new step, and those of lost training, of each kill."""
+    run = Run(scratch, f"snapshot.every_steps={every}")
+    run.wait_until(lambda: run.step >= 50)
+    if every == "auto":  # its first snapshot comes after 30 s at the latest
+        run.wait_until(lambda: any(run.directory.glob("snapshots/*/manifest.json")))
+    recovered, lost = [], []
+    for number in range(kills):
+        first, begin = run.step, time.perf_counter()
+        run.train_for(rng.uniform(4.0, 6.0))
+        pace = (time.perf_counter() - begin) / max(1, run.step - first)
+        killed, highest = run.kill(number % 2)
+        run.wait_until(lambda highest=highest: run.step > highest)  # type: ignore[misc]
+        recovered.append(time.perf_counter() - killed)
+        lost.append(pace * (highest - resumed_step(run.directory)))
+        log(f"every_steps={every}, kill {number + 1}: {recovered[-1]:.2f} s, lost {lost[-1]:.2f} s")
+    run.stop()
+    return {"to_a_new_step_s": summary(recovered), "lost_training_s": summary(lost)}
+
+
+def resumed_step(run: Path) -> int:
+    """Return the step from which the last attempt has gone on."""
+    records = map(json.loads, (run / METRICS).read_bytes().split(b"\n")[:-1])
+    starts = [record["step"] for record in records if "start" in record]
+    return int(starts[-1])
+
+
+def summary(values: list[float]) -> dict[str, Any]:
+    """Return the median, the 90th percentile, the highest, and all values."""
+    p90 = quantiles(values, n=10, method="inclusive")[-1]
+    rounded = [round(value, 3) for value in values]
+    return {
+        "median": round(median(values), 3),
+        "p90": round(p90, 3),
+        "highest": max(rounded),
+        "all": rounded,
+    }
+
+
+def under_kills(scratch: Path, seconds: float, between_s: float, pace_s: float) -> dict[str, Any]:
+    """Return the goodput of a run under kills, by stopwatch and its own.
+
+    The first kill comes half an interval after the command, so that the number of kills is that of
+    the intervals.
+
+    Args:
+        pace_s: of an undisturbed step.
+    """
+    before_s = undisturbed(scratch, pace_s)
+    mtbf = f"snapshot.mtbf_hours={between_s / 3600:.4f}"
+    run = Run(scratch, "snapshot.every_steps=auto", mtbf)
+    run.wait_until(lambda: run.step >= 1)
+    kills = 0
+    while (due := (kills + 0.5) * between_s) < seconds:
+        run.train_for(max(0.0, due - (time.perf_counter() - run.began)))
+        _, highest = run.kill(kills % 2)
+        run.wait_until(lambda highest=highest: run.step > highest)  # type: ignore[misc]
+        kills += 1
+        log(f"kill {kills}, after {time.perf_counter() - run.began:.0f} s")
+    run.train_for(max(0.0, seconds - (time.perf_counter() - run.began)))
+    steps, wall_s = run.step, time.perf_counter() - run.began
+    result = run.stop()
+    after_s = undisturbed(scratch, pace_s)
+    step_s = (before_s + after_s) / 2
+    return {
+        "seconds": round(wall_s, 2),
+        "kills": kills,
+        "steps": steps,
+        "undisturbed_step_s": [round(before_s, 6), round(after_s, 6)],
+        "by_stopwatch": round(steps * step_s / wall_s, 4),
+        "own": round(result["goodput"], 4),
+    }
+
+
+def command_line() -> argparse.Namespace:
+    options = parser(__doc__, "goodput_measured")
+    options.add_argument(
+        "--parts", default=",".join(PARTS), help="separated by commas (default: %(default)s)"
+    )
+    options.add_argument(
+        "--kills", type=int, default=20, help="of each way to save (default: %(default)s)"
+    )
+    options.add_argument(
+        "--minutes", type=float, default=10.0, help="of the part minute (default: %(default)s)"
+    )
+    options.add_argument(
+        "--pace-s", type=float, default=60.0, help="to time steps for (default: %(default)s)"
+    )
+    options.add_argument("--seed", type=int, default=0)
+    chosen = options.parse_args()
+    chosen.parts = chosen.parts.split(",")
+    if unknown := {*chosen.parts} - {*PARTS}:
+        options.error(f"no part: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    return chosen
+
+
+def kills_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of the part kills for docs/benchmarks.md."""
+    rows = []
+    for every, found in results["kills"].items():
+        seconds, lost = found["to_a_new_step_s"], found["lost_training_s"]
+        rows.append(
+            (
+                f"kill -9 of one of 2 workers, `snapshot.every_steps={every}`, "
+                f"{len(seconds['all'])} times: seconds to the first new step",
+                f"median {seconds['median']:.2f}, p90 {seconds['p90']:.2f}; of them repeated "
+                f"training {lost['median']:.2f}, p90 {lost['p90']:.2f}",
+            )
+        )
+    return rows
+
+
+def run_row(part: str, found: dict[str, Any]) -> tuple[str, str]:
+    """Return the row of a run under kills for docs/benchmarks.md."""
+    return (
+        f"goodput of {found['seconds'] / 60:.0f} minutes, `every_steps=auto`, one kill -9 in "
+        f"{BETWEEN_S[part] / 60:.0f} minutes",
+        f"{found['by_stopwatch']:.3f} by stopwatch, {found['own']:.3f} by the run itself",
+    )
+
+
+def main() -> None:
+    chosen = command_line()
+    rng = random.Random(chosen.seed)
+    results: dict[str, Any] = {"seed": chosen.seed}
+    rows: list[tuple[str, str]] = []
+    with tempfile.TemporaryDirectory(prefix="goodput-") as directory:
+        scratch = Path(directory)
+        if "kills" in chosen.parts:
+            ways = ("10", "auto")
+            results["kills"] = {
+                every: single_kills(scratch, every, chosen.kills, rng) for every in ways
+            }
+            rows += kills_rows(results)
+        for part in ("minute", "ten-minutes"):
+            if part in chosen.parts:
+                seconds = 60 * chosen.minutes * LENGTH[part]
+                results[part] = under_kills(scratch, seconds, BETWEEN_S[part], chosen.pace_s)
+                rows.append(run_row(part, results[part]))
+    report(chosen.out, results, ["what", "figure"], rows, rows)
+    failures = []
+    for part, goal in GOALS.items():
+        found = results.get(part)
+        if found and found["by_stopwatch"] < goal:
+            failures.append(f"{part}: goodput {found['by_stopwatch']}, below {goal}")
+        if found and abs(found["by_stopwatch"] - found["own"]) > POINT:
+            failures.append(
+                f"{part}: {found['by_stopwatch']} by stopwatch, {found['own']} by itself"
+            )
+    if failures:
+        sys.exit("; ".join(failures))
+
+
+if __name__ == "__main__":
+    main()
