@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.copies import (
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
 from mingpt_ddp.snapshots.format import Files, kind_of
-from mingpt_ddp.snapshots.ledger import Ledger, describe_tensors, hash_lines
+from mingpt_ddp.snapshots.ledger import Hashes, Ledger, describe_tensors, hash_lines
 from mingpt_ddp.snapshots.pieces import name_of_piece
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -101,7 +101,8 @@ class AsyncSave(threading.Thread):
             with group.raise_everywhere():
                 contents = self._stage()
             self._compare_copies()
-            self._record_hashes()
+            hashes = self._hash_staged()
+            record = partial(self.ledger.append, self.step, hashes)
             for store in self.stores:
                 try:
                     with group.raise_everywhere():
@@ -113,6 +114,8 @@ class AsyncSave(threading.Thread):
                     for of_rank in written:
                         files.update(sorted(of_rank.items()))
                     with group.raise_everywhere():
+                        group.env.call_on_rank_zero(store.check_owner)  # of the ledger too
+                        group.env.call_on_rank_zero(record)
                         group.env.call_on_rank_zero(partial(store.commit, self.step, files))
                 except OSError as error:
                     self.failure = self.failure or StoreFailure(store.url, error)
@@ -186,8 +189,8 @@ class AsyncSave(threading.Thread):
             if names:
                 raise DamageError(f"rank {rank} staged a damaged copy of {names[0]}, {where}")
 
-    def _record_hashes(self) -> None:
-        """Add the hashes of the staged tensors of all ranks to the ledger."""
+    def _hash_staged(self) -> Hashes:
+        """Return the hashes of what all ranks staged, by kind. A collective."""
         own: dict[str, list[str]] = {}
         for file, buffer in self.buffers.items():
             own[kind_of(file)] = describe_tensors(buffer.tensors)
@@ -195,8 +198,7 @@ class AsyncSave(threading.Thread):
         for of_rank in self.runtime.group.all_gather(own, io=True):
             for kind, of_kind in of_rank.items():
                 lines[kind] += of_kind
-        hashes = {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
-        self.runtime.group.env.call_on_rank_zero(partial(self.ledger.append, self.step, hashes))
+        return {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
 
     def _staged_tensors(self) -> dict[str, Tensor]:
         """Return the tensors in the staging buffers, named as those that they are copies of."""
