@@ -9,8 +9,8 @@
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-replay     verify: train so many steps again, from a snapshot or the start of the run, and compare the hashes of model and
-           optimizer with the recorded ones; exit code 1 if they differ
+replay     verify: train so many steps again, from a snapshot or the start of the run, and compare the hashes of model,
+           optimizer and EMA with the recorded ones; exit code 1 if they differ, 3 if that may have another cause
 nproc_per_node
            verify: ranks of the replay; any number with ddp.reduction=canonical (1 by default), else as many as before
 words      verify: more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
@@ -26,6 +26,7 @@ license    of the export, for its model card, as in apache-2.0; by default the c
 
 import contextlib
 import itertools
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,6 +38,7 @@ from tqdm import tqdm
 from mingpt_ddp.cli.arguments import echo, human_size, run_command
 from mingpt_ddp.cli.export_command import export
 from mingpt_ddp.config.fields import PositiveInt
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.snapshots.format import (
@@ -77,6 +79,11 @@ class VerifyConfig(ListConfig):
     replay: PositiveInt | None = None
     nproc_per_node: PositiveInt | None = None
     words: str = ""
+
+    def __post_init__(self) -> None:
+        is_replay = self.replay is not None
+        of_replay = self.nproc_per_node is not None or bool(self.words)
+        check(is_replay or not of_replay, "nproc_per_node and words are of a replay; set replay=N")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +174,8 @@ def verify(config: VerifyConfig) -> int:
     if config.replay is not None:
         from mingpt_ddp.cli.replay_command import replay  # imports torch
 
-        return replay(config.url, config.replay, config.nproc_per_node, config.words)
+        words = shlex.split(config.words)
+        return replay(config.url, config.replay, config.nproc_per_node, words, config.follow)
     damaged = False
     for store, steps in find_steps(config.url, config.follow):
         for step in steps:

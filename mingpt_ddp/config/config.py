@@ -83,6 +83,19 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
     return defaults
 
 
+def neutral_keys(group: str, values: dict[str, Any]) -> set[str]:
+    """Return the keys of a group that do not change the numbers; of a user's group only its file.
+
+    Args:
+        values: of the group; its class need not be registered.
+    """
+    _, choice = selected(group, values)
+    cls = GROUPS[group][1].get(choice or DEFAULT_CHOICE.get(group)) if group in GROUPS else None
+    if cls is None or not cls.__module__.startswith("mingpt_ddp."):
+        return {*CODE_LOCATION_KEYS}
+    return {field.name for field in fields(cls) if not changes_numbers(field)}
+
+
 def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values that determine the numbers of a run, as the input of its name's hash.
 

@@ -3,13 +3,16 @@
 Hydra's own entry point composes twice, which would take a third of the time of a restart.
 """
 
-import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose
+from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, open_dict
+from hydra.core.plugins import Plugins
+from hydra.core.utils import run_job, setup_globals
+from hydra.types import HydraContext
+from omegaconf import DictConfig
 
 
 def compose_for_workers(overrides: list[str]) -> DictConfig:
@@ -26,9 +29,25 @@ def compose_for_workers(overrides: list[str]) -> DictConfig:
 
 
 def run_composed(task: Callable[[DictConfig], Any], composed: DictConfig) -> None:
-    """Set Hydra's state in a worker as its parent composed it, and call `task`."""
-    HydraConfig.instance().set_config(composed)
-    cfg = copy.deepcopy(composed)
-    with open_dict(cfg):
-        del cfg["hydra"]
-    task(cfg)
+    """Run `task` in a worker as `Hydra.run` does, without composing again.
+
+    Plugins, resolvers, callbacks, `hydra.job.env_set` and the output directory are those of Hydra.
+
+    Raises:
+        Exception: of `task`.
+    """
+    Plugins.instance()
+    setup_globals()
+    callbacks = Callbacks(composed)
+    name = composed.hydra.job.config_name
+    callbacks.on_run_start(config=composed, config_name=name)
+    context = HydraContext(config_loader=cast(Any, None), callbacks=callbacks)  # is not used
+    job = run_job(
+        hydra_context=context,
+        task_function=task,
+        config=composed,
+        job_dir_key="hydra.run.dir",
+        job_subdir_key=None,
+    )
+    callbacks.on_run_end(config=composed, config_name=name, job_return=job)
+    _ = job.return_value  # raises the error of the task

@@ -1,4 +1,4 @@
-"""Compare the copies that ranks hold of one tensor: memory that changes silently makes one odd.
+"""Compare the copies that ranks hold of a tensor, to find memory that has changed silently.
 
 Ranks that train together hold equal copies of weights and of most of the state, bit for bit. A
 flipped bit in one of them raises no error, and every later step carries it on.
@@ -20,14 +20,17 @@ class Difference:
     """Tensors of which not all copies are equal."""
 
     tensors: list[str]
-    ranks: list[int]  # with a copy that less than half of all equal; perhaps all ranks
+    ranks: list[int]  # whose copy differs from that of most ranks; if there is none, all holders
+    has_majority: bool  # for each of the tensors
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         more = f" (and {len(self.tensors) - 1} more)" if len(self.tensors) > 1 else ""
-        if len(self.ranks) == 1:
-            return f"rank {ranks} holds another copy than the others of {self.tensors[0]}{more}"
-        return f"one of the ranks {ranks} holds a damaged copy of {self.tensors[0]}{more}"
+        if not self.has_majority:
+            return f"one of the ranks {ranks} holds a damaged copy of {self.tensors[0]}{more}"
+        if len(self.ranks) > 1:
+            return f"ranks {ranks} hold other copies than the rest of {self.tensors[0]}{more}"
+        return f"rank {ranks} holds another copy than the others of {self.tensors[0]}{more}"
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -77,11 +80,13 @@ def find_difference(by_rank: Sequence[Mapping[str, int]]) -> Difference | None:
             holders[name].append((rank, value))
     tensors = []
     odd: set[int] = set()
+    have_majority = True
     for name, held in holders.items():
         value, count = Counter(value for _, value in held).most_common(1)[0]
         if count == len(held):
             continue
         tensors.append(name)
         is_majority = 2 * count > len(held)
+        have_majority &= is_majority
         odd.update(rank for rank, other in held if other != value or not is_majority)
-    return Difference(tensors, sorted(odd)) if tensors else None
+    return Difference(tensors, sorted(odd), have_majority) if tensors else None

@@ -1,8 +1,7 @@
-"""Imported last by the fork server: import what only a restart must not wait for.
+"""Imported last by the fork server: import what the first workers do without, for a restart.
 
-The first workers have been forked by then and do not wait for TensorBoard; those of a restart find
-it imported. A timer, not a thread: the server may fork at any moment. Its signal comes while the
-server waits for a request; a request that comes meanwhile waits.
+That is TensorBoard, which takes half a second. A timer, not a thread: the server may fork at any
+moment. The server is single-threaded, so a request that comes during the import waits.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ AFTER_S = 10.0
 
 
 def _import(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(Exception):  # a worker that needs it reports the error
         import torch.utils.tensorboard  # noqa: F401
 
 

@@ -115,17 +115,17 @@ def append_line(path: Path, line: bytes) -> None:
 
 
 def last_step(path: Path) -> int:
-    """Return the step of the last measurement near the end of a file; 0 if there is none."""
+    """Return the highest step of the measurements near the end of a file; 0 if there is none."""
+    highest = 0
     if not path.is_file():  # opening a named pipe would block
-        return 0
+        return highest
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, file.seek(0, 2) - END_BYTES))
-        for line in reversed(file.read().split(b"\n")):
+        for line in file.read().split(b"\n"):
             record = _parse(line)
             if record and not {"start", "rollback", "complete"} & record.keys():
-                step: int = record["step"]
-                return step
-    return 0
+                highest = max(highest, record["step"])
+    return highest
 
 
 @dataclass(frozen=True)

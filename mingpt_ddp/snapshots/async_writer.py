@@ -10,22 +10,17 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from mingpt_ddp.distributed.copies import (
-    checksums,
-    copy_name,
-    find_difference,
-)
+from mingpt_ddp.distributed.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
 from mingpt_ddp.snapshots.format import Files, kind_of
 from mingpt_ddp.snapshots.ledger import Hashes, Ledger, describe_tensors, hash_lines
-from mingpt_ddp.snapshots.pieces import name_of_piece
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -40,8 +35,11 @@ class Capture:
 
     step: int
     parts: Parts  # its files; the tensors may change as soon as they are staged
+    settings: str = ""  # a digest of all that the bits of the step depend on, for the ledger
     # The checksums of all tensors that this rank holds, by `copy_name`; None: compare nothing.
-    checksums: dict[str, int] | None = None
+    held: dict[str, int] | None = None
+    # Then also those of what it writes, by file and name.
+    originals: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class AsyncSave(threading.Thread):
                 contents = self._stage()
             self._compare_copies()
             hashes = self._hash_staged()
-            record = partial(self.ledger.append, self.step, hashes)
+            record = partial(self.ledger.append, self.step, hashes, self.capture.settings)
             for store in self.stores:
                 try:
                     with group.raise_everywhere():
@@ -171,43 +169,51 @@ class AsyncSave(threading.Thread):
         return contents
 
     def _compare_copies(self) -> None:
-        """Compare what the ranks held at this step, and what this rank held with what it staged.
+        """Compare what the ranks held at this step, and what this rank staged with its originals.
 
         Raises:
             DamageError: on every rank, a copy is damaged; the snapshot must not be written.
         """
-        held = self.capture.checksums
+        held = self.capture.held
         if held is None:
             return
-        staged = checksums(self._staged_tensors())
-        damaged = [name for name, value in staged.items() if held.get(name, value) != value]
         group = self.runtime.group
         where = f"in the snapshot of step {self.step}"
         if difference := find_difference(group.all_gather(held, io=True)):
             raise DamageError(f"{difference}, {where}")
+        with group.raise_everywhere():
+            damaged = self._damaged_in_staging()
         for rank, names in enumerate(group.all_gather(damaged, io=True)):
             if names:
                 raise DamageError(f"rank {rank} staged a damaged copy of {names[0]}, {where}")
 
-    def _hash_staged(self) -> Hashes:
-        """Return the hashes of what all ranks staged, by kind. A collective."""
-        own: dict[str, list[str]] = {}
+    def _damaged_in_staging(self) -> list[str]:
+        """Return which tensors have another checksum in the staging buffers than before."""
+        damaged = []
         for file, buffer in self.buffers.items():
-            own[kind_of(file)] = describe_tensors(buffer.tensors)
+            before = self.capture.originals[file]
+            for name, value in checksums(buffer.tensors).items():
+                if value != before[name]:
+                    damaged.append(f"{kind_of(file)} {name}")
+        return damaged
+
+    def _hash_staged(self) -> Hashes:
+        """Return the hashes of what all ranks staged, by kind; {} if tensors are in pieces.
+
+        A collective.
+        """
+        group = self.runtime.group
+        with group.raise_everywhere():
+            own = {
+                kind_of(f): describe_tensors(buffer.tensors) for f, buffer in self.buffers.items()
+            }
         lines = defaultdict[str, list[str]](list)
-        for of_rank in self.runtime.group.all_gather(own, io=True):
+        for of_rank in group.all_gather(own, io=True):
             for kind, of_kind in of_rank.items():
                 lines[kind] += of_kind
+        if self.runtime.strategy.shards_model:
+            return {}
         return {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
-
-    def _staged_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors in the staging buffers, named as those that they are copies of."""
-        part = self.runtime.strategy.part
-        staged = {}
-        for file, buffer in self.buffers.items():
-            for name, tensor in buffer.tensors.items():
-                staged[copy_name(kind_of(file), name_of_piece(name), tensor, part)] = tensor
-        return staged
 
     def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
         if tensors.keys() != self.buffers.keys():

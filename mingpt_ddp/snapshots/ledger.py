@@ -2,10 +2,11 @@
 
 `snapshots.jsonl` in the run directory has a line for each commit:
 
-    {"step": 100, "model": "9f86d0...", "optimizer": "60303a...", "ema": "fd61a0..."}
+    {"step": 100, "settings": "2c2620...", "model": "9f86d0...", "optimizer": "60303a..."}
 
-A hash is the SHA-256 of the names, types, shapes and SHA-256s of all tensors of a kind. It depends
-on what a snapshot holds, not on how many ranks wrote it.
+and `ema`, if there is one. A hash is the SHA-256 of the names, types, shapes and SHA-256s of all
+tensors of a kind: of what a snapshot holds, on however many ranks. Where ranks hold rows of tensors
+(fsdp, hsdp) there are none.
 """
 
 import contextlib
@@ -14,14 +15,18 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mingpt_ddp.config.config import neutral_keys
 from mingpt_ddp.metrics.jsonl import append_line
-from mingpt_ddp.snapshots.format import TENSOR_KINDS
+from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
+from mingpt_ddp.storage.storage import read_regular
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,39 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
     return hash_lines(describe_tensors(tensors))
 
 
+def hash_snapshot(snapshot: Snapshot) -> Hashes:
+    """Return the hashes of a snapshot that was read as a whole."""
+    hashes = {kind: hash_tensors(getattr(snapshot, kind)) for kind in KINDS}
+    if snapshot.ema:
+        hashes["ema"] = hash_tensors(snapshot.ema)
+    return hashes
+
+
+def digest_settings(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of all in a state.json that the bits of its attempt depend on."""
+    config = {}
+    for group, values in state.get("config", {}).items():
+        neutral = neutral_keys(group, values)
+        config[group] = {key: value for key, value in values.items() if key not in neutral}
+    settings: dict[str, Any] = {
+        "config": config,
+        "environment": state.get("environment"),
+        "micro_batch_size": state.get("micro_batch_size"),
+    }
+    if config.get("optimizer", {}).get("schedule_steps") is None:
+        settings["steps"] = state.get("steps")  # the length of the schedules
+
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the ledger."""
+
+    settings: str  # of `digest_settings`
+    hashes: Hashes
+
+
 class Ledger:
     """The ledger in a run directory."""
 
@@ -58,24 +96,32 @@ class Ledger:
         self.path = directory / LEDGER
         self._has_failed = False
 
-    def append(self, step: int, hashes: Hashes) -> None:
+    def append(self, step: int, hashes: Hashes, settings: str) -> None:
         """Add the hashes of a snapshot; a warning, once, is all if they cannot be written."""
+        if not hashes:
+            return
+        record = {"step": step, "settings": settings, **hashes}
         try:
-            append_line(self.path, json.dumps({"step": step, **hashes}).encode() + b"\n")
+            append_line(self.path, json.dumps(record).encode() + b"\n")
         except OSError as error:
             if not self._has_failed:
                 log.warning("cannot write %s: %s", self.path, error.strerror or error)
             self._has_failed = True
 
-    def read(self) -> dict[int, Hashes]:
-        """Return the newest hashes of each step; lines that are no such record are skipped."""
+    def read(self) -> dict[int, Record]:
+        """Return the newest line of each step; what is no such line is skipped."""
+        content = b""
+        with contextlib.suppress(OSError):
+            content = read_regular(self.path, MAX_BYTES)
         found = {}
-        with contextlib.suppress(OSError), open(self.path, "rb") as file:
-            for line in file.read(MAX_BYTES).splitlines():
-                with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):
-                    record = json.loads(line)
-                    step = record.pop("step", None)
-                    hashes = {kind: record[kind] for kind in TENSOR_KINDS if kind in record}
-                    if type(step) is int and all(map(DIGEST.fullmatch, hashes.values())):
-                        found[step] = hashes
+        for line in content.splitlines():
+            with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
+                values = json.loads(line)
+                hashes = {kind: values[kind] for kind in KINDS}
+                if "ema" in values:
+                    hashes["ema"] = values["ema"]
+                settings = values["settings"]
+                are_digests = all(map(DIGEST.fullmatch, [*hashes.values(), settings]))
+                if type(values["step"]) is int and are_digests:
+                    found[values["step"]] = Record(settings, hashes)
         return found

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.distributed.copies import checksums
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import (
     SnapshotError,
@@ -28,7 +29,7 @@ from mingpt_ddp.errors import (
 )
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
 from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot
-from mingpt_ddp.snapshots.ledger import Ledger
+from mingpt_ddp.snapshots.ledger import Ledger, digest_settings
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.retention import apply_retention
 from mingpt_ddp.snapshots.shard_plan import ShardPlan, TensorsByKind
@@ -182,11 +183,15 @@ class SnapshotManager:
             for store in self.stores:
                 env.call_on_rank_zero(partial(retain, store))
             return
-        parts: Parts = {**self._shard_plan.own_files(run.tensors)}
+        own = self._shard_plan.own_files(run.tensors)
+        parts: Parts = {**own}
         encoded = env.call_on_rank_zero(lambda: _encode_state(run.state))
         if encoded is not None:
             parts[STATE] = encoded
-        capture = Capture(step, parts, run.checksums)
+        capture = Capture(step, parts, digest_settings(run.state), run.checksums)
+        if run.checksums is not None:
+            originals = {name: checksums(part) for name, part in own.items()}
+            capture = replace(capture, originals=originals)
         self._save = AsyncSave(
             self.runtime, self.stores, self._buffers, capture, retain, self._ledger
         )

@@ -41,12 +41,6 @@ class Piece(Generic[T]):
     rows: Rows[T]
 
 
-def name_of_piece(name: str) -> str:
-    """Return the name of the tensor of which a tensor of this name is a piece, or is the whole."""
-    match = PIECE.fullmatch(name)
-    return match[1] if match else name
-
-
 def own_parts(strategy: Strategy, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return what this rank writes of some tensors, whole or pieces, by name."""
     parts = {}

@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import re
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 RESULT = "result.json"
 ATTEMPT = "attempt.json"
+MAX_FAILURES = 10**6  # of attempts of a run; more are no count
 PARTIAL_FILES = (
     ".config*.partial",
     ".result.json.*.partial",
@@ -171,7 +173,10 @@ class RunDirectory:
         try:
             values = {key: recorded[key] for key in ("began", "wasted_seconds")}
             began, wasted_s = (max(0.0, float(value)) for value in values.values())
-            attempt = Attempt(began, wasted_s, int(recorded["failures"]), str(recorded["launcher"]))
+            failures = int(recorded["failures"])
+            if not (math.isfinite(began + wasted_s) and 0 <= failures <= MAX_FAILURES):
+                return Attempt(ended=ended)
+            attempt = Attempt(began, wasted_s, failures, str(recorded["launcher"]))
         except (LookupError, TypeError, ValueError, OverflowError):
             return Attempt(ended=ended)
         return replace(attempt, has_died=not (self.path / RESULT).exists(), ended=ended)

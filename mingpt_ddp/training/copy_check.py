@@ -1,12 +1,13 @@
 """Compare what the ranks hold, every trainer.verify_every steps and before each commit.
 
-A damaged copy in memory raises no error: it trains on, and spreads through its gradients.
+Damaged memory raises no error: the run trains on with it, and its gradients reach all ranks.
 """
 
 import logging
 
 from mingpt_ddp.distributed.copies import checksums, copy_name, find_difference
 from mingpt_ddp.errors import DamageError
+from mingpt_ddp.snapshots.shard_plan import TensorsByKind
 from mingpt_ddp.training.train_state import Context
 
 log = logging.getLogger(__name__)
@@ -15,12 +16,12 @@ MAX_RETURNS = 3  # to one snapshot; memory that is damaged more often is broken
 
 
 class CopyCheck:
-    """The comparisons of a run, and what happened at the last ones."""
+    """Compare copies when it is due; count how often the run went back to the same snapshot."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.every = context.config.trainer.verify_every
-        self.agreed_step = context.state.step  # all copies were equal then
+        self.agreed_step = context.state.step  # the last at which all copies were equal
         self._returned_to: int | None = None  # step of the snapshot after the last damage
         self._returns = 0  # to it, in a row
         strategy = context.runtime.strategy
@@ -31,13 +32,13 @@ class CopyCheck:
                 strategy.name,
             )
 
-    def checksums(self) -> dict[str, int] | None:
+    def checksums(self, tensors: TensorsByKind) -> dict[str, int] | None:
         """Return the checksums of all tensors that this rank holds; None if nothing compares."""
         if not self.every:
             return None
         strategy = self.context.runtime.strategy
         own = {}
-        for kind, named in self.context.trainable.tensors().items():
+        for kind, named in tensors.items():
             for name, tensor in named.items():
                 part = strategy.local(tensor)
                 own[copy_name(kind, name, part, strategy.part)] = part
@@ -47,13 +48,22 @@ class CopyCheck:
         """Compare the ranks after a step, if it is due. A collective.
 
         Raises:
-            DamageError: on every rank; names the tensors and the odd ranks.
+            DamageError: on every rank; names a tensor and the ranks.
         """
-        if not self.every or step % self.every:
-            return
+        if self.every and step % self.every == 0:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compare the ranks after a step, unless trainer.verify_every=0. A collective.
+
+        Raises:
+            DamageError: on every rank; names a tensor and the ranks.
+        """
         group = self.context.runtime.group
+        if not self.every or group.world_size == 1:
+            return
         group.set_activity("comparing the copies of the ranks")
-        own = self.checksums() or {}
+        own = self.checksums(self.context.trainable.tensors()) or {}
         if difference := find_difference(group.all_gather(own)):
             raise DamageError(f"{difference}, at step {step}")
         self.agreed_step = step

@@ -137,7 +137,7 @@ def train(
     trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
 
     if opened.owner:
-        opened.owner.clear_result()
         record_attempt(opened.owner, state, runtime.group.env)
+        opened.owner.clear_result()
     with snapshot_when_out_of_memory(config, runtime):
         return trainer.train()

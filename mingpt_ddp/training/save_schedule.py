@@ -32,6 +32,7 @@ from mingpt_ddp.training.train_state import (
 log = logging.getLogger(__name__)
 
 FIRST_S = 30.0  # of training at most before the first snapshot of a run, which measures the cost
+LEAST_COSTS = 10  # stalls between two snapshots: however often a run fails, it goes on
 ASSUMED_STALL_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
 
 
@@ -199,7 +200,7 @@ class SaveSchedule:
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
         # Resume from the older snapshot.
-        with contextlib.suppress(StorageUnavailableError, StorageUnusableError, DamageError):
+        with contextlib.suppress(StorageUnavailableError, StorageUnusableError), _damage_logged():
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
@@ -250,7 +251,7 @@ class SaveSchedule:
             self.context, self.micro_batch_size, self.context.metrics.steps.stop
         )
         tensors = self.context.trainable.tensors()
-        checksums = self.copies.checksums()
+        checksums = self.copies.checksums(tensors)
         return RunState(state.step, values, tensors, state.best_step, checksums)
 
     def _begin_interval(self) -> None:
@@ -279,4 +280,14 @@ class SaveSchedule:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
         if state.save_durable_s is None:
             return min(FIRST_S, best_interval(ASSUMED_STALL_S, mtbf_s))
-        return best_interval(state.save_stall_s, mtbf_s, state.save_durable_s)
+        least_s = max(state.save_durable_s, LEAST_COSTS * state.save_stall_s)
+        return best_interval(state.save_stall_s, mtbf_s, least_s)
+
+
+@contextlib.contextmanager
+def _damage_logged() -> Iterator[None]:
+    """Log a DamageError in this context instead of raising it: there is no time to go back."""
+    try:
+        yield
+    except DamageError as damage:
+        log.warning("%s; it is not saved", damage.args[0])

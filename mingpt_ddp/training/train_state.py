@@ -17,6 +17,7 @@ from mingpt_ddp.config.config import (
     from_mapping,
     numeric_keys,
 )
+from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
@@ -65,9 +66,9 @@ class TrainState:
     patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
     evaluations_above: int = 0  # in a row that did not
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
-    failures: int = 0  # attempts that died
-    save_stall_s: float = 0.0  # of training, for the last snapshot that was committed
-    save_durable_s: float | None = None  # from its start to its commit; None: not known yet
+    failures: NonNegativeInt = 0  # attempts that died
+    save_stall_s: NonNegativeFloat = 0.0  # of training, for the last snapshot that was committed
+    save_durable_s: NonNegativeFloat | None = None  # from its start to its commit; None: unknown
 
     @property
     def goodput(self) -> float:

@@ -112,6 +112,7 @@ class TrainStep:
         if anomaly is not None:
             scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
+            strategy.broadcast_buffers(self.model)  # the forward passes have changed them
             return StepResult(flags, grad_norm, losses, anomaly=anomaly)
 
         with self.control.measure_norms(step):
@@ -183,6 +184,7 @@ class TrainStep:
             if self.strategy.may_leave_passes(bool(found)):
                 break
         self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.broadcast_buffers(self.model)
         culprits = []
         for rank, what in enumerate(self.runtime.group.all_gather(found)):
             if what:

@@ -97,7 +97,8 @@ class Trainer:
             self.metrics.step_done(step)
             if not flags.saving:  # a save has ended on all ranks: take its result
                 self.saves.manager.wait()
-            self.saves.copies.check(step)
+            if not flags.interrupted:  # then only the snapshot is checked, while there is time
+                self.saves.copies.check(step)
             if self._is_due(trainer.log_every):
                 self._log()
             end = RunStatus.PREEMPTED if flags.interrupted else None
@@ -178,7 +179,9 @@ class Trainer:
 
         Raises:
             TrainingError: the run stops.
+            DamageError: a rank holds a damaged copy of a tensor, which may be the cause.
         """
+        self.saves.copies.compare(step - 1)
         message = f"step {step} has {anomaly} ({self.train_step.diagnose(step)})"
         self.state.consecutive_skips += 1
         skips = self.state.consecutive_skips
@@ -238,15 +241,14 @@ class Trainer:
             self.saves.manager.wait()
         agreed_step = max(copies.agreed_step, self.saves.manager.last_step or 0)
         message = f"{damage.args[0]}; all copies were equal at step {agreed_step}"
-        advice = "test the memory of that machine, then run again to continue from the last"
+        advice = "test the memory of the machine, and run again to continue"
         if self.config.trainer.on_nonfinite == "stop":
-            raise TrainingError(
-                f"{message}; {advice} snapshot, or set trainer.on_nonfinite=rollback"
-            ) from damage
+            raise TrainingError(f"{message}; {advice} from the last snapshot") from damage
         step = self._restore_latest()
-        if step is None or not copies.may_return_to(step):
-            again = "there is no snapshot yet" if step is None else "it has happened repeatedly"
-            raise TrainingError(f"{message}, and {again}; {advice} snapshot") from damage
+        if step is None:
+            raise TrainingError(f"{message}, and there is no snapshot yet; {advice}") from damage
+        if not copies.may_return_to(step):
+            raise TrainingError(f"{message}, and it has happened repeatedly; {advice}") from damage
         log.warning("%s: went back to the snapshot of step %d", message, step)
 
     def _load_meter(self) -> None:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,7 +16,7 @@ import torch
 from launching import TINY, call, python_main
 from user_code_page import page_files
 
-from mingpt_ddp.snapshots.format import MANIFEST, decode_manifest, encode_manifest
+from mingpt_ddp.snapshots.format import MANIFEST, STATE, decode_manifest, encode_manifest
 from mingpt_ddp.snapshots.ledger import LEDGER, Ledger, hash_tensors
 
 SETTINGS = [
@@ -64,7 +65,20 @@ def flip_bit(snapshot: Path, name: str = "model.safetensors", bit: int = 0) -> N
     words = max(tensors.values(), key=torch.numel).view(torch.int32).flatten()
     words[len(words) // 2] ^= 1 << bit
     safetensors.torch.save_file(tensors, path)
-    content = path.read_bytes()
+    mend_manifest(snapshot, name)
+
+
+def edit_state(snapshot: Path, **changes: dict[str, Any]) -> None:
+    """Change entries of state.json, and mend the manifest."""
+    state = json.loads((snapshot / STATE).read_text())
+    for key, values in changes.items():
+        state[key] |= values
+    (snapshot / STATE).write_text(json.dumps(state))
+    mend_manifest(snapshot, STATE)
+
+
+def mend_manifest(snapshot: Path, name: str) -> None:
+    content = (snapshot / name).read_bytes()
     step = int(snapshot.name.removeprefix("step_"))
     files = decode_manifest((snapshot / MANIFEST).read_bytes(), step)
     files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -79,7 +93,7 @@ def test_the_ledger_outlives_the_snapshots(recorded):
         "step_00000020",
     ]
     weights = safetensors.torch.load_file(run / "snapshots" / "step_00000020" / "model.safetensors")
-    assert Ledger(run).read()[20]["model"] == hash_tensors(weights)
+    assert Ledger(run).read()[20].hashes["model"] == hash_tensors(weights)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +116,7 @@ def test_a_flipped_bit_with_a_mended_manifest_is_refuted(copied, file):
     assert code == 0, "the manifest alone shows nothing"
     code, line = replay(copied, "replay=5")
     kind = file.removesuffix(".safetensors")
-    assert line.startswith(
-        f"refuted: the snapshot of step 20 does not hold what was saved: {kind} (SHA-256 "
-    )
+    assert line.startswith(f"refuted: the snapshot of step 20 holds another {kind}: SHA-256 ")
     assert code == 1
 
 
@@ -113,21 +125,21 @@ def test_so_it_is_without_the_ledger(copied):
     (run / LEDGER).unlink()
     flip_bit(run / "snapshots" / "step_00000020")
     code, line = replay(copied, "replay=5")
-    assert line.startswith("refuted: step 20, repeated from step 15: model (SHA-256 ")
+    assert line.startswith("refuted: step 20, repeated from step 15, gives another model: ")
     assert code == 1
 
 
 def test_a_bit_that_flipped_while_a_run_trained_is_found_at_its_step(tmp_path):
     """Training went on from it, so that all files agree with each other."""
-    run = train(tmp_path, *CANONICAL, "trainer.max_steps=10", "optimizer.schedule=constant")
+    run = train(tmp_path, *CANONICAL, "trainer.max_steps=10", "optimizer.schedule_steps=20")
     flip_bit(run / "snapshots" / "step_00000010", bit=20)  # a low one may be rounded away
-    train(tmp_path, *CANONICAL, "optimizer.schedule=constant")
+    train(tmp_path, *CANONICAL, "optimizer.schedule_steps=20")
     lines = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
     tensors = safetensors.torch.load_file(run / "snapshots" / "step_00000015" / "model.safetensors")
     assert [line["step"] for line in lines] == [5, 10, 15, 20]
     assert lines[2]["model"] == hash_tensors(tensors)
     code, line = replay(tmp_path, "replay=20")
-    assert line.startswith("refuted: step 15, repeated from step 0: model (SHA-256 ")
+    assert line.startswith("refuted: step 15, repeated from step 0, gives another model: ")
     assert code == 1
 
 
@@ -139,7 +151,7 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     code, line = replay(tmp_path, "replay=5")
     assert line.startswith("confirmed: steps 16 to 20, repeated with ddp.nproc_per_node=2")
     code, line = replay(tmp_path, "replay=7")
-    assert line.endswith("or the start of the run; set replay to 5, 10, 15, 20")
+    assert line.endswith("with the same settings; set replay to 5, 10, 15, 20")
     assert code == 2
 
 
@@ -156,3 +168,58 @@ def test_code_of_the_user_is_named_again(tmp_path):
     assert code == 2
     code, line = replay(tmp_path, "replay=5", f"words={shlex.join(preset)}")
     assert line.startswith("confirmed: steps 16 to 20")
+
+
+def test_steps_with_other_settings_are_not_mixed(tmp_path):
+    """A longer run has another schedule: its snapshots do not say how its first steps went."""
+    train(tmp_path, *CANONICAL, "trainer.max_steps=10")
+    train(tmp_path, *CANONICAL)
+    code, line = replay(tmp_path, "replay=10")
+    assert line.endswith("with the same settings; set replay to 5")
+    assert code == 2
+    assert replay(tmp_path, "replay=5")[0] == 0
+
+
+def test_an_optimizer_without_state_and_a_model_with_running_statistics(tmp_path):
+    words = ["task=classification", "data=digits", "model=convnet", "optimizer=sgd"]
+    words += ["optimizer.momentum=0", "optimizer.nesterov=false", "trainer.max_epochs=null"]
+    words += [
+        "trainer.max_steps=4",
+        "snapshot.every_steps=2",
+        "trainer.batch_size=12",
+        "run.name=run",
+    ]
+    done = call([*python_main(), *words], tmp_path)
+    assert done.returncode == 0, done.stdout
+    code, line = replay(tmp_path, "replay=2")
+    assert line.startswith("confirmed: steps 3 to 4")
+    assert code == 0
+
+
+def test_rows_of_tensors_are_compared_as_snapshots_have_them(tmp_path):
+    run = train(tmp_path, "ddp.strategy=fsdp", "ddp.nproc_per_node=2")
+    assert not (run / LEDGER).exists()
+    code, line = replay(tmp_path, "replay=5")
+    assert line.startswith("confirmed: steps 16 to 20")
+    flip_bit(run / "snapshots" / "step_00000020", "model-00002-of-00002.safetensors")
+    code, line = replay(tmp_path, "replay=5")
+    assert line.startswith("refuted: step 20, repeated from step 15, gives another model: ")
+    assert code == 1
+
+
+def test_another_machine_proves_nothing(copied):
+    run = copied / "outputs" / "run"
+    flip_bit(run / "snapshots" / "step_00000020")
+    (run / LEDGER).unlink()
+    for snapshot in (run / "snapshots").iterdir():
+        edit_state(snapshot, environment={"torch": "1.0"})
+    code, line = replay(copied, "replay=5")
+    assert line.startswith("undecided: step 20, repeated from step 15, gives another model: ")
+    assert "this proves nothing, because torch was 1.0 and is 2." in line
+    assert code == 3
+
+
+def test_what_belongs_to_a_replay_is_refused_without_one(recorded):
+    code, line = replay(recorded, "nproc_per_node=2")
+    assert "nproc_per_node and words are of a replay; set replay=N" in line
+    assert code == 2

@@ -194,8 +194,8 @@ def test_optimizer_state_on_four_ranks(trained):
 def test_a_damaged_staged_copy_is_never_committed(trained, name):
     log = check(trained, name)
     step = CASES[name][2][2]
-    assert "rank 0 staged a damaged copy of model token_embedding.weight " in log
-    assert f", in the snapshot of step {step}; " in log
+    assert "rank 0 staged a damaged copy of model token_embedding.weight, in the " in log
+    assert f"snapshot of step {step}; all copies were equal at step " in log
     assert committed(trained(CASES[name][1])[1] / name) == [4, 8, 11, 12, 16, 20, 22]
 
 
@@ -219,7 +219,7 @@ def test_stop(trained):
     assert errors[0]["stop3"].startswith(
         "TrainingError: training error: rank 2 holds another copy than the others of "
     )
-    assert "set trainer.on_nonfinite=rollback" in errors[0]["stop3"]
+    assert errors[0]["stop3"].endswith("run again to continue from the last snapshot")
     assert committed(root / "stop3")[-1] == 12
 
 

@@ -64,6 +64,11 @@ def test_who_is_odd(sums, ranks):
     assert (found.ranks if found else None) == ranks
 
 
+def test_several_ranks_that_differ_from_most():
+    found = find_difference([{"w": 1, "a": 1}, {"w": 1, "a": 2}, {"w": 2, "a": 1}])
+    assert str(found) == "ranks 1, 2 hold other copies than the rest of w (and 1 more)"
+
+
 def test_the_message():
     found = find_difference([{"w": 1, "a": 1}, {"w": 2, "a": 2}, {"w": 1, "a": 1}])
     assert str(found) == "rank 1 holds another copy than the others of w (and 1 more)"

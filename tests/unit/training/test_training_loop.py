@@ -409,6 +409,7 @@ def test_an_anomaly_stops_the_run_by_policy_or_when_it_persists(policy, before, 
         trainer._skip(3, "a spike")
     assert str(raised.value) == f"training error: {error}"
     assert parts.mock_calls == [
+        call.saves.copies.compare(2),
         call.step.diagnose(3),
         call.saves.manager.wait(),
         call.anomaly.make_error(error),
@@ -424,7 +425,7 @@ def test_an_anomaly_is_skipped_by_policy_or_without_a_snapshot(policy, caplog):
     assert state.consecutive_skips == MAX_CONSECUTIVE_SKIPS
     assert caplog.messages == [f"{MESSAGE} and is skipped"]
     tries = [] if policy == "skip" else [call.saves.restore_latest()]
-    assert parts.mock_calls == [call.step.diagnose(3), *tries]
+    assert parts.mock_calls == [call.saves.copies.compare(2), call.step.diagnose(3), *tries]
 
 
 def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
@@ -457,6 +458,7 @@ def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
         loss_steps=2,
     )
     assert parts.mock_calls == [
+        call.saves.copies.compare(9),
         call.step.diagnose(10),
         call.saves.restore_latest(),
         call.saves.update_wall_time(),
