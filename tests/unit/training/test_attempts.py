@@ -72,8 +72,9 @@ def test_under_the_same_launcher_all_the_time_counts():
 @pytest.mark.parametrize("saved_at", [0.0, 9_030.0])
 def test_a_preempted_attempt_has_not_failed(saved_at):
     state = TrainState(saved_at=saved_at)
-    assert counted(state, replace(DIED, has_died=False)) == math.inf
+    assert counted(state, replace(DIED, has_died=False, ended=9_999.0)) == math.inf
     assert state.failures == 0
+    assert state.wasted_seconds == (0 if saved_at else 7) + STARTUP_S  # no pause since then
 
 
 def test_an_earlier_version_recorded_no_attempt():
