@@ -109,7 +109,8 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.metrics.meters import Meter
-    from mingpt_ddp.snapshots.async_writer import AsyncSave
+    from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture
+    from mingpt_ddp.snapshots.ledger import Ledger
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluator import Evaluator
     from mingpt_ddp.training.train_step import TrainStep
@@ -134,9 +135,8 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
             meter.record(result.losses, result.grad_norm, train_step.phase.fetch_s)
 
     def stage() -> None:
-        save = AsyncSave(
-            runtime, [], buffers, 1, {"model.safetensors": trainable.tensors()["model"]}, id
-        )
+        weights: dict[str, Any] = {"model.safetensors": trainable.tensors()["model"]}
+        save = AsyncSave(runtime, [], buffers, Capture(1, weights), print, Ledger(Path()))
         save._stage()
 
     def decode() -> None:

@@ -123,12 +123,12 @@ def load(
         SnapshotError: there is no such snapshot, or it is damaged.
     """
     url = url.rstrip("/") or url
-    if named := step_in(url):
-        store, number = named
-        return _read_first([store], number, kinds, whole)
     if step != "newest":
         number, stores = _find_stores(url, step)
         return _read_first(stores, number, kinds, whole)
+    if named := step_in(url):
+        store, number = named
+        return _read_first([store], number, kinds, whole)
     found: Snapshot | None = None
 
     def read_newer(store: SnapshotStore) -> None:

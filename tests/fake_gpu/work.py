@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +19,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.optim.muon import Muon
-from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture
+from mingpt_ddp.snapshots.ledger import Ledger
 from mingpt_ddp.snapshots.shard_plan import ShardPlan
 from mingpt_ddp.tasks import language_model
 from mingpt_ddp.tasks.language_model import LanguageModel
@@ -109,7 +111,7 @@ def stage(run: FakeRun) -> None:
     plan = ShardPlan(run.runtime, [])
     plan._writers = [0]
     files = plan.own_files(run.trainable.tensors())
-    save = AsyncSave(run.runtime, [], {}, 2, files, lambda store: None)
+    save = AsyncSave(run.runtime, [], {}, Capture(2, {**files}), lambda store: None, Ledger(Path()))
     save._stage()
     assert save.staged.is_set()
 
