@@ -127,8 +127,11 @@ class Recorded:
 
     def expected(self, interval: Interval) -> dict[int, Hashes]:
         """Return the recorded hashes by step, of the interval and its base."""
-        steps = range(interval.base, interval.target + 1)
-        return {step: self.ledger[step].hashes for step in steps if step in self.ledger}
+        hashes = {}
+        for step, record in self.ledger.items():
+            if interval.base <= step <= interval.target:
+                hashes[step] = record.hashes
+        return hashes
 
 
 def read_snapshot(store: SnapshotStore, step: int) -> Any:

@@ -77,7 +77,6 @@ def digest_settings(state: Mapping[str, Any]) -> str:
     }
     if config.get("optimizer", {}).get("schedule_steps") is None:
         settings["steps"] = state.get("steps")  # the length of the schedules
-
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

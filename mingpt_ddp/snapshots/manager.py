@@ -188,7 +188,8 @@ class SnapshotManager:
         encoded = env.call_on_rank_zero(lambda: _encode_state(run.state))
         if encoded is not None:
             parts[STATE] = encoded
-        capture = Capture(step, parts, digest_settings(run.state), run.checksums)
+        settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""
+        capture = Capture(step, parts, settings, run.checksums)
         if run.checksums is not None:
             originals = {name: checksums(part) for name, part in own.items()}
             capture = replace(capture, originals=originals)
