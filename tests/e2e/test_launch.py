@@ -57,6 +57,8 @@ def test_run_directory(pair):
         "snapshots",
         "result.json",
         "metrics.jsonl",
+        "attempt.json",
+        "snapshots.jsonl",
     }
     assert names - {".lock"} == expected
     assert {p.name for p in (run / "tensorboard").iterdir()} == {"rank0", "rank1"}
