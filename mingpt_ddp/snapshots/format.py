@@ -100,7 +100,7 @@ def shard_tensors(
 
     Returns:
         For each writer its tensors by file and name; fewer writers than asked if shards would be
-        too small.
+        too small. Then they still write the kinds side by side.
     """
     by_size = []
     total = 0
@@ -110,6 +110,8 @@ def shard_tensors(
             total += tensor.nbytes
     by_size.sort(reverse=True)
     shards = max(1, min(writers, total // MIN_SHARD_BYTES))
+    if shards == 1:
+        return _spread_kinds(tensors, writers)
     files: list[dict[str, dict[str, Tensor]]] = []
     for shard in range(shards):
         files.append({shard_name(kind, shard, shards): {} for kind in tensors})
@@ -118,6 +120,24 @@ def shard_tensors(
         shard = loads.index(min(loads))
         loads[shard] += size
         files[shard][shard_name(kind, shard, shards)][name] = tensors[kind][name]
+    return files
+
+
+def _spread_kinds(
+    tensors: Mapping[str, Mapping[str, Tensor]], writers: int
+) -> list[dict[str, dict[str, Tensor]]]:
+    """Assign whole kinds to writers, balanced by bytes; the first writer gets the least.
+
+    It is rank zero, which also writes the state and the manifest.
+    """
+    sizes = {kind: sum(t.nbytes for t in named.values()) for kind, named in tensors.items()}
+    count = max(1, min(writers, len(sizes)))
+    files: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(count)]
+    loads = [0] * count  # bytes of each writer
+    for kind in sorted(sizes, key=lambda kind: (-sizes[kind], kind)):
+        writer = max(range(count), key=lambda writer: (-loads[writer], writer))
+        loads[writer] += sizes[kind]
+        files[writer][shard_name(kind, 0, 1)] = dict(tensors[kind])
     return files
 
 

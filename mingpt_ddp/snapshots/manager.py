@@ -199,6 +199,11 @@ class SnapshotManager:
         self._save.start()
 
     @property
+    def has_save(self) -> bool:
+        """Return whether a save is in progress or has ended since the last `wait`."""
+        return self._save is not None
+
+    @property
     def is_staging(self) -> bool:
         """Return whether the tensors of the save in progress are still being copied."""
         return self._save is not None and not self._save.staged.is_set()

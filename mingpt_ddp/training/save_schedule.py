@@ -21,6 +21,7 @@ from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusa
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
+from mingpt_ddp.training.save_cost import SaveCost
 from mingpt_ddp.training.train_state import (
     Context,
     TrainState,
@@ -45,7 +46,7 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
     approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_s: the stall of training for one snapshot, without the asynchronous write.
+        cost_s: by how much one snapshot delays training, not how long the asynchronous write takes.
         mtbf_s: mean time between failures of the whole run, that of one node divided by the number
             of nodes.
         least_s: time until a snapshot is durable; saves do not overlap, so this is the minimum
@@ -103,7 +104,7 @@ class SaveSchedule:
             self._every.append(self.snapshot_config.every_epochs * context.metrics.steps_per_epoch)
         self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
-        self._cost_s = 0.0  # stalls since then
+        self._cost = SaveCost()
         self._clock = time.perf_counter()
         self._is_due = False
 
@@ -231,7 +232,24 @@ class SaveSchedule:
         with self.context.metrics.meter.paused() as pause:
             yield
         self.context.state.stall_seconds += pause.seconds
-        self._cost_s += pause.seconds
+        self._cost.seconds += pause.seconds
+
+    @contextlib.contextmanager
+    def timed_step(self) -> Iterator[None]:
+        """Count as a stall by how much a save in progress slows the step in this context.
+
+        Only on a CPU: a GPU computes while the threads of a save run.
+        """
+        is_saving = self.manager.has_save
+        stalled_s = self._cost.seconds
+        begin = time.perf_counter()
+        yield
+        if self.context.runtime.device.type != "cpu":
+            return
+        seconds = time.perf_counter() - begin - (self._cost.seconds - stalled_s)
+        slower_s = self._cost.add_step(seconds, is_saving)
+        # a single step may be faster than the mean
+        self.context.state.stall_seconds = max(0.0, self.context.state.stall_seconds + slower_s)
 
     def _capture(self) -> RunState:
         """Return what to save of this step.
@@ -265,12 +283,14 @@ class SaveSchedule:
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
             )
         self._since = time.monotonic()
-        self._cost_s = 0.0
+        self._cost.seconds = 0.0
 
     def _record_cost(self) -> None:
-        """Record what the last snapshot has cost, for this attempt and the next."""
-        self.context.state.save_stall_s = self._cost_s
-        self.context.state.save_durable_s = self.manager.durable_s
+        """Record what a snapshot costs, for this attempt and the next."""
+        state = self.context.state
+        earlier_s = None if state.save_durable_s is None else state.save_stall_s
+        state.save_stall_s = self._cost.mean(earlier_s)
+        state.save_durable_s = self.manager.durable_s
 
     def _best_interval(self) -> float:
         """Return the best interval for the cost of a snapshot and the rate of failures so far."""

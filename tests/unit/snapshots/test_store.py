@@ -36,6 +36,7 @@ from mingpt_ddp.snapshots.format import (
     decode_manifest,
     directory_name,
     encode_manifest,
+    kind_of,
     shard_tensors,
     step_of,
 )
@@ -342,6 +343,27 @@ def test_tensors_are_assigned_to_the_least_loaded_writer():
         3,
         3,
     ]
+
+
+@pytest.mark.parametrize(
+    ("writers", "expected"),
+    [
+        (1, [["ema", "model", "optimizer"]]),
+        (2, [["ema", "model"], ["optimizer"]]),
+        (3, [["model"], ["ema"], ["optimizer"]]),
+        (8, [["model"], ["ema"], ["optimizer"]]),
+    ],
+)
+def test_writers_of_small_snapshots_share_the_kinds(writers, expected):
+    """The last writer gets the largest: rank zero also writes the state and the manifest."""
+    weights = {"a": torch.zeros(8)}
+    moments = {"a:exp_avg": torch.zeros(8), "a:exp_avg_sq": torch.zeros(8)}
+    tensors = {"model": weights, "optimizer": moments, "ema": weights}
+    shares = shard_tensors(tensors, writers)
+    assert [sorted(map(kind_of, files)) for files in shares] == expected
+    assert {name for files in shares for name in files} == {
+        f"{kind}.safetensors" for kind in tensors
+    }
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 2}'])

@@ -130,7 +130,7 @@ def test_passes_that_a_device_still_computes_are_no_stall(call, staged_at, stall
         schedule.wait_for_staging()
     else:
         schedule.maybe_save(is_due=True)
-    assert schedule.context.state.stall_seconds == schedule._cost_s == stall_s
+    assert schedule.context.state.stall_seconds == schedule._cost.seconds == stall_s
     assert schedule.context.metrics.meter.read()["speed/step_ms"] == 10e3
 
 
@@ -158,7 +158,7 @@ def test_the_first_snapshot_of_a_run_measures_the_cost():
     assert schedule._interval_s == 30
     schedule._begin_interval()  # when the first save starts
     assert schedule._interval_s == 30
-    schedule._cost_s = 2.0
+    schedule._cost.seconds = 2.0
     manager.durable_s = 3.0
     assert not schedule.is_due()
     assert schedule._interval_s == best_interval(2.0, 24 * HOUR, 3.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -43,6 +44,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
 
     parts.metrics.meter.paused = partial(noted_pause, parts)
+    parts.saves.timed_step = nullcontext
     context = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),
