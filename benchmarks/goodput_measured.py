@@ -12,10 +12,11 @@ ten-minutes    a run under one kill in ten minutes, for three times as long
 
 Both runs have every_steps=auto, with snapshot.mtbf_hours as a user sets it who knows the rate; the
 single kills have its default, so that the first one comes before the run knows the rate. Goodput
-by stopwatch is the steps of the run times the seconds of an undisturbed step, over the time from
-the command to the last step. An undisturbed step is measured in the same script, before and after,
-in a run without kills and without snapshots. The run reports its own goodput in `result.json`; the
-script fails if they differ by more than a point. Other processes on the machine falsify all of it.
+by stopwatch is the time that the steps of the run take undisturbed, over the time from the command
+to the last step. An undisturbed step is one of the same attempt with no save in progress, by the
+times in `main.rank0.log`: the pace of a shared machine drifts by a fifth within a minute, so that a
+run before or after tells little. The run reports its own goodput in `result.json`; the script fails
+if they differ by more than a point. Other processes on the machine falsify all of it.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/goodput_measured.py
 """
@@ -27,14 +28,17 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 from common import ROOT, corpus_path, environment, log, parser, report
@@ -61,7 +65,25 @@ SETTINGS = [
     "trainer.sample_every=null",
     "trainer.log_every=1",
 ]
+FIRST_STEPS = 20  # of an attempt, which are slower
+EVENT = re.compile(
+    r"^(?P<time>\S+ \S+) INFO (?:(?P<start>run )"
+    r"|resuming from the snapshot of step (?P<resumed>\d+)"
+    r"|step (?P<step>\d+)/"
+    r"|(?P<save>the next snapshot is due)"
+    r"|(?P<saved>snapshot of step \d+ committed))",
+    re.MULTILINE,
+)
 _names = itertools.count()
+
+
+@dataclass
+class Attempt:
+    """The steps of one attempt."""
+
+    resumed: int = 0  # the step from which it went on
+    step: int = 0  # its last
+    quiet_s: list[float] = field(default_factory=list)  # of steps with no save in progress
 
 
 class Run:
@@ -125,15 +147,39 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def undisturbed(scratch: Path, seconds: float) -> float:
-    """Return the seconds of a step of a run without kills or snapshots, after its first 50."""
-    run = Run(scratch, "snapshot.every_steps=null")
-    run.wait_until(lambda: run.step >= 50)
-    first, begin = run.step, time.perf_counter()
-    run.train_for(seconds)
-    last, end = run.step, time.perf_counter()
-    run.stop()
-    return (end - begin) / (last - first)
+def read_attempts(log_text: str) -> list[Attempt]:
+    """Return the attempts of a run, from its main.rank0.log with a line for every step."""
+    attempts: list[Attempt] = []
+    since: datetime | None = None  # the step before, if no save was in progress at its end
+    is_saving = False
+    for event in EVENT.finditer(log_text):
+        if event["start"]:
+            attempts.append(Attempt())
+            since, is_saving = None, False
+        elif event["resumed"]:
+            attempts[-1].resumed = int(event["resumed"])
+        elif event["save"] or event["saved"]:
+            is_saving = event["save"] is not None
+            since = None
+        else:
+            now = datetime.strptime(event["time"], "%Y-%m-%d %H:%M:%S,%f")
+            attempt = attempts[-1]
+            attempt.step = int(event["step"])
+            if since is not None and attempt.step > attempt.resumed + FIRST_STEPS:
+                attempt.quiet_s.append((now - since).total_seconds())
+            since = None if is_saving else now
+    return attempts
+
+
+def undisturbed_s(attempts: list[Attempt]) -> float:
+    """Return the seconds that the steps which the run has kept take without saves and kills."""
+    total = 0.0
+    quiet_s: list[float] = []
+    ends = [*(attempt.resumed for attempt in attempts[1:]), attempts[-1].step]
+    for attempt, end in zip(attempts, ends, strict=True):
+        quiet_s = attempt.quiet_s or quiet_s  # a short attempt has the pace of the one before
+        total += (end - attempt.resumed) * mean(quiet_s)
+    return total
 
 
 def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> dict[str, Any]:
@@ -175,16 +221,12 @@ def summary(values: list[float]) -> dict[str, Any]:
     }
 
 
-def under_kills(scratch: Path, seconds: float, between_s: float, pace_s: float) -> dict[str, Any]:
+def under_kills(scratch: Path, seconds: float, between_s: float) -> dict[str, Any]:
     """Return the goodput of a run under kills, by stopwatch and its own.
 
     The first kill comes half an interval after the command, so that the number of kills is that of
     the intervals.
-
-    Args:
-        pace_s: of an undisturbed step.
     """
-    before_s = undisturbed(scratch, pace_s)
     mtbf = f"snapshot.mtbf_hours={between_s / 3600:.4f}"
     run = Run(scratch, "snapshot.every_steps=auto", mtbf)
     run.wait_until(lambda: run.step >= 1)
@@ -196,16 +238,17 @@ def under_kills(scratch: Path, seconds: float, between_s: float, pace_s: float) 
         kills += 1
         log(f"kill {kills}, after {time.perf_counter() - run.began:.0f} s")
     run.train_for(max(0.0, seconds - (time.perf_counter() - run.began)))
-    steps, wall_s = run.step, time.perf_counter() - run.began
+    wall_s = time.perf_counter() - run.began
+    log_text = (run.directory / "main.rank0.log").read_text()
     result = run.stop()
-    after_s = undisturbed(scratch, pace_s)
-    step_s = (before_s + after_s) / 2
+    attempts = read_attempts(log_text)
     return {
         "seconds": round(wall_s, 2),
         "kills": kills,
-        "steps": steps,
-        "undisturbed_step_s": [round(before_s, 6), round(after_s, 6)],
-        "by_stopwatch": round(steps * step_s / wall_s, 4),
+        "steps": attempts[-1].step,
+        "saves": len(re.findall("INFO snapshot of step", log_text)),
+        "undisturbed_s": round(undisturbed_s(attempts), 2),
+        "by_stopwatch": round(undisturbed_s(attempts) / wall_s, 4),
         "own": round(result["goodput"], 4),
     }
 
@@ -220,9 +263,6 @@ def command_line() -> argparse.Namespace:
     )
     options.add_argument(
         "--minutes", type=float, default=10.0, help="of the part minute (default: %(default)s)"
-    )
-    options.add_argument(
-        "--pace-s", type=float, default=60.0, help="to time steps for (default: %(default)s)"
     )
     options.add_argument("--seed", type=int, default=0)
     chosen = options.parse_args()
@@ -273,7 +313,7 @@ def main() -> None:
         for part in ("minute", "ten-minutes"):
             if part in chosen.parts:
                 seconds = 60 * chosen.minutes * LENGTH[part]
-                results[part] = under_kills(scratch, seconds, BETWEEN_S[part], chosen.pace_s)
+                results[part] = under_kills(scratch, seconds, BETWEEN_S[part])
                 rows.append(run_row(part, results[part]))
     report(chosen.out, results, ["what", "figure"], rows, rows)
     failures = []

@@ -1,0 +1,51 @@
+"""The yardstick of goodput by stopwatch: the steps of a log with no save in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+from benchmarking import modules
+
+
+@pytest.fixture(scope="module")
+def goodput() -> Iterator[ModuleType]:
+    for loaded in modules("goodput_measured"):
+        yield loaded.goodput_measured
+
+
+def log_of(*events: tuple[float, str]) -> str:
+    """Return a log; times are in seconds of a minute."""
+    lines = [f"2026-01-01 00:00:{time:06.3f} INFO {text}" for time, text in events]
+    return "\n".join(line.replace(".", ",", 1) for line in lines)
+
+
+def steps(first: int, count: int, since: float, step_s: float) -> list[tuple[float, str]]:
+    return [(since + i * step_s, f"step {first + i}/99: loss 1.0") for i in range(count)]
+
+
+def test_steps_beside_a_save_and_the_first_ones_do_not_count(goodput):
+    text = log_of(
+        (0.0, "run outputs/a"),
+        *steps(1, 30, 1.0, 0.1),  # until 3.9
+        (3.95, "the next snapshot is due in 9.0 s"),
+        *steps(31, 2, 4.5, 0.5),
+        (5.1, "snapshot of step 30 committed to outputs/a/snapshots"),
+        *steps(33, 2, 5.2, 0.2),  # the first is a part of the save
+        (6.0, "run outputs/a"),
+        (6.1, "resuming from the snapshot of step 30 of 99"),
+        *steps(31, 22, 7.0, 0.4),
+    )
+    first, second = goodput.read_attempts(text)
+    assert (first.resumed, first.step, second.resumed, second.step) == (0, 34, 30, 52)
+    assert first.quiet_s == pytest.approx([0.1] * 10 + [0.2])
+    assert second.quiet_s == pytest.approx([0.4] * 2)
+    kept = 30 * sum(first.quiet_s) / 11 + 22 * 0.4
+    assert goodput.undisturbed_s([first, second]) == pytest.approx(kept)
+
+
+def test_a_short_attempt_has_the_pace_of_the_one_before(goodput):
+    long = goodput.Attempt(resumed=0, step=50, quiet_s=[0.5])
+    short = goodput.Attempt(resumed=40, step=45)
+    assert goodput.undisturbed_s([long, short]) == 22.5
