@@ -173,12 +173,16 @@ def read_attempts(log_text: str) -> list[Attempt]:
 
 def undisturbed_s(attempts: list[Attempt]) -> float:
     """Return the seconds that the steps which the run has kept take without saves and kills."""
+    paces = [mean(attempt.quiet_s) for attempt in attempts if attempt.quiet_s]
+    if not paces:
+        sys.exit("the run is too short: no step was undisturbed")
+    pace = paces[0]
     total = 0.0
-    quiet_s: list[float] = []
     ends = [*(attempt.resumed for attempt in attempts[1:]), attempts[-1].step]
     for attempt, end in zip(attempts, ends, strict=True):
-        quiet_s = attempt.quiet_s or quiet_s  # a short attempt has the pace of the one before
-        total += (end - attempt.resumed) * mean(quiet_s)
+        if attempt.quiet_s:  # a short attempt has the pace of another
+            pace = mean(attempt.quiet_s)
+        total += (end - attempt.resumed) * pace
     return total
 
 

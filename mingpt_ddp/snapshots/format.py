@@ -8,11 +8,11 @@ A snapshot is a directory `step_00001000` of
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
-If several ranks write, the tensors are sharded over files model-00001-of-00002.safetensors and so
-on, whole or in pieces of rows, named `<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid
-manifest the snapshot does not exist. Nothing in it can run code: tensors are safetensors, the rest
-is JSON. Untrusted snapshots are safe to read: names are validated, and sizes are known before
-anything is read.
+If several ranks write, each writes some of the files. Large snapshots are sharded over files
+model-00001-of-00002.safetensors and so on, whole or in pieces of rows, named
+`<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid manifest the snapshot does not exist.
+Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe
+to read: names are validated, and sizes are known before anything is read.
 
 Files, fields and tensors keep their names. Later versions may add some, which this one ignores.
 """
@@ -132,13 +132,14 @@ def _spread_kinds(
     """
     sizes = {kind: sum(t.nbytes for t in named.values()) for kind, named in tensors.items()}
     count = max(1, min(writers, len(sizes)))
-    files: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(count)]
     loads = [0] * count  # bytes of each writer
-    for kind in sorted(sizes, key=lambda kind: (-sizes[kind], kind)):
-        writer = max(range(count), key=lambda writer: (-loads[writer], writer))
+    shares: list[list[str]] = [[] for _ in range(count)]  # kinds
+    for kind in sorted(sizes, key=lambda kind: -sizes[kind]):
+        writer = loads.index(min(loads))
         loads[writer] += sizes[kind]
-        files[writer][shard_name(kind, 0, 1)] = dict(tensors[kind])
-    return files
+        shares[writer].append(kind)
+    shares.sort(key=lambda kinds: sum(sizes[kind] for kind in kinds))
+    return [{shard_name(kind, 0, 1): dict(tensors[kind]) for kind in kinds} for kinds in shares]
 
 
 def kind_of(name: str) -> str:

@@ -200,7 +200,10 @@ class SnapshotManager:
 
     @property
     def has_save(self) -> bool:
-        """Return whether a save is in progress or has ended since the last `wait`."""
+        """Return whether a save is in progress on a rank, or its result has not been taken yet.
+
+        The same on every rank.
+        """
         return self._save is not None
 
     @property

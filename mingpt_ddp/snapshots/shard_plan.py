@@ -1,4 +1,4 @@
-"""Which rank writes which files of a snapshot: those that share rank zero's storage, a shard each.
+"""Which rank writes which files of a snapshot: those that share rank zero's storage share them.
 
 If the strategy divides the state, every rank writes its own part.
 """

@@ -71,7 +71,8 @@ class Attempt:
     launcher: str = ""  # the process that restarts it, if there is one
     # not in the file:
     has_died: bool = False
-    ended: float = 0.0  # since 1970: its last line in the log; 0 without a log
+    ended: float = 0.0  # since 1970: its last line of metrics; 0 without one
+    result_step: int | None = None  # at which it ended by itself
 
 
 def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
@@ -164,11 +165,15 @@ class RunDirectory:
         except OSError as error:
             raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
 
-    def last_attempt(self) -> Attempt:
-        """Return the last attempt, as far as the directory has it."""
+    def last_attempt(self, metrics: str) -> Attempt:
+        """Return the last attempt, as far as the directory has it.
+
+        Args:
+            metrics: name of the file of metrics.
+        """
         ended = 0.0
         with contextlib.suppress(OSError):
-            ended = (self.path / "main.rank0.log").stat().st_mtime
+            ended = (self.path / metrics).stat().st_mtime  # a start that fails has no metrics
         recorded = _read_json(self.path / ATTEMPT)
         try:
             values = {key: recorded[key] for key in ("began", "wasted_seconds")}
@@ -179,12 +184,14 @@ class RunDirectory:
             attempt = Attempt(began, wasted_s, failures, str(recorded["launcher"]))
         except (LookupError, TypeError, ValueError, OverflowError):
             return Attempt(ended=ended)
-        return replace(attempt, has_died=not (self.path / RESULT).exists(), ended=ended)
+        has_died = not (self.path / RESULT).exists()
+        step = read_result(self.path).get("step")
+        return replace(attempt, has_died=has_died, ended=ended, result_step=step)
 
     def write_attempt(self, attempt: Attempt) -> None:
         """Write attempt.json."""
         values = asdict(attempt)
-        del values["has_died"], values["ended"]
+        del values["has_died"], values["ended"], values["result_step"]
         _write(self.path / ATTEMPT, json.dumps(values) + "\n")
 
     def check(self) -> None:

@@ -36,8 +36,8 @@ def count_attempt(state: TrainState, last: Attempt, began_at: float, env: DistEn
     is_restart = last.launcher != "" and last.launcher == launcher_id(env)
     # a launcher has been waiting or starting processes all the time
     ended = now - startup_s if is_restart else last.ended
-    was_ended = last.began > 0 and not last.has_died  # it saved what it had trained
-    lost_s = 0.0 if was_ended or not since else max(0.0, ended - since)
+    has_saved_all = last.result_step == state.step
+    lost_s = 0.0 if has_saved_all or last.began == 0 else max(0.0, ended - since)
     state.wasted_seconds += lost_s + startup_s
     if not last.has_died:
         return math.inf

@@ -66,7 +66,7 @@ def _log_end(prepared: Prepared, built: Built, trained: Trained) -> None:
     elapsed = timedelta(seconds=round(total_s))
     if total_s >= MIN_GOODPUT_S:
         lost = timedelta(seconds=round(state.stall_seconds + state.wasted_seconds))
-        causes = "startup, stalls for snapshots and repeated steps"
+        causes = "startup, snapshots and repeated steps"
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
     values = f"validation {task.describe(state.val_metrics)}"
     if trained.test_metrics:

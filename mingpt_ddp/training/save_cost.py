@@ -1,30 +1,40 @@
 """Measure what a snapshot costs training: stalls, and slower steps while it is written.
 
-The background threads of a save hash and write. Where every core trains, that is time of the steps.
-All times are in seconds.
+The background threads of a save hash and write. Where every core trains, that takes time of the
+steps. All times are in seconds.
 """
 
-NEWEST_STEP = 0.05  # weight of the newest step in the mean
-NEWEST_SAVE = 0.25  # weight of the newest snapshot in the mean
+FIRST_STEPS = 10  # of an attempt, which are slower
+NEWEST_STEP = 0.05  # weight of the newest step in the moving mean
+NEWEST_SAVE = 0.25  # weight of the newest snapshot in the moving mean
+MOST = 4.0  # times the mean of a step: what takes longer is not the save
 
 
 class SaveCost:
     """The cost of the last snapshot so far."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0  # since the last snapshot was taken
-        self._step_s = 0.0  # mean of the steps without a save in progress
-        self._steps = 0  # of them
+        self._stall_s = 0.0  # since the last snapshot was taken
+        self._slower_s = 0.0  # the steps during its save, all together
+        self._steps = 0  # with no save in progress
+        self._step_s = 0.0  # moving mean of these
 
-    def mean(self, earlier: float | None) -> float:
-        """Return the mean cost of a snapshot; `earlier` is that before the last one, if any."""
-        seconds = max(0.0, self.seconds)  # a step may be faster than the mean
-        if earlier is None:
-            return seconds
-        return earlier + NEWEST_SAVE * (seconds - earlier)
+    @property
+    def seconds(self) -> float:
+        """The time that the last snapshot has cost so far."""
+        return self._stall_s + max(0.0, self._slower_s)
+
+    def begin_snapshot(self) -> None:
+        """Count for another snapshot from now on."""
+        self._stall_s = 0.0
+        self._slower_s = 0.0
+
+    def add_stall(self, seconds: float) -> None:
+        """Count time in which training waited."""
+        self._stall_s += seconds
 
     def add_step(self, seconds: float, is_saving: bool) -> float:
-        """Count a step; return by how much it was slower than those without a save in progress.
+        """Count a step; return by how much more the steps during the save are slower with it.
 
         Args:
             seconds: of the step, without stalls.
@@ -32,11 +42,20 @@ class SaveCost:
         """
         if not is_saving:
             self._steps += 1
-            weight = max(1 / self._steps, NEWEST_STEP)
-            self._step_s += weight * (seconds - self._step_s)
+            timed = self._steps - FIRST_STEPS
+            if timed > 0:
+                self._step_s += max(1 / timed, NEWEST_STEP) * (seconds - self._step_s)
             return 0.0
-        if self._steps == 0:
+        if self._steps <= FIRST_STEPS:  # nothing to compare with
             return 0.0
-        slower = seconds - self._step_s
-        self.seconds += slower
-        return slower
+        before_s = max(0.0, self._slower_s)
+        # one step may be faster than the mean
+        self._slower_s += min(seconds, MOST * self._step_s) - self._step_s
+        return max(0.0, self._slower_s) - before_s
+
+
+def moving_mean(before_s: float | None, newest_s: float) -> float:
+    """Return the mean cost of the snapshots up to the newest; `before_s` is None at the first."""
+    if before_s is None:
+        return newest_s
+    return before_s + NEWEST_SAVE * (newest_s - before_s)

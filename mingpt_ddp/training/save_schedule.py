@@ -1,10 +1,10 @@
-"""Decide when a run saves, and measure how long saving stalls its training.
+"""Decide when a run saves, and measure what that costs its training.
 
 All times are in seconds.
 
 The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. That is
 snapshot.mtbf_hours, or the mean of the run so far if it has failed more often.
-Training runs for an interval, stalls for `cost_s` while a snapshot is taken, and continues. A
+Training runs for an interval, loses `cost_s` to a snapshot, and continues. A
 failure loses all training since the start of the last durable snapshot. When a snapshot becomes
 durable and how long a restart takes do not change the best interval: benchmarks/availability.py has
 the formula.
@@ -21,7 +21,7 @@ from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusa
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
-from mingpt_ddp.training.save_cost import SaveCost
+from mingpt_ddp.training.save_cost import SaveCost, moving_mean
 from mingpt_ddp.training.train_state import (
     Context,
     TrainState,
@@ -33,8 +33,8 @@ from mingpt_ddp.training.train_state import (
 log = logging.getLogger(__name__)
 
 FIRST_S = 30.0  # of training at most before the first snapshot of a run, which measures the cost
-LEAST_COSTS = 10  # stalls between two snapshots: however often a run fails, it goes on
-ASSUMED_STALL_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
+LEAST_COSTS = 10  # times its cost between two snapshots: however often a run fails, it goes on
+ASSUMED_COST_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
 
 
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
@@ -232,24 +232,22 @@ class SaveSchedule:
         with self.context.metrics.meter.paused() as pause:
             yield
         self.context.state.stall_seconds += pause.seconds
-        self._cost.seconds += pause.seconds
+        self._cost.add_stall(pause.seconds)
 
     @contextlib.contextmanager
     def timed_step(self) -> Iterator[None]:
-        """Count as a stall by how much a save in progress slows the step in this context.
+        """Time the step in this context: count as a stall what it takes longer during a save.
 
-        Only on a CPU: a GPU computes while the threads of a save run.
+        Only on CPUs: a GPU computes while the threads of a save run.
         """
-        is_saving = self.manager.has_save
-        stalled_s = self._cost.seconds
+        state = self.context.state
+        stalled_s = state.stall_seconds
         begin = time.perf_counter()
         yield
         if self.context.runtime.device.type != "cpu":
             return
-        seconds = time.perf_counter() - begin - (self._cost.seconds - stalled_s)
-        slower_s = self._cost.add_step(seconds, is_saving)
-        # a single step may be faster than the mean
-        self.context.state.stall_seconds = max(0.0, self.context.state.stall_seconds + slower_s)
+        seconds = time.perf_counter() - begin - (state.stall_seconds - stalled_s)
+        state.stall_seconds += self._cost.add_step(seconds, self.manager.has_save)
 
     def _capture(self) -> RunState:
         """Return what to save of this step.
@@ -283,13 +281,13 @@ class SaveSchedule:
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
             )
         self._since = time.monotonic()
-        self._cost.seconds = 0.0
+        self._cost.begin_snapshot()
 
     def _record_cost(self) -> None:
         """Record what a snapshot costs, for this attempt and the next."""
         state = self.context.state
-        earlier_s = None if state.save_durable_s is None else state.save_stall_s
-        state.save_stall_s = self._cost.mean(earlier_s)
+        before_s = None if state.save_durable_s is None else state.save_stall_s
+        state.save_stall_s = moving_mean(before_s, self._cost.seconds)
         state.save_durable_s = self.manager.durable_s
 
     def _best_interval(self) -> float:
@@ -299,7 +297,7 @@ class SaveSchedule:
         if state.failures:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
         if state.save_durable_s is None:
-            return min(FIRST_S, best_interval(ASSUMED_STALL_S, mtbf_s))
+            return min(FIRST_S, best_interval(ASSUMED_COST_S, mtbf_s))
         least_s = max(state.save_durable_s, LEAST_COSTS * state.save_stall_s)
         return best_interval(state.save_stall_s, mtbf_s, least_s)
 

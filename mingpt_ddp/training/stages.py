@@ -227,7 +227,7 @@ def open_directory(prepared: Prepared, resources: contextlib.ExitStack) -> Opene
     with prepared.task.discarded_if_refused():
         group.run_on_rank_zero(lock)
     owner = owners[0] if owners else None
-    last = owner.last_attempt() if owner else Attempt()
+    last = owner.last_attempt(METRICS) if owner else Attempt()
     logs.to_file(prepared.directory, group.env)
     return Opened(owner, last)
 

@@ -355,15 +355,23 @@ def test_tensors_are_assigned_to_the_least_loaded_writer():
     ],
 )
 def test_writers_of_small_snapshots_share_the_kinds(writers, expected):
-    """The last writer gets the largest: rank zero also writes the state and the manifest."""
-    weights = {"a": torch.zeros(8)}
-    moments = {"a:exp_avg": torch.zeros(8), "a:exp_avg_sq": torch.zeros(8)}
-    tensors = {"model": weights, "optimizer": moments, "ema": weights}
+    tensors = {"model": weights_of(8), "optimizer": weights_of(17), "ema": weights_of(8)}
     shares = shard_tensors(tensors, writers)
     assert [sorted(map(kind_of, files)) for files in shares] == expected
     assert {name for files in shares for name in files} == {
         f"{kind}.safetensors" for kind in tensors
     }
+
+
+def test_rank_zero_writes_the_smaller_share():
+    """It also writes the state and the manifest."""
+    tensors = {"model": weights_of(8), "optimizer": weights_of(12), "ema": weights_of(8)}
+    shares = shard_tensors(tensors, 2)
+    assert [sorted(map(kind_of, files)) for files in shares] == [["optimizer"], ["ema", "model"]]
+
+
+def weights_of(size: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(size)}
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "7", '"text"', "{", "\x00", '{"format": 2}'])

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from mingpt_ddp.distributed.env import DistEnv, launcher_id
+from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.storage.run_dir import Attempt, RunDirectory
 from mingpt_ddp.training.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.train_state import TrainState
@@ -71,28 +72,37 @@ def test_under_the_same_launcher_all_the_time_counts():
 
 @pytest.mark.parametrize("saved_at", [0.0, 9_030.0])
 def test_a_preempted_attempt_has_not_failed(saved_at):
-    state = TrainState(saved_at=saved_at)
-    assert counted(state, replace(DIED, has_died=False, ended=9_999.0)) == math.inf
+    state = TrainState(step=5, saved_at=saved_at)
+    ended = replace(DIED, has_died=False, ended=9_999.0, result_step=5)
+    assert counted(state, ended) == math.inf
     assert state.failures == 0
     assert state.wasted_seconds == (0 if saved_at else 7) + STARTUP_S  # no pause since then
 
 
-def test_an_earlier_version_recorded_no_attempt():
+def test_preempted_without_time_for_a_snapshot():
+    """It has not failed, but what it trained since the last snapshot is lost."""
+    state = TrainState(step=5, saved_at=9_030.0, wasted_seconds=7.0, failures=3)
+    assert counted(state, replace(DIED, has_died=False, result_step=8)) == math.inf
+    assert (state.wasted_seconds, state.failures) == (7 + 10 + STARTUP_S, 3)
+
+
+def test_nothing_is_counted_of_an_unknown_attempt():
+    """That of an earlier version; or there is none, and the snapshot is of another run."""
     state = TrainState(saved_at=9_000.0)
     assert counted(state, Attempt(ended=9_040.0)) == math.inf
-    assert (state.wasted_seconds, state.failures) == (40 + STARTUP_S, 0)
+    assert (state.wasted_seconds, state.failures) == (STARTUP_S, 0)
 
 
 def test_the_record_in_the_run_directory(tmp_path):
     owner = RunDirectory(tmp_path / "run")
-    assert owner.last_attempt() == Attempt()
+    assert owner.last_attempt(METRICS) == Attempt()
     record_attempt(owner, TrainState(wasted_seconds=5.0, failures=2), ALONE)
-    (owner.path / "main.rank0.log").write_text("a line")
-    os.utime(owner.path / "main.rank0.log", (9_040.0, 9_040.0))
+    (owner.path / METRICS).write_text("a line")
+    os.utime(owner.path / METRICS, (9_040.0, 9_040.0))
     expected = Attempt(NOW, 5.0, 2, "", has_died=True, ended=9_040.0)
-    assert owner.last_attempt() == expected
-    (owner.path / "result.json").write_text("{}")
-    assert owner.last_attempt() == replace(expected, has_died=False)
+    assert owner.last_attempt(METRICS) == expected
+    (owner.path / "result.json").write_text('{"step": 8}')
+    assert owner.last_attempt(METRICS) == replace(expected, has_died=False, result_step=8)
     owner.release()
 
 
@@ -110,7 +120,7 @@ def test_the_record_in_the_run_directory(tmp_path):
 def test_a_damaged_record_is_ignored(content, tmp_path):
     owner = RunDirectory(tmp_path / "run")
     (owner.path / "attempt.json").write_text(content)
-    assert owner.last_attempt() == Attempt()
+    assert owner.last_attempt(METRICS) == Attempt()
     owner.release()
 
 

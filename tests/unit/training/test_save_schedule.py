@@ -158,7 +158,7 @@ def test_the_first_snapshot_of_a_run_measures_the_cost():
     assert schedule._interval_s == 30
     schedule._begin_interval()  # when the first save starts
     assert schedule._interval_s == 30
-    schedule._cost.seconds = 2.0
+    schedule._cost.add_stall(2.0)
     manager.durable_s = 3.0
     assert not schedule.is_due()
     assert schedule._interval_s == best_interval(2.0, 24 * HOUR, 3.0)
