@@ -4,7 +4,6 @@ With a single process every collective is the identity, so callers need not chec
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -12,13 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.failures import FailureReports, pack_error, unpack_error
+from mingpt_ddp.distributed.json_gather import all_gather_json
 from mingpt_ddp.distributed.rendezvous import connect, join_attempt, raise_if_fatal
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError, RunError, UserError
@@ -151,9 +151,6 @@ class ProcessGroup:
         if self.shared_memory is not None:
             self.shared_memory.close()
 
-    # Control data is JSON in CPU tensors, because torch's object collectives unpickle what they
-    # receive.
-
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         self.all_reduce(torch.zeros(1))
@@ -173,19 +170,8 @@ class ProcessGroup:
         """
         if self.world_size == 1:
             return [value]
-        group = self._io_group if io else None
-        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with nullcontext() if io else self._blocked():
-            dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
-            padded = nn.functional.pad(content, (0, int(max(sizes)) - len(content)))
-            parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.all_gather(parts, padded, group=group)
-        result = []
-        for part, size in zip(parts, sizes, strict=True):
-            text = part[: int(size)].numpy().tobytes()
-            result.append(json.loads(text))
-        return result
+            return all_gather_json(value, self._io_group if io else None)
 
     def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Start an all_gather of a CPU tensor (n).
@@ -263,26 +249,26 @@ class ProcessGroup:
             UserError: on every rank, the error of the calling rank; or the nodes returned different
                 values.
         """
-        own: list[T] = []
-        with self.raise_everywhere(UserError, io=False):
-            if self.is_rank_zero or (per_node and self.env.local_rank == 0):
-                own.append(work())
+
+        def own() -> list[T]:
+            is_caller = self.is_rank_zero or (per_node and self.env.local_rank == 0)
+            return [work()] if is_caller else []
+
         values: list[T] = []
-        for of_rank in self.all_gather(own):
+        for of_rank in self.call_everywhere(own, UserError, io=False):
             values.extend(of_rank)
         if any(value != values[0] for value in values):
             raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
         return values[0]
 
-    @contextlib.contextmanager
-    def raise_everywhere(
-        self, caught: type[Exception] = Exception, io: bool = True
-    ) -> Iterator[None]:
-        """Raise on every rank the error that one rank raises in this context.
+    def call_everywhere(
+        self, work: Callable[[], T], caught: type[Exception] = Exception, io: bool = True
+    ) -> list[T]:
+        """Call `work` on every rank; return its JSON values, in rank order. A collective.
 
         Args:
-            caught: which errors; any by default, because the other ranks must not wait for this
-                one.
+            caught: which errors are raised on every rank; any by default, because the other ranks
+                must not wait for this one.
             io: called from the snapshot thread.
 
         Raises:
@@ -290,15 +276,20 @@ class ProcessGroup:
             OSError: names that rank and its error, with the same errno.
         """
         failure: Exception | None = None
+        packed: dict[str, Any] | None = None
+        own: T | None = None
         try:
-            yield
+            own = work()
         except caught as error:
             traceback = error.__traceback__
             failure = error.with_traceback(traceback and traceback.tb_next)  # without this frame
-        packed = pack_error(failure) if failure else None
-        for rank, other in enumerate(self.all_gather(packed, io)):
-            if other is not None:
-                raise unpack_error(other, rank if self.world_size > 1 else None) from failure
+            packed = pack_error(failure)
+        outcomes = self.all_gather((packed, own), io)
+        for rank, (error_of_rank, _) in enumerate(outcomes):
+            if error_of_rank is not None:
+                of_rank = rank if self.world_size > 1 else None
+                raise unpack_error(error_of_rank, of_rank) from failure
+        return [value for _, value in outcomes]  # type: ignore[misc]
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
         """Return the value of `make` from the first attempt, also after restarts by the agent."""

@@ -8,10 +8,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from mingpt_ddp.distributed.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
 from mingpt_ddp.snapshots.format import Files, kind_of
-from mingpt_ddp.snapshots.ledger import Hashes, Ledger, describe_tensors, hash_lines
+from mingpt_ddp.snapshots.ledger import Ledger, describe_tensors, hash_lines_by_kind
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -83,6 +83,7 @@ class AsyncSave(threading.Thread):
         self.capture = capture
         self.apply_retention = apply_retention
         self.ledger = ledger
+        self._contents: dict[str, memoryview | bytes] = {}  # of this rank's files, once staged
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # from the start to the commit
@@ -95,34 +96,30 @@ class AsyncSave(threading.Thread):
 
     def run(self) -> None:
         group = self.runtime.group
+        on_rank_zero = group.env.call_on_rank_zero
         try:
-            with group.raise_everywhere():
-                contents = self._stage()
-            self._compare_copies()
-            hashes = self._hash_staged()
+            staged = group.call_everywhere(self._stage_and_describe)
+            self._refuse_damage(staged)
+            hashes = hash_lines_by_kind(each["lines"] for each in staged)
             record = partial(self.ledger.append, self.step, hashes, self.capture.settings)
             for store in self.stores:
+                begin = partial(store.begin, self.step)
+                write = partial(store.write_files, self.step, self._contents)
                 try:
-                    with group.raise_everywhere():
-                        group.env.call_on_rank_zero(partial(store.begin, self.step))
-                    with group.raise_everywhere():
-                        own = store.write_files(self.step, contents)
-                    written = group.all_gather(own, io=True)
+                    group.call_everywhere(partial(on_rank_zero, begin))
                     files: Files = {}
-                    for of_rank in written:
+                    for of_rank in group.call_everywhere(write):
                         files.update(sorted(of_rank.items()))
-                    with group.raise_everywhere():
-                        group.env.call_on_rank_zero(store.check_owner)  # of the ledger too
-                        group.env.call_on_rank_zero(record)
-                        group.env.call_on_rank_zero(partial(store.commit, self.step, files))
+                    commit = partial(store.commit, self.step, files, record)
+                    group.call_everywhere(partial(on_rank_zero, commit))
                 except OSError as error:
                     self.failure = self.failure or StoreFailure(store.url, error)
                     # free a full disk; a failing object store would fail the deletion too
                     if store.storage.local:
                         with contextlib.suppress(OSError):
-                            group.env.call_on_rank_zero(partial(store.clear, self.step))
+                            on_rank_zero(partial(store.clear, self.step))
                 else:
-                    group.env.call_on_rank_zero(partial(self.apply_retention, store))
+                    on_rank_zero(partial(self.apply_retention, store))
                     self.url = store.url
                     break
         except Exception as error:  # SnapshotManager.wait raises it on the training thread
@@ -168,24 +165,35 @@ class AsyncSave(threading.Thread):
         self.staged.set()
         return contents
 
-    def _compare_copies(self) -> None:
-        """Compare what the ranks held at this step, and what this rank staged with its originals.
+    def _stage_and_describe(self) -> dict[str, Any]:
+        """Stage; return what the other ranks need to know of it, as JSON values."""
+        self._contents = self._stage()
+        described: dict[str, Any] = {"held": self.capture.held, "damaged": [], "lines": {}}
+        if self.capture.held is not None:
+            described["damaged"] = self._damaged_in_staging()
+        if not self.runtime.strategy.shards_model:  # then no rank has a whole tensor
+            for file, buffer in self.buffers.items():
+                described["lines"][kind_of(file)] = describe_tensors(buffer.tensors)
+        return described
+
+    def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:
+        """Refuse copies that were unequal at this step, and those that staging damaged.
+
+        Args:
+            staged: what each rank has described.
 
         Raises:
-            DamageError: on every rank, a copy is damaged; the snapshot must not be written.
+            DamageError: on every rank; the snapshot must not be written.
         """
-        held = self.capture.held
-        if held is None:
+        if self.capture.held is None:
             return
-        group = self.runtime.group
         where = f"in the snapshot of step {self.step}"
-        if difference := find_difference(group.all_gather(held, io=True)):
+        if difference := find_difference([each["held"] for each in staged]):
             raise DamageError(f"{difference}, {where}")
-        with group.raise_everywhere():
-            damaged = self._damaged_in_staging()
-        for rank, names in enumerate(group.all_gather(damaged, io=True)):
-            if names:
-                raise DamageError(f"rank {rank} staged a damaged copy of {names[0]}, {where}")
+        for rank, each in enumerate(staged):
+            if each["damaged"]:
+                name = each["damaged"][0]
+                raise DamageError(f"rank {rank} staged a damaged copy of {name}, {where}")
 
     def _damaged_in_staging(self) -> list[str]:
         """Return which tensors have another checksum in the staging buffers than before."""
@@ -196,24 +204,6 @@ class AsyncSave(threading.Thread):
                 if value != before[name]:
                     damaged.append(f"{kind_of(file)} {name}")
         return damaged
-
-    def _hash_staged(self) -> Hashes:
-        """Return the hashes of what all ranks staged, by kind; {} if tensors are in pieces.
-
-        A collective.
-        """
-        if self.runtime.strategy.shards_model:
-            return {}
-        group = self.runtime.group
-        with group.raise_everywhere():
-            own = {
-                kind_of(f): describe_tensors(buffer.tensors) for f, buffer in self.buffers.items()
-            }
-        lines = defaultdict[str, list[str]](list)
-        for of_rank in group.all_gather(own, io=True):
-            for kind, of_kind in of_rank.items():
-                lines[kind] += of_kind
-        return {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
 
     def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
         if tensors.keys() != self.buffers.keys():

@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,15 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
 def hash_lines(lines: Iterable[str]) -> str:
     """Return the SHA-256 of the lines of all tensors of a kind, in any order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def hash_lines_by_kind(described: Iterable[Mapping[str, list[str]]]) -> Hashes:
+    """Return the hash of each kind, from the lines that every rank has for its own tensors."""
+    lines = defaultdict[str, list[str]](list)
+    for of_rank in described:
+        for kind, of_kind in of_rank.items():
+            lines[kind] += of_kind
+    return {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
 
 
 def hash_tensors(tensors: Mapping[str, Tensor]) -> str:

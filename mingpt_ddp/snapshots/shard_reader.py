@@ -35,9 +35,11 @@ class ShardReader:
             StorageUnavailableError: a rank cannot read it.
         """
         parameters = parameters_by_name(model, optimizer)
+        state: dict[str, Tensor] = {}
         weights: dict[str, dict[str, Tensor] | None] = {}
-        with self.group.raise_everywhere(UserError, io=False):
-            state = self._read(snapshot, "optimizer", parameters)
+
+        def read_own() -> None:
+            state.update(self._read(snapshot, "optimizer", parameters))
             likes = model.state_dict()
             for kind in ("model", "ema"):
                 read = partial(self._read, snapshot, kind, likes)
@@ -45,6 +47,8 @@ class ShardReader:
                     weights[kind] = read()
                 else:
                     weights[kind] = self.group.env.call_on_rank_zero(read)
+
+        self.group.call_everywhere(read_own, UserError, io=False)
         if not self.strategy.shards_model:
             for kind, named in weights.items():
                 weights[kind] = self.group.broadcast_tensors(named)

@@ -45,11 +45,12 @@ class SnapshotStore(StoreReader):
             files[name] = {"bytes": len(content), "sha256": digest.hexdigest()}
         return files
 
-    def commit(self, step: int, files: Files) -> None:
+    def commit(self, step: int, files: Files, record: Callable[[], None] | None = None) -> None:
         """Write the manifest, if all files are there: from then on the snapshot exists.
 
         Args:
             files: of all ranks, as `write_files` returned them.
+            record: called when nothing but the manifest is missing, by the owner of the store.
 
         Raises:
             OSError: a file is missing or has another size, or the manifest cannot be written.
@@ -61,6 +62,8 @@ class SnapshotStore(StoreReader):
         self.check_owner()
         if self.lease is not None:
             self.lease.check()
+        if record is not None:
+            record()
         manifest = layout.encode_manifest(step, files)
         self.storage.write(path_of(step, layout.MANIFEST), manifest)
 

@@ -45,7 +45,7 @@ def test_steps_beside_a_save_and_the_first_ones_do_not_count(goodput):
     assert goodput.undisturbed_s([first, second]) == pytest.approx(kept)
 
 
-def test_a_short_attempt_has_the_pace_of_the_other(goodput):
+def test_a_short_attempt_has_the_pace_of_another(goodput):
     long = goodput.Attempt(resumed=0, step=50, quiet_s=[0.5])
     short = goodput.Attempt(resumed=40, step=45)
     assert goodput.undisturbed_s([long, short]) == 22.5

@@ -33,11 +33,12 @@ SETTINGS = [
 
 
 def frames(stack: traceback.StackSummary) -> list[str]:
-    """Return the frames of the package, without the one that only calls what its caller names."""
+    """Return the frames of the package, without those that only call what their caller names."""
+    callers = ("call_on_rank_zero", "call_everywhere")
     return [
         f"{Path(frame.filename).stem}.{frame.name}"
         for frame in stack
-        if frame.filename.startswith(PACKAGE) and frame.name != "call_on_rank_zero"
+        if frame.filename.startswith(PACKAGE) and frame.name not in callers
     ]
 
 
