@@ -99,9 +99,10 @@ def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(
     with pytest.raises(StorageUnusableError, match="no space is left") as refused:
         run(config, runtime, {})
     runtime.close()
-    on_thread = refused.value.__cause__.__cause__
-    assert isinstance(on_thread, OSError)
+    on_thread = refused.value.__cause__
+    assert isinstance(on_thread.__cause__, OSError)
     writing = frames(traceback.extract_tb(on_thread.__traceback__))
+    writing += frames(traceback.extract_tb(on_thread.__cause__.__traceback__))
     assert writing == ["async_writer.run", f"store.{method}"]
     for trainer_side in (
         below_trainer(starts[0]),
