@@ -168,7 +168,7 @@ def read_attempts(log_text: str) -> list[Attempt]:
             if since is not None and attempt.step > attempt.resumed + FIRST_STEPS:
                 attempt.quiet_s.append((now - since).total_seconds())
             since = None if is_saving else now
-    return attempts
+    return [attempt for attempt in attempts if attempt.step]  # others were killed before a step
 
 
 def undisturbed_s(attempts: list[Attempt]) -> float:

@@ -81,9 +81,9 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(
-            f"trainer.batch_size={batch} makes {plan.n_micro} micro-batches of {micro} for "
-            f"{world_size} ranks; use at most {plan.n_micro} ranks, or a new run with a larger "
-            "batch or smaller micro-batches"
+            f"trainer.batch_size={batch} in micro-batches of {micro} occupies {plan.n_micro} of "
+            f"{world_size} ranks; use at most {plan.n_micro}, or a new run with a larger batch or "
+            "smaller micro-batches"
         )
     # the next replay overwrites the gradients
     if trainer.compile == "cuda_graphs" and plan.n_micro > 1:

@@ -262,13 +262,13 @@ class ProcessGroup:
         return values[0]
 
     def call_everywhere(
-        self, work: Callable[[], T], caught: type[Exception] = Exception, io: bool = True
+        self, work: Callable[[], T], caught: type[Exception] = Exception, *, io: bool
     ) -> list[T]:
         """Call `work` on every rank; return its JSON values, in rank order. A collective.
 
         Args:
             caught: which errors are raised on every rank; any by default, because the other ranks
-                must not wait for this one.
+                must not wait for this one. Others are raised here alone, before the collective.
             io: called from the snapshot thread.
 
         Raises:
@@ -289,7 +289,7 @@ class ProcessGroup:
             if error_of_rank is not None:
                 of_rank = rank if self.world_size > 1 else None
                 raise unpack_error(error_of_rank, of_rank) from failure
-        return [value for _, value in outcomes]  # type: ignore[misc]
+        return [value for _, value in outcomes]  # type: ignore[misc]  # no rank has failed
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
         """Return the value of `make` from the first attempt, also after restarts by the agent."""

@@ -20,7 +20,7 @@ from mingpt_ddp.distributed.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
 from mingpt_ddp.snapshots.format import Files, kind_of
-from mingpt_ddp.snapshots.ledger import Ledger, describe_tensors, hash_lines_by_kind
+from mingpt_ddp.snapshots.ledger import Hashes, Ledger, describe_tensors, hash_lines_by_kind
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 
@@ -98,20 +98,18 @@ class AsyncSave(threading.Thread):
         group = self.runtime.group
         on_rank_zero = group.env.call_on_rank_zero
         try:
-            staged = group.call_everywhere(self._stage_and_describe)
-            self._refuse_damage(staged)
-            hashes = hash_lines_by_kind(each["lines"] for each in staged)
+            hashes = self._stage_everywhere()
             record = partial(self.ledger.append, self.step, hashes, self.capture.settings)
             for store in self.stores:
                 begin = partial(store.begin, self.step)
                 write = partial(store.write_files, self.step, self._contents)
                 try:
-                    group.call_everywhere(partial(on_rank_zero, begin))
+                    group.call_everywhere(partial(on_rank_zero, begin), io=True)
                     files: Files = {}
-                    for of_rank in group.call_everywhere(write):
+                    for of_rank in group.call_everywhere(write, io=True):
                         files.update(sorted(of_rank.items()))
                     commit = partial(store.commit, self.step, files, record)
-                    group.call_everywhere(partial(on_rank_zero, commit))
+                    group.call_everywhere(partial(on_rank_zero, commit), io=True)
                 except OSError as error:
                     self.failure = self.failure or StoreFailure(store.url, error)
                     # free a full disk; a failing object store would fail the deletion too
@@ -165,12 +163,24 @@ class AsyncSave(threading.Thread):
         self.staged.set()
         return contents
 
+    def _stage_everywhere(self) -> Hashes:
+        """Stage; return the hashes of what all ranks staged. A collective.
+
+        Raises:
+            DamageError: on every rank, a copy is damaged; the snapshot must not be written.
+        """
+        staged = self.runtime.group.call_everywhere(self._stage_and_describe, io=True)
+        self._refuse_damage(staged)
+        return hash_lines_by_kind(each["lines"] for each in staged)
+
     def _stage_and_describe(self) -> dict[str, Any]:
         """Stage; return what the other ranks need to know of it, as JSON values."""
         self._contents = self._stage()
         described: dict[str, Any] = {"held": self.capture.held, "damaged": [], "lines": {}}
         if self.capture.held is not None:
             described["damaged"] = self._damaged_in_staging()
+        if described["damaged"]:
+            return described  # no time to hash it
         if not self.runtime.strategy.shards_model:  # then no rank has a whole tensor
             for file, buffer in self.buffers.items():
                 described["lines"][kind_of(file)] = describe_tensors(buffer.tensors)
@@ -183,7 +193,7 @@ class AsyncSave(threading.Thread):
             staged: what each rank has described.
 
         Raises:
-            DamageError: on every rank; the snapshot must not be written.
+            DamageError: on every rank.
         """
         if self.capture.held is None:
             return

@@ -65,6 +65,10 @@ LEFT_OUT = (
     "in the least step: everything but products at the vendor's peak, the state that is read and "
     "written once, and what is sent; switches that add up (NVLink SHARP) may send less",
 )
+LEFT_OUT_OF_CANONICAL = (
+    "ddp.reduction=canonical: up to two more copies of the gradients in the memory, and the "
+    "gradients of every micro-batch on the wire",
+)
 
 
 class Simulations:
@@ -296,6 +300,7 @@ def make_gpu_plan(
     data = task.describe_data()
     if outputs is not None:
         data += f"; the model has {outputs:,} outputs"
+    is_canonical = config.ddp.reduction == "canonical"
     described: dict[str, Any] = {
         "run": str(run_directory(config)),
         "data": data,
@@ -311,7 +316,7 @@ def make_gpu_plan(
             "link_bytes_per_s": gpu.link,
             "network_bytes_per_s": network if machine.nodes > 1 else None,
             "strategies": strategies,
-            "left_out": LEFT_OUT,
+            "left_out": LEFT_OUT + LEFT_OUT_OF_CANONICAL * is_canonical,
         },
         "world_sizes": [ranks_row(given, n) for n in sorted({*WORLD_SIZES, cluster.ranks})],
     }

@@ -117,6 +117,9 @@ def train(
     state = built.state
     state.world_size = runtime.group.world_size
     first_save_s = count_attempt(state, opened.last, prepared.times.began_at, runtime.group.env)
+    if opened.owner:
+        record_attempt(opened.owner, state, runtime.group.env)
+        opened.owner.clear_result()
     kept_size = built.snapshot.state["micro_batch_size"] if built.snapshot else None
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
@@ -135,9 +138,5 @@ def train(
     train_step.control = RunControl(context, saves, anomaly)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
     trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
-
-    if opened.owner:
-        record_attempt(opened.owner, state, runtime.group.env)
-        opened.owner.clear_result()
     with snapshot_when_out_of_memory(config, runtime):
         return trainer.train()

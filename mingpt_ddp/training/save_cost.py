@@ -7,7 +7,7 @@ steps. All times are in seconds.
 FIRST_STEPS = 10  # of an attempt, which are slower
 NEWEST_STEP = 0.05  # weight of the newest step in the moving mean
 NEWEST_SAVE = 0.25  # weight of the newest snapshot in the moving mean
-MOST = 4.0  # times the mean of a step: what takes longer is not the save
+MOST = 4.0  # times the mean that a step counts: a longer one has another cause
 
 
 class SaveCost:
@@ -34,7 +34,9 @@ class SaveCost:
         self._stall_s += seconds
 
     def add_step(self, seconds: float, is_saving: bool) -> float:
-        """Count a step; return by how much more the steps during the save are slower with it.
+        """Count a step; return the change of the time lost to slower steps.
+
+        It is negative if this one was faster.
 
         Args:
             seconds: of the step, without stalls.
@@ -42,16 +44,24 @@ class SaveCost:
         """
         if not is_saving:
             self._steps += 1
-            timed = self._steps - FIRST_STEPS
-            if timed > 0:
-                self._step_s += max(1 / timed, NEWEST_STEP) * (seconds - self._step_s)
+            self._add_to_mean(seconds)
             return 0.0
         if self._steps <= FIRST_STEPS:  # nothing to compare with
             return 0.0
         before_s = max(0.0, self._slower_s)
-        # one step may be faster than the mean
-        self._slower_s += min(seconds, MOST * self._step_s) - self._step_s
+        self._slower_s += self._limited(seconds) - self._step_s
         return max(0.0, self._slower_s) - before_s
+
+    def _add_to_mean(self, seconds: float) -> None:
+        timed = self._steps - FIRST_STEPS
+        if timed == 1:
+            self._step_s = seconds
+        elif timed > 1:
+            weight = max(1 / timed, NEWEST_STEP)
+            self._step_s += weight * (self._limited(seconds) - self._step_s)
+
+    def _limited(self, seconds: float) -> float:
+        return min(seconds, MOST * self._step_s)
 
 
 def moving_mean(before_s: float | None, newest_s: float) -> float:

@@ -40,7 +40,7 @@ ASSUMED_COST_S = 0.0053  # until then: FIRST_S is the best interval at one failu
 def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
     """Return the seconds of training between two snapshots that lose the least time.
 
-    Stalls and failures lose time. Daly's estimate, J. T. Daly, "A higher order estimate of the
+    Snapshots and failures lose time. Daly's estimate, J. T. Daly, "A higher order estimate of the
     optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006.
     For rare failures it is sqrt(2 * cost_s * mtbf_s), which is Young's, J. W. Young, "A first order
     approximation to the optimum checkpoint interval", CACM 17(9), 1974.
@@ -53,7 +53,7 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
             interval.
 
     Returns:
-        The interval without the stall; `least_s` where snapshots are free, infinity where nothing
+        The interval without that cost; `least_s` where snapshots are free, infinity where nothing
         fails.
 
     Raises:
@@ -105,6 +105,7 @@ class SaveSchedule:
         self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
         self._cost = SaveCost()
+        self._recorded_step: int | None = None  # of the last snapshot whose cost is recorded
         self._clock = time.perf_counter()
         self._is_due = False
 
@@ -241,13 +242,14 @@ class SaveSchedule:
         Only on CPUs: a GPU computes while the threads of a save run.
         """
         state = self.context.state
+        is_saving = self.manager.has_save
         stalled_s = state.stall_seconds
         begin = time.perf_counter()
-        yield
+        yield  # a step that fails is not counted
         if self.context.runtime.device.type != "cpu":
             return
         seconds = time.perf_counter() - begin - (state.stall_seconds - stalled_s)
-        state.stall_seconds += self._cost.add_step(seconds, self.manager.has_save)
+        state.stall_seconds += self._cost.add_step(seconds, is_saving)
 
     def _capture(self) -> RunState:
         """Return what to save of this step.
@@ -273,8 +275,7 @@ class SaveSchedule:
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
         self._is_due = False
-        if self.manager.durable_s is not None:
-            self._record_cost()
+        self._record_cost()
         if self.snapshot_config.every_steps == "auto":
             self._interval_s = self._best_interval()
             log.info(
@@ -284,8 +285,15 @@ class SaveSchedule:
         self._cost.begin_snapshot()
 
     def _record_cost(self) -> None:
-        """Record what a snapshot costs, for this attempt and the next."""
+        """Record what the last snapshot has cost, for this attempt and the next.
+
+        Each that was committed counts once: that of a failed save is another.
+        """
         state = self.context.state
+        last_step = self.manager.last_step
+        if self.manager.durable_s is None or last_step == self._recorded_step:
+            return
+        self._recorded_step = last_step
         before_s = None if state.save_durable_s is None else state.save_stall_s
         state.save_stall_s = moving_mean(before_s, self._cost.seconds)
         state.save_durable_s = self.manager.durable_s

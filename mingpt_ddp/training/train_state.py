@@ -68,9 +68,8 @@ class TrainState:
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
     failures: NonNegativeInt = 0  # attempts that died
     save_stall_s: NonNegativeFloat = 0.0  # that a snapshot costs training, moving mean
-    save_durable_s: NonNegativeFloat | None = (
-        None  # of the last, from its start to its commit; None: unknown
-    )
+    # of the last snapshot, from its start to its commit; None: unknown
+    save_durable_s: NonNegativeFloat | None = None
 
     @property
     def goodput(self) -> float:

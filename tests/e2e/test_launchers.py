@@ -353,7 +353,7 @@ def test_more_ranks_than_micro_batches_of_the_snapshot(tmp_path):
     done = call([*settings[:-1], "trainer.max_steps=8", "ddp.nproc_per_node=4"], tmp_path)
     assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
     assert done.stdout.startswith(
-        "config error: trainer.batch_size=8 makes 2 micro-batches of 4 for 4 ranks"
+        "config error: trainer.batch_size=8 in micro-batches of 4 occupies 2 of 4 ranks"
     )
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 

@@ -13,6 +13,7 @@ import torch
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.json_gather import SHORT_BYTES
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError, RunError, UserError
 from mingpt_ddp.metrics.meters import Meter
@@ -21,6 +22,8 @@ from multiprocess.ranks import configure, run_ranks
 WORLD = 3
 # of a different length on every rank
 VALUES = [None, "ä€😀" * 50, {"list": [1, 2.5, True], "of": "rank 2"}]
+# as JSON just below, at and above one message, and one long value among short ones
+LENGTHS = [["x" * (SHORT_BYTES - 3 + n) for n in range(WORLD)], ["", "long" * 999, 7]]
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -110,6 +113,21 @@ def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
     return values
 
 
+def fail_everywhere(runtime: Runtime) -> list[str]:
+    """Fail on all ranks but the first; return the error that is raised, and its cause."""
+
+    def work() -> str:
+        if runtime.group.rank:
+            raise OSError(f"of rank {runtime.group.rank}")
+        return "done"
+
+    try:
+        runtime.group.call_everywhere(work, io=False)
+    except OSError as error:
+        return [str(error), str(error.__cause__)]
+    return []
+
+
 def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     """Call everything that is tested below, on one rank; return the results by key."""
     runtime = Runtime(from_mapping(config), read_env())
@@ -122,6 +140,8 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         "threads": gather_in_two_threads(runtime),
         "async": runtime.group.all_gather_async(torch.tensor([rank, 10 * rank]))().tolist(),
         "all_gather": runtime.group.all_gather(VALUES[rank]),
+        "lengths": [runtime.group.all_gather(values[rank]) for values in LENGTHS],
+        "two errors": fail_everywhere(runtime),
         "all_reduce": runtime.group.all_reduce(torch.tensor([rank + 1.0, 10.0**rank])).tolist(),
         "broadcast": is_preserved(
             runtime.group.broadcast_tensors(tensors() if rank == 0 else None)
@@ -172,6 +192,15 @@ def test_rank_world_size_and_rank_zero(observed):
 
 def test_all_gather_returns_every_value_on_every_rank(observed):
     assert observed["all_gather"] == [VALUES] * WORLD
+
+
+def test_values_of_any_length(observed):
+    assert observed["lengths"] == [LENGTHS] * WORLD
+
+
+def test_the_error_of_the_lowest_rank_is_raised_everywhere(observed):
+    causes = ["None", "of rank 1", "of rank 2"]
+    assert observed["two errors"] == [["rank 1: of rank 1", cause] for cause in causes]
 
 
 def test_the_heartbeat_tells_who_waits(observed):

@@ -33,6 +33,7 @@ def test_steps_beside_a_save_and_the_first_ones_do_not_count(goodput):
         *steps(31, 2, 4.5, 0.5),
         (5.1, "snapshot of step 30 committed to outputs/a/snapshots"),
         *steps(33, 2, 5.2, 0.2),  # the first is a part of the save
+        (5.5, "run outputs/a"),  # killed before it resumed
         (6.0, "run outputs/a"),
         (6.1, "resuming from the snapshot of step 30 of 99"),
         *steps(31, 22, 7.0, 0.4),

@@ -825,8 +825,8 @@ def test_python_main(args, expected, cwd):
         (
             ["trainer.batch_size=1", "trainer.device=cpu"],
             (
-                "config error: trainer.batch_size=1 makes 1 micro-batches of 1 for 2 ranks; use "
-                "at most 1 ranks"
+                "config error: trainer.batch_size=1 in micro-batches of 1 occupies 1 of 2 ranks; "
+                "use at most 1, or"
             ),
         ),
     ],

@@ -406,8 +406,8 @@ def test_more_ranks_than_micro_batches_names_valid_world_sizes(
     config = replace(trainer, micro_batch_size=micro)
     size = micro or kept or 1
     message = (
-        f"trainer.batch_size=12 makes {most} micro-batches of {size} for {world_size} ranks; "
-        f"use at most {most} ranks, "
+        f"trainer.batch_size=12 in micro-batches of {size} occupies {most} of {world_size} ranks; "
+        f"use at most {most}, "
         "or a new run with a larger batch or smaller micro-batches"
     )
     with pytest.raises(ConfigError, match=f"^config error: {message}$"):

@@ -23,7 +23,7 @@ from snapshot_helpers import commit, small_snapshot
 
 import mingpt_ddp
 from mingpt_ddp.cli.snapshots_command import verify_step
-from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.errors import RunError, SnapshotError
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
@@ -343,6 +343,28 @@ def test_tensors_are_assigned_to_the_least_loaded_writer():
         3,
         3,
     ]
+
+
+def test_a_record_comes_after_the_checks_and_before_the_manifest(store):
+    committed = []
+
+    def record() -> None:
+        committed.append(store.is_committed(8))
+
+    def refuse() -> None:
+        raise RunError("deleted")
+
+    files = store.write_files(8, {STATE: b"{}"})
+    with pytest.raises(OSError, match="missing"):
+        store.commit(8, files | {"model.safetensors": {"bytes": 1}}, record)
+    store.check_owner = refuse
+    with pytest.raises(RunError):
+        store.commit(8, files, record)
+    assert committed == []
+    store.check_owner = lambda: None
+    store.commit(8, files, record)
+    assert committed == [False]
+    assert store.is_committed(8)
 
 
 @pytest.mark.parametrize(

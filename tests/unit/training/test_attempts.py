@@ -86,6 +86,13 @@ def test_preempted_without_time_for_a_snapshot():
     assert (state.wasted_seconds, state.failures) == (7 + 10 + STARTUP_S, 3)
 
 
+def test_killed_before_its_first_metrics():
+    """Its time is counted up to their last line, which is that of the attempt before."""
+    state = TrainState()
+    assert counted(state, replace(DIED, ended=DIED.began - 1.0)) == 0.0
+    assert state == TrainState(wasted_seconds=7 + STARTUP_S, failures=4)
+
+
 def test_nothing_is_counted_of_an_unknown_attempt():
     """That of an earlier version; or there is none, and the snapshot is of another run."""
     state = TrainState(saved_at=9_000.0)
@@ -103,6 +110,9 @@ def test_the_record_in_the_run_directory(tmp_path):
     assert owner.last_attempt(METRICS) == expected
     (owner.path / "result.json").write_text('{"step": 8}')
     assert owner.last_attempt(METRICS) == replace(expected, has_died=False, result_step=8)
+    for damaged in ("", "[]", "{}"):
+        (owner.path / "result.json").write_text(damaged)
+        assert owner.last_attempt(METRICS) == replace(expected, has_died=False)
     owner.release()
 
 

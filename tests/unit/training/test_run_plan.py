@@ -142,8 +142,8 @@ def test_a_batch_per_rank_and_its_learning_rate():
 
 def test_ranks_that_do_not_work_are_named():
     rows = make_plan(configuration(*TOY, "trainer.micro_batch_size=8"))["world_sizes"]
-    assert "error" not in rows[2] and "makes 4 micro-batches of 8 for 8 ranks" in rows[3]["error"]
-    with pytest.raises(ConfigError, match="makes 1 micro-batches of 32 for 2 ranks"):
+    assert "error" not in rows[2] and "micro-batches of 8 occupies 4 of 8 ranks" in rows[3]["error"]
+    with pytest.raises(ConfigError, match="in micro-batches of 32 occupies 1 of 2 ranks"):
         make_plan(configuration(*TOY, "trainer.micro_batch_size=32"))
     with pytest.raises(ConfigError, match="needs at least 4 ranks"):
         make_plan(configuration(*TOY, "ddp.strategy=hsdp"))

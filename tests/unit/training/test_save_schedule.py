@@ -147,7 +147,7 @@ def auto_schedule(state: TrainState, first_s: float = math.inf, mtbf_hours: floa
     config = from_mapping(
         configure("snapshot.every_steps=auto", f"snapshot.mtbf_hours={mtbf_hours}")
     )
-    manager = SimpleNamespace(durable_s=None)
+    manager = SimpleNamespace(durable_s=None, last_step=None)
     context = SimpleNamespace(config=config, state=state)
     return SaveSchedule(context, manager, None, None, 1, first_s), manager
 
@@ -159,11 +159,26 @@ def test_the_first_snapshot_of_a_run_measures_the_cost():
     schedule._begin_interval()  # when the first save starts
     assert schedule._interval_s == 30
     schedule._cost.add_stall(2.0)
-    manager.durable_s = 3.0
+    manager.durable_s, manager.last_step = 3.0, 5
     assert not schedule.is_due()
     assert schedule._interval_s == best_interval(2.0, 24 * HOUR, 3.0)
     state = schedule.context.state
     assert (state.save_stall_s, state.save_durable_s) == (2.0, 3.0)
+
+
+def test_the_cost_of_a_failed_save_is_forgotten():
+    """Training has waited a minute for storage that was down."""
+    schedule, manager = auto_schedule(TrainState())
+    manager.durable_s, manager.last_step = 3.0, 5
+    schedule._cost.add_stall(2.0)
+    schedule._begin_interval()
+    schedule._cost.add_stall(60.0)
+    schedule._begin_interval()
+    assert schedule.context.state.save_stall_s == 2.0
+    manager.last_step = 6
+    schedule._cost.add_stall(6.0)
+    schedule._begin_interval()
+    assert schedule.context.state.save_stall_s == 3.0
 
 
 @pytest.mark.parametrize(("hours", "interval_s"), [(240.0, 30.0), (24.0, 30.0), (1 / 60, 0.8)])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
 
     parts.metrics.meter.paused = partial(noted_pause, parts)
-    parts.saves.timed_step = nullcontext
+    parts.saves.timed_step = MagicMock()
     context = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),
@@ -72,8 +71,14 @@ def names(parts: Mock) -> list[str]:
     return [each[0] for each in parts.mock_calls]
 
 
-EVERY_STEP = [
+TIMED_STEP = [
+    "saves.timed_step",
+    "saves.timed_step().__enter__",
     "step.run",
+    "saves.timed_step().__exit__",
+]
+EVERY_STEP = [
+    *TIMED_STEP,
     "anomaly.on_step_accepted",
     "metrics.meter.record",
     "metrics.step_done",
@@ -378,7 +383,7 @@ def test_an_anomaly_is_not_recorded(is_skipped, monkeypatch):
     monkeypatch.setattr(trainer, "_skip", lambda *values: asked.append(values) or is_skipped)
     assert trainer._train(3) == (StepFlags(loss=30.0) if is_skipped else None)
     assert asked == [(3, "a spike")]
-    assert names(parts) == ["step.run"]
+    assert names(parts) == TIMED_STEP
 
 
 def test_a_rolled_back_step_is_not_counted():
