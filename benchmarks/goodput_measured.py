@@ -203,7 +203,21 @@ def single_kills(scratch: Path, every: str, kills: int, rng: random.Random) -> d
         lost.append(pace * (highest - resumed_step(run.directory)))
         log(f"every_steps={every}, kill {number + 1}: {recovered[-1]:.2f} s, lost {lost[-1]:.2f} s")
     run.stop()
-    return {"to_a_new_step_s": summary(recovered), "lost_training_s": summary(lost)}
+    return {
+        "to_a_new_step_s": summary(recovered),
+        "lost_training_s": summary(lost),
+        "stages_s": restart_stages((run.directory / "main.rank0.log").read_text()),
+    }
+
+
+def restart_stages(log_text: str) -> dict[str, float]:
+    """Return the median seconds of each stage of the restarts, from the lines of main.rank0.log."""
+    starts = re.findall(r"INFO of these: (.*)", log_text)[1:]
+    seconds: dict[str, list[float]] = {}
+    for start in starts:
+        for stage, taken in re.findall(r"([a-z ]+) ([\d.]+) s", start):
+            seconds.setdefault(stage.strip(), []).append(float(taken))
+    return {stage: round(median(values), 3) for stage, values in seconds.items()}
 
 
 def resumed_step(run: Path) -> int:
@@ -287,6 +301,14 @@ def kills_rows(results: dict[str, Any]) -> list[tuple[str, str]]:
                 f"{len(seconds['all'])} times: seconds to the first new step",
                 f"median {seconds['median']:.2f}, p90 {seconds['p90']:.2f}; of them repeated "
                 f"training {lost['median']:.2f}, p90 {lost['p90']:.2f}",
+            )
+        )
+        stages = [f"{stage} {taken:.2f}" for stage, taken in found["stages_s"].items()]
+        rows.append(
+            (
+                f"seconds from the fork of these workers to their first step, "
+                f"`snapshot.every_steps={every}`",
+                f"{', '.join(stages)} (medians)",
             )
         )
     return rows
