@@ -4,6 +4,7 @@ That is TensorBoard, which takes half a second. A timer, not a thread: the serve
 moment. The server is single-threaded, so a request that comes during the import waits.
 """
 
+import atexit
 import contextlib
 import signal
 from types import FrameType
@@ -18,3 +19,5 @@ def _import(number: int, frame: FrameType | None) -> None:
 
 signal.signal(signal.SIGALRM, _import)
 signal.setitimer(signal.ITIMER_REAL, AFTER_S)  # a forked process does not inherit the timer
+# the interpreter gives up its handlers at exit: then the signal would kill the server
+atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)

@@ -272,7 +272,7 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
     asked = []
 
     def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-        if cost_s == save_schedule.ASSUMED_STALL_S:
+        if cost_s == save_schedule.ASSUMED_COST_S:
             return 0.0
         asked.append((cost_s, mtbf_s, least_s))
         return 0.0 if len(asked) < 3 else 1e6

@@ -357,7 +357,10 @@ def test_a_step_is_recorded_after_the_policy_accepts_it():
     assert trainer.lr == 0.03
     losses = {"loss": torch.tensor(30.0)}
     assert parts.mock_calls == [
+        call.saves.timed_step(),
+        call.saves.timed_step().__enter__(),
         call.step.run(3),
+        call.saves.timed_step().__exit__(None, None, None),
         call.anomaly.on_step_accepted(3, 30.0),
         call.metrics.meter.record(losses, torch.tensor(1.0), 0.5),
     ]
