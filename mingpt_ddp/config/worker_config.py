@@ -6,13 +6,15 @@ Hydra's own entry point composes twice, which would take a third of the time of 
 from collections.abc import Callable
 from typing import Any, cast
 
-from hydra import compose
+from hydra import compose, version
 from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig
+
+from mingpt_ddp.config.hydra_utils import VERSION_BASE
 
 
 def compose_for_workers(overrides: list[str]) -> DictConfig:
@@ -36,6 +38,8 @@ def run_composed(task: Callable[[DictConfig], Any], composed: DictConfig) -> Non
     Raises:
         Exception: of `task`.
     """
+    if VERSION_BASE:  # as hydra.main: it decides whether a job changes its directory
+        version.setbase(VERSION_BASE["version_base"])
     Plugins.instance()
     setup_globals()
     callbacks = Callbacks(composed)

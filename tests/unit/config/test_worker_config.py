@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize_config_dir, version
 from hydra.core.hydra_config import HydraConfig
 
 from mingpt_ddp.config import hydra_utils
@@ -47,3 +47,13 @@ def test_a_worker_has_a_single_run(in_a_job):
 
 def test_flags_are_those_of_this_process(in_a_job):
     assert compose_for_workers(["--config-dir=/nowhere", "run.seed=7"]).run.seed == 7
+
+
+def test_a_new_worker_has_the_version_base_of_its_parent(in_a_job, monkeypatch, recwarn):
+    """Without one Hydra warns of what it does with the directory of a job."""
+    composed = compose_for_workers(hydra_utils.worker_overrides())
+    monkeypatch.setattr(version.VersionBase.instance(), "version_base", version.Version("1.1"))
+    seen = []
+    run_composed(seen.append, composed)
+    assert len(seen) == 1
+    assert not recwarn.list
