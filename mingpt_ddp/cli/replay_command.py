@@ -4,15 +4,14 @@ A replay finds what no comparison of ranks sees: a flipped bit in an activation 
 snapshot that was changed together with its manifest.
 """
 
-import bisect
 import contextlib
+import io
 import math
 import os
 import re
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,11 @@ import yaml
 from mingpt_ddp.cli.again_command import LEFT_OUT, command_words
 from mingpt_ddp.cli.api import train
 from mingpt_ddp.cli.arguments import echo
+from mingpt_ddp.cli.recorded_run import Interval, Recorded, choose_interval, read_snapshot
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name, step_of
-from mingpt_ddp.snapshots.ledger import (
-    Hashes,
-    Ledger,
-    Record,
-    digest_settings,
-    hash_snapshot,
-)
-from mingpt_ddp.snapshots.load import find_steps, load
+from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name
+from mingpt_ddp.snapshots.ledger import LEDGER, Hashes, Ledger, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.sweeps.runs import hydra_value
 
@@ -40,7 +32,7 @@ CONFIRMED = 0
 REFUTED = 1
 UNDECIDED = 3  # as exit codes; 2 is an error
 NAME = "replay"  # of the run that repeats the steps
-SHOWN = 8  # numbers of steps that an error lists
+SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)  # of a replay
 MAX_SAVES = 4  # of a replay for each hash that it is compared with
 # What a replay leaves out: none of it changes the weights.
 QUIET = (
@@ -52,144 +44,6 @@ QUIET = (
     *("tracker.tensorboard=false", "tracker.csv=false", "tracker.wandb=false"),
     *("tracker.mlflow=false", "tracker.trackio=false"),
 )
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The steps to repeat: those after `base`, up to `target`."""
-
-    base: int  # step of a snapshot, or 0: the start of the run
-    target: int  # step of a snapshot, or of a line of the ledger
-    state: dict[str, Any]  # of the attempt that trained them
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """What a run has recorded: its committed snapshots and its ledger."""
-
-    stores: dict[int, SnapshotStore]  # by step
-    states: dict[int, dict[str, Any]]  # state.json by step
-    ledger: dict[int, Record]
-
-    @classmethod
-    def read(cls, url: str, follow: bool) -> "Recorded":
-        """
-        Args:
-            url: of a run, its snapshots or one of them, untrusted.
-            follow: as for `find_steps`.
-
-        Raises:
-            SnapshotError: there is no committed snapshot, or it does not say how to repeat a run.
-        """
-        stores: dict[int, SnapshotStore] = {}
-        for store, steps in find_steps(url, follow):
-            for step in steps:
-                if store.is_committed(step):
-                    stores.setdefault(step, store)
-        if not stores:
-            raise SnapshotError(f"there is no whole snapshot at {url}")
-        states = {step: read_state(store, step) for step, store in stores.items()}
-        ledger = {} if "://" in url else Ledger(run_of(Path(url))).read()
-        return cls(stores, states, ledger)
-
-    def intervals(self, has_start: bool) -> dict[int, Interval]:
-        """Return the newest interval of each number of steps.
-
-        All its steps were trained with the settings that the next snapshot records.
-
-        Args:
-            has_start: the first steps of the run can be repeated too.
-        """
-        of_states = {step: digest_settings(state) for step, state in self.states.items()}
-        settings = {step: record.settings for step, record in self.ledger.items()} | of_states
-        snapshots = sorted(self.states)
-        recorded = [step for step in sorted(settings) if step <= snapshots[-1]]
-        found: dict[int, Interval] = {}
-        for base in [*([0] if has_start else []), *snapshots]:
-            targets = recorded[bisect.bisect_right(recorded, base) :]
-            for target in targets:
-                if settings[target] != settings[targets[0]]:
-                    break
-                later = snapshots[bisect.bisect_left(snapshots, target)]
-                known = found.get(target - base)
-                is_newest = known is None or known.target < target
-                if of_states[later] == settings[target] and is_newest:
-                    found[target - base] = Interval(base, target, self.states[later])
-        return found
-
-    def content(self, step: int) -> Hashes:
-        """Return the hashes of what a snapshot holds now.
-
-        Raises:
-            SnapshotError: it is damaged.
-        """
-        return hash_snapshot(read_snapshot(self.stores[step], step))
-
-    def expected(self, interval: Interval) -> dict[int, Hashes]:
-        """Return the recorded hashes by step, of the interval and its base."""
-        hashes = {}
-        for step, record in self.ledger.items():
-            if interval.base <= step <= interval.target:
-                hashes[step] = record.hashes
-        return hashes
-
-
-def read_snapshot(store: SnapshotStore, step: int) -> Any:
-    """Read a whole snapshot; raise SnapshotError if it is damaged."""
-    return load(f"{store.url}/{directory_name(step)}", TENSOR_KINDS)
-
-
-def read_state(store: SnapshotStore, step: int) -> dict[str, Any]:
-    """Return the state of a snapshot.
-
-    Raises:
-        SnapshotError: it is damaged, was written by an earlier version, or by no run.
-    """
-    state = load(f"{store.url}/{directory_name(step)}", kinds=()).state
-    config = state.get("config") if isinstance(state, dict) else None
-    if not (
-        isinstance(config, dict)
-        and {*config} >= {"run", "trainer", "optimizer", "ddp"}
-        and all(isinstance(group, dict) for group in config.values())
-        and isinstance(state.get("environment"), dict)
-        and isinstance(state.get("train_state"), dict)
-        and all(type(state.get(key)) is int for key in ("steps", "micro_batch_size"))
-    ):
-        raise SnapshotError(f"the snapshot of step {step} does not say how to repeat its run")
-    return dict(state)
-
-
-def run_of(path: Path) -> Path:
-    """Return the run directory of itself, its snapshots or one of them."""
-    path = path.absolute()
-    if step_of(path.name) is not None:
-        path = path.parent
-    return path.parent if path.name == "snapshots" else path
-
-
-def choose_interval(recorded: Recorded, steps: int, words: list[str]) -> Interval:
-    """Return the newest interval of so many steps.
-
-    Args:
-        words: more of the command line that trains.
-
-    Raises:
-        SnapshotError: there is none; names the nearest numbers of steps.
-    """
-    run = recorded.states[max(recorded.states)]["config"]["run"]
-    source = str(run.get("init_from"))
-    is_left_out = "://" in source and not any(word.startswith("run.init_from=") for word in words)
-    has_start = run.get("resume") in ("auto", "never") and not is_left_out
-    found = recorded.intervals(has_start)
-    if steps in found:
-        return found[steps]
-    nearest = sorted(sorted(found, key=lambda number: abs(number - steps))[:SHOWN])
-    raise SnapshotError(
-        f"no recorded step is {steps} steps after a snapshot that is still there, or after the "
-        f"start of the run, with the same settings; set replay to {', '.join(map(str, nearest))}"
-        if nearest
-        else "no recorded step follows a snapshot with the same settings"
-    )
 
 
 def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
@@ -204,7 +58,7 @@ def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
     check(
         ranks in (None, trained),
         f"nproc_per_node={ranks} changes the bits of a run with ddp.reduction=fast, which had "
-        f"{trained} ranks; set nproc_per_node={trained}",
+        f"nproc_per_node={trained}; set that, or leave it out",
     )
     return int(trained)
 
@@ -239,11 +93,25 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
                 return UNDECIDED
             echo(f"refuted: {where}")
             return REFUTED
+    where = "" if recorded.ledger else f" of the snapshot; there is no {LEDGER}"
     echo(
         f"confirmed: steps {interval.base + 1} to {interval.target}, repeated with "
-        f"ddp.nproc_per_node={ranks}, give the recorded {', '.join(repeated[interval.target])}"
+        f"ddp.nproc_per_node={ranks}, give the recorded "
+        f"{', '.join(repeated[interval.target])}{where}"
     )
     return CONFIRMED
+
+
+class StepLines(io.TextIOBase):
+    """Pass steps and errors on to stderr; stdout has the verdict alone.
+
+    The rest of what training prints is of another evaluation, and of a directory that is deleted.
+    """
+
+    def write(self, text: str) -> int:
+        if SHOWN_LINES.match(text):
+            sys.stderr.write(text)
+        return len(text)
 
 
 def describe_difference(recorded: Hashes, found: Hashes) -> str:
@@ -273,6 +141,9 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
         reasons.append("the run was on a GPU without trainer.deterministic=true")
     skipped = state["train_state"].get("skipped_steps") or []
     within = [step for step in skipped if interval.base < step <= interval.target]
+    may_skip = state["config"]["trainer"].get("on_nonfinite") != "stop"
+    if interval.is_beyond_state and may_skip:
+        reasons.append("the snapshot that says which steps the run has skipped was deleted")
     if within:
         reasons.append(f"the run skipped step {within[0]} after a rollback")
     return reasons
@@ -293,7 +164,7 @@ def train_again(
         directory = Path(name)
         write_config(directory / "recorded", interval.state["config"])
         typed = [*changes(recorded, interval, directory), *words]
-        with contextlib.redirect_stdout(sys.stderr):  # stdout has the verdict alone
+        with contextlib.redirect_stdout(StepLines()):
             train(command_words(str(directory / "recorded"), typed), ranks)
         run = directory / NAME
         hashes = {step: record.hashes for step, record in Ledger(run).read().items()}

@@ -25,6 +25,11 @@ class CopyCheck:
         self._returned_to: int | None = None  # step of the snapshot after the last damage
         self._returns = 0  # to it, in a row
         strategy = context.runtime.strategy
+        ranks = context.runtime.group.world_size
+        if self.every and ranks == 1:
+            log.info("trainer.verify_every compares only what is staged: there is one rank")
+        elif self.every:
+            log.info("the copies of %d ranks are compared every %d steps", ranks, self.every)
         if self.every and strategy.is_sharded and strategy.name != "hsdp":
             log.warning(
                 "trainer.verify_every compares little with ddp.strategy=%s, which keeps no second "

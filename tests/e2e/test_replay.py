@@ -120,6 +120,31 @@ def test_a_flipped_bit_with_a_mended_manifest_is_refuted(copied, file):
     assert code == 1
 
 
+def test_the_lines_after_the_newest_snapshot_count(copied):
+    """Someone deleted it: its hashes are still in the ledger."""
+    run = copied / "outputs" / "run"
+    shutil.rmtree(run / "snapshots" / "step_00000020")
+    code, line = replay(copied, "replay=5")
+    assert line.startswith("confirmed: steps 16 to 20, ")
+    lines = (run / LEDGER).read_text().splitlines()
+    changed = json.loads(lines[3])
+    changed["model"] = changed["optimizer"]
+    (run / LEDGER).write_text("\n".join([*lines[:3], json.dumps(changed)]) + "\n")
+    code, line = replay(copied, "replay=5")
+    assert "step 20, repeated from step 15, gives another model: " in line
+    assert code == 1, line
+
+
+def test_a_replay_prints_its_steps_and_the_verdict(copied):
+    """Its losses are of another evaluation than those of the run."""
+    (copied / "outputs" / "run" / LEDGER).unlink()
+    command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", "replay=5"]
+    *steps, verdict = call(command, copied).stdout.strip().splitlines()
+    assert steps
+    assert all(line.startswith("step ") for line in steps), steps
+    assert verdict.endswith(f"of the snapshot; there is no {LEDGER}")
+
+
 def test_so_it_is_without_the_ledger(copied):
     run = copied / "outputs" / "run"
     (run / LEDGER).unlink()
@@ -146,7 +171,7 @@ def test_a_bit_that_flipped_while_a_run_trained_is_found_at_its_step(tmp_path):
 def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
     train(tmp_path, "ddp.nproc_per_node=2", "ddp.strategy=zero1", "trainer.max_epochs=1")
     code, line = replay(tmp_path, "replay=5", "nproc_per_node=1")
-    assert "had 2 ranks; set nproc_per_node=2" in line
+    assert "which had nproc_per_node=2; set that" in line
     assert code == 2
     code, line = replay(tmp_path, "replay=5")
     assert line.startswith("confirmed: steps 16 to 20, repeated with ddp.nproc_per_node=2")
