@@ -9,6 +9,7 @@ import io
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -73,6 +74,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
         words: more of the command line that trains.
         follow: as for `find_steps`.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends and cleans up as Ctrl-C does
     recorded = Recorded.read(url, follow)
     interval = choose_interval(recorded, steps, words)
     environment = interval.state["environment"]

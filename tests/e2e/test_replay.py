@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +146,20 @@ def test_a_replay_prints_its_steps_and_the_verdict(copied):
     assert steps
     assert all(line.startswith("step ") for line in steps), steps
     assert verdict.endswith(f"of the snapshot; there is no {LEDGER}")
+
+
+def test_an_ended_replay_leaves_nothing(copied):
+    scratch = copied / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", "replay=5"]
+    process = subprocess.Popen(command, cwd=copied, env={**os.environ, "TMPDIR": str(scratch)})
+    limit = time.monotonic() + 60
+    while not list(scratch.glob("mingpt_ddp-replay-*/replay/.lock")):
+        assert process.poll() is None and time.monotonic() < limit
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(60) == 130
+    assert not list(scratch.glob("mingpt_ddp-*"))
 
 
 def test_so_it_is_without_the_ledger(copied):
