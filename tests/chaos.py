@@ -45,7 +45,9 @@ SETTINGS = [
 MANY = 100_000_000  # steps: more than a run takes
 RANKS = (1, 2, 3)
 PATIENCE_S = 120.0  # seconds for an attempt to make progress, or for processes to exit
-RECENT_S = 30.0  # seconds in which a fault explains that a launch exited
+# seconds in which a fault explains that a launch exited: ddp.timeout_s, and the 30 s after which
+# torchrun kills a stopped worker
+RECENT_S = 60.0
 FULL, READ_ONLY = "No space left on device", "Read-only file system"
 DAY = 86_400
 
