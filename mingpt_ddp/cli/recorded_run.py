@@ -27,11 +27,7 @@ class Interval:
     base: int  # step of a snapshot, or 0: the start of the run
     target: int  # step of a snapshot, or of a line of the ledger
     state: dict[str, Any]  # of the attempt that trained them, or of one with the same settings
-
-    @property
-    def is_beyond_state(self) -> bool:
-        """Whether the steps end after the snapshot that `state` is from."""
-        return self.target > int(self.state["train_state"].get("step", 0))
+    state_step: int  # of the snapshot that `state` is from, if need be before the target
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Recorded:
                 known = found.get(target - base)
                 is_newest = known is None or known.target < target
                 if of_states[later] == settings[target] and is_newest:
-                    found[target - base] = Interval(base, target, self.states[later])
+                    found[target - base] = Interval(base, target, self.states[later], later)
         return found
 
     def content(self, step: int) -> Hashes:

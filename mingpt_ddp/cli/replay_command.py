@@ -143,11 +143,11 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
         reasons.append("the run was on a GPU without trainer.deterministic=true")
     skipped = state["train_state"].get("skipped_steps") or []
     within = [step for step in skipped if interval.base < step <= interval.target]
-    may_skip = state["config"]["trainer"].get("on_nonfinite") != "stop"
-    if interval.is_beyond_state and may_skip:
-        reasons.append("the snapshot that says which steps the run has skipped was deleted")
     if within:
         reasons.append(f"the run skipped step {within[0]} after a rollback")
+    may_skip = state["config"]["trainer"].get("on_nonfinite") != "stop"
+    if may_skip and interval.state_step < interval.target:
+        reasons.append("the snapshot that says which steps the run has skipped was deleted")
     return reasons
 
 

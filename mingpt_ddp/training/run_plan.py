@@ -37,7 +37,7 @@ from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.doubts import find_doubts
 from mingpt_ddp.training.measure import Measured, measure
 from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
-from mingpt_ddp.training.save_schedule import LEAST_COSTS, best_interval
+from mingpt_ddp.training.save_schedule import automatic_interval
 from mingpt_ddp.training.train_step import count_steps
 from mingpt_ddp.training.warm_start import WarmStart, warm_start
 
@@ -279,8 +279,8 @@ def _save_interval(
     if saves.every_minutes:
         seconds.append(60 * saves.every_minutes)
     if saves.every_steps == "auto":
-        least_s = max(write_s or 0.0, LEAST_COSTS * measured.stall_s)
-        seconds.append(best_interval(measured.stall_s, 3600 * saves.mtbf_hours, least_s))
+        mtbf_s = 3600 * saves.mtbf_hours
+        seconds.append(automatic_interval(measured.stall_s, mtbf_s, write_s or 0.0))
     for each in seconds:
         intervals.append(max(1, round(each / step_s)))
     return min(intervals)

@@ -72,6 +72,15 @@ def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
     return max(math.sqrt(2 * cost_s * mtbf_s) * (1 + x / 3 + x * x / 9) - cost_s, least_s)
 
 
+def automatic_interval(cost_s: float, mtbf_s: float, durable_s: float) -> float:
+    """Return the best interval that leaves most of the time to training, and saves one by one.
+
+    Args:
+        durable_s: from the start of a save to its commit.
+    """
+    return best_interval(cost_s, mtbf_s, max(durable_s, LEAST_COSTS * cost_s))
+
+
 class SaveSchedule:
     """Save when the configuration, a signal or the end of the run requires it.
 
@@ -306,8 +315,7 @@ class SaveSchedule:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
         if state.save_durable_s is None:
             return min(FIRST_S, best_interval(ASSUMED_COST_S, mtbf_s))
-        least_s = max(state.save_durable_s, LEAST_COSTS * state.save_stall_s)
-        return best_interval(state.save_stall_s, mtbf_s, least_s)
+        return automatic_interval(state.save_stall_s, mtbf_s, state.save_durable_s)
 
 
 @contextlib.contextmanager
