@@ -44,6 +44,10 @@ class RunError(UserError):
     kind = "run error"
 
 
+class JoinError(RunError):
+    """A rank did not join the process group in time; a restart may succeed."""
+
+
 class StorageUnusableError(UserError):
     """The storage is full or may not be written: the same command fails until someone mends it."""
 

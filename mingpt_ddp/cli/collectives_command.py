@@ -162,7 +162,8 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
         TENSORS * config.max_bytes <= memory,
         f"max_bytes={config.max_bytes} does not fit into {memory} bytes of memory",
     )
-    group = exits.group = ProcessGroup(env, [device], ddp, job=0)
+    group = exits.group = ProcessGroup(env, ddp, job=0)
+    group.connect([device], ddp)
     group.run_on_rank_zero(config.check_files)
     hosts = len(set(group.all_gather(socket.gethostname())))
     about = {

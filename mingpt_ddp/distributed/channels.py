@@ -92,8 +92,8 @@ class Channels:
         self._worker_console.close()
 
     async def serve(
-        self, joined: Coroutine[Any, Any, tuple[int, int]], workers: list[BaseProcess]
-    ) -> tuple[int, int]:
+        self, joined: Coroutine[Any, Any, tuple[int, str]], workers: list[BaseProcess]
+    ) -> tuple[int, str]:
         """Answer the reports of the workers until they have exited; return what `joined` does.
 
         An error of the function that judges them kills the workers, and is raised.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from mingpt_ddp.distributed.proc import read_stat
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -162,7 +163,7 @@ def launcher_id(env: DistEnv) -> str:
     parent = os.getppid()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        started = read_stat(parent)[19]
     except (OSError, IndexError):
         return ""
     return f"{boot}/{parent}/{started}"
@@ -176,9 +177,7 @@ def process_start_time() -> float:
     if STARTED_AT in os.environ:
         return float(os.environ[STARTED_AT])
     try:
-        with open("/proc/self/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
-        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since boot
+        started_s = int(read_stat("self")[19]) / os.sysconf("SC_CLK_TCK")  # since boot
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError, AttributeError):
         age_s = 0.0

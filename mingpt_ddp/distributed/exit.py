@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.distributed.proc import stopped_children
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     ConfigError,
+    JoinError,
     StorageUnavailableError,
     UserError,
     printable,
@@ -110,6 +112,18 @@ def die_with_parent(expected: str | None = None) -> None:
         threading.Thread(target=wait_for_parent, name="parent-watch", daemon=True).start()
 
 
+def kill_stopped_siblings(env: DistEnv) -> None:
+    """SIGKILL stopped processes of the same agent: they ignore SIGTERM, and it would wait for them.
+
+    The launcher of `ddp.nproc_per_node` does that itself.
+    """
+    if not env.has_agent or multiprocessing.parent_process() is not None:
+        return
+    for pid in stopped_children(os.getppid()):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def signal_exit_code(env: DistEnv, code: int) -> int:
     """Return the exit code of a process that a signal ends early.
 
@@ -148,10 +162,12 @@ class ProcessExit:
         if self.env.has_agent and not self.env.is_rank_zero:
             time.sleep(AGENT_POLL_S)  # rank zero reports first
         message = str(error)
-        if isinstance(error, StorageUnavailableError):
-            # The same on every rank, but a restart may succeed.
-            code = EX_TEMPFAIL if self.env.has_agent else USER_ERROR
-            exit_process(self.env.call_on_rank_zero(lambda: message), code)
+        may_succeed = EX_TEMPFAIL if self.env.has_agent else USER_ERROR  # after a restart
+        if isinstance(error, JoinError):
+            kill_stopped_siblings(self.env)
+            exit_process(message, may_succeed)
+        if isinstance(error, StorageUnavailableError):  # the same on every rank
+            exit_process(self.env.call_on_rank_zero(lambda: message), may_succeed)
         exit_process(message if self._claim_report(message) else None, USER_ERROR)
 
     def _claim_report(self, message: str) -> bool:
@@ -220,10 +236,14 @@ class ProcessExit:
         self._log_peer_failure(cause)
         exit_process(None, FAILURE)
 
-    def on_signal(self, number: int) -> NoReturn:
-        """Exit. If the signal comes from an agent after another rank failed, log the root cause."""
+    def on_signal(self, number: int, asks: bool = True) -> NoReturn:
+        """Exit. If the signal comes from an agent after another rank failed, log the root cause.
+
+        Args:
+            asks: for the root cause, which takes seconds if the store does not respond.
+        """
         try:
-            cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S)
+            cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) if asks else None
             if cause is not None:
                 self._log_peer_failure(cause)
             elif self.env.is_rank_zero:
@@ -236,7 +256,10 @@ class ProcessExit:
         """Return whether every rank has this error: then all can start a sweep's next job."""
         if self.is_symmetric:
             return True
-        return self.group is not None and self.group.failures.have_all_failed(str(error))
+        if self.group is None or not self.group.failures.have_all_failed(str(error)):
+            return False
+        self.group.closed.set()
+        return True
 
     def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
         """Return the failure that another rank has reported, or reports within `wait_s` seconds."""

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import tempfile
-from multiprocessing import forkserver, process
+from multiprocessing import context, forkserver, process, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,23 @@ def import_path() -> str:
     if Path(checkout).name in ("site-packages", "dist-packages"):
         return path  # an installed package needs no entry, which would hide the standard library
     return os.pathsep.join(filter(None, [checkout, path]))
+
+
+def start_process(new: process.BaseProcess) -> None:
+    """Start a process, in which the signals of the launcher are blocked.
+
+    The server has blocked them for those that it forks. This process goes on to handle signals
+    then: it waits for a server that may be stopped.
+    """
+    resource_tracker.ensure_running()  # it unblocks signals: not below, where `new` inherits that
+    if isinstance(new, context.ForkServerProcess):
+        new.start()
+        return
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+    try:
+        new.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
 
 
 def server_pid() -> int | None:

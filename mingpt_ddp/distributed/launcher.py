@@ -27,8 +27,9 @@ from mingpt_ddp.distributed.channels import Channels, Report
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import server_pid, start_server, stop_server
-from mingpt_ddp.distributed.local_store import local_store
+from mingpt_ddp.distributed.local_store import LocalStore
 from mingpt_ddp.distributed.machine import canonical_threads
+from mingpt_ddp.distributed.process_watch import ProcessWatch
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.distributed.workers import (
     SignalForwarder,
@@ -108,15 +109,29 @@ async def run_workers(
     composed = compose_for_workers(launch.overrides)  # while the server imports torch
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_rank_zero and not env.is_standalone:
-        # This imports torch, as the server does meanwhile.
-        from mingpt_ddp.distributed.rendezvous import connect
-
-        connect(env, 0, config.timeout_s)  # hosts a store for the lifetime of this process
-    attempt = _Attempt(launch, composed, first, forwarder)
-    code, interrupted = await _run_with_restarts(attempt.run, started_at, config, launch.directory)
+        await asyncio.to_thread(_host_store, env, config.timeout_s)
+    store = LocalStore(config.launcher) if env.is_standalone else None
+    attempt = _Attempt(launch, composed, first, forwarder, store)
+    try:
+        code, interrupted = await _run_with_restarts(
+            attempt.run, started_at, config, launch.directory
+        )
+    finally:
+        if store is not None:
+            store.stop()
     if code and env.is_rank_zero and not env.is_standalone:
-        time.sleep(STORE_LINGER_S)
+        await asyncio.sleep(STORE_LINGER_S)
     return Ended(code, interrupted, attempt.last_line)
+
+
+def _host_store(env: DistEnv, timeout_s: float) -> None:
+    """Host a store at MASTER_ADDR:MASTER_PORT for the lifetime of this process.
+
+    This imports torch, as the fork server does meanwhile.
+    """
+    from mingpt_ddp.distributed.rendezvous import connect
+
+    connect(env, 0, timeout_s)
 
 
 def run_under_torchrun(module: str, workers: int, arguments: list[str]) -> NoReturn:
@@ -165,17 +180,24 @@ class _Attempt:
     """
 
     def __init__(
-        self, launch: Launch, composed: DictConfig, first: DistEnv, forwarder: SignalForwarder
+        self,
+        launch: Launch,
+        composed: DictConfig,
+        first: DistEnv,
+        forwarder: SignalForwarder,
+        store: LocalStore | None,
     ) -> None:
         """
         Args:
             composed: the configuration of the workers.
             first: the ranks of the first worker.
+            store: of workers that are all on this machine; None: another process hosts it.
         """
         self.launch = launch
         self.composed = composed
         self.first = first
         self.forwarder = forwarder
+        self.store = store
         self.last_line = ""
 
     async def run(self, started_at: float) -> tuple[int, int]:
@@ -191,12 +213,13 @@ class _Attempt:
         if uses_server:
             start_server()  # again, if it has died
         server = server_pid()
-        timeout_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
-        failed = 0
-        with Channels(self.launch.report, has_console=self.launch.slot is None) as channels:
+        grace_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
+        failed = ""
+        watch = ProcessWatch(self.forwarder, config.ddp.timeout_s, grace_s)
+        with watch, Channels(self.launch.report, self.launch.slot is None) as channels:
             try:
-                with self._started(channels, started_at) as workers:
-                    joined = join_workers(workers, timeout_s, preempted_code)
+                with self._started(channels, watch, started_at) as workers:
+                    joined = join_workers(workers, grace_s, preempted_code, watch.store)
                     code, failed = await channels.serve(joined, workers)
             except (EOFError, ConnectionError):  # the fork server died before it had forked all
                 code = SERVER_DIED
@@ -207,8 +230,7 @@ class _Attempt:
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
         if code < 0 and not number:  # it could not log this itself
-            killer = signal.Signals(-code).name
-            self.last_line = f"error: rank {self.first.rank + failed} was killed by {killer}"
+            self.last_line = f"error: {failed} was killed by {signal.Signals(-code).name}"
             if self.launch.slot is None:  # else the sweep names the job too
                 log.error("%s", self.last_line)
         if code == SERVER_DIED and uses_server:
@@ -219,18 +241,18 @@ class _Attempt:
         return code, number
 
     @contextlib.contextmanager
-    def _started(self, channels: Channels, started_at: float) -> Iterator[list[BaseProcess]]:
+    def _started(
+        self, channels: Channels, watch: ProcessWatch, started_at: float
+    ) -> Iterator[list[BaseProcess]]:
         """Start the workers; before them their store, if all of them are on this machine."""
         first = self.first
-        processes: list[BaseProcess] = []
-        with contextlib.ExitStack() as stack:
-            if first.is_standalone:
-                store, port = stack.enter_context(local_store(self.launch.config.ddp.launcher))
-                first = replace(first, master_address=("localhost", port))
-                processes.append(store)
-            workers = self._workers(channels, first, started_at)
-            stack.enter_context(self.forwarder.started([*processes, *workers]))
-            yield workers
+        if self.store is not None:
+            self.store.ensure_running()
+            watch.store = self.store.process
+            first = replace(first, master_address=("localhost", self.store.port))
+        watch.workers = self._workers(channels, first, started_at)
+        with self.forwarder.started(watch.workers):
+            yield watch.workers
 
     def _workers(self, channels: Channels, first: DistEnv, started_at: float) -> list[BaseProcess]:
         launch = self.launch
@@ -245,5 +267,6 @@ class _Attempt:
         for index in range(n):
             environ = {**shared, **worker_environ(first, index, n)}
             arguments = (environ, launch.overrides, self.composed, channels.for_worker(index))
-            workers.append(context.Process(target=run_worker, args=arguments))
+            name = f"rank {first.rank + index}"
+            workers.append(context.Process(target=run_worker, args=arguments, name=name))
         return workers

@@ -1,35 +1,50 @@
 """The key-value store of local workers, in a process of its own: the launcher needs no torch."""
 
-import contextlib
 import multiprocessing
 import signal
 import socket
-from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from mingpt_ddp.distributed.exit import die_with_parent
+from mingpt_ddp.distributed.fork_server import start_process
+
+NAME = "the store of the workers"
 
 
-@contextlib.contextmanager
-def local_store(method: str) -> Iterator[tuple[BaseProcess, int]]:
-    """Yield a process to start, which hosts a store on the loopback interface, and its port.
+class LocalStore:
+    """A process that hosts a store on the loopback interface, for all attempts of a launch."""
 
-    Args:
-        method: how to start it: forkserver or spawn.
-    """
-    # The address that a client resolves.
-    family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]
-    context: Any = multiprocessing.get_context(method)
-    with socket.create_server((str(address[0]), 0), family=family) as listener:
-        # Clients that connect before it hosts the store wait for it.
-        process = context.Process(target=_host, args=(listener,))
-        try:
-            yield process, listener.getsockname()[1]
-        finally:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+    def __init__(self, method: str) -> None:
+        """
+        Args:
+            method: how to start it: forkserver or spawn.
+        """
+        self.method = method
+        self.process: BaseProcess | None = None
+        self.port = 0
+
+    def ensure_running(self) -> None:
+        """Start the process, unless it is running.
+
+        Clients may connect from now on; they wait until it hosts the store. Only that process has
+        the socket: when it dies, the kernel closes their connections.
+        """
+        if self.process is not None and self.process.exitcode is None:
+            return
+        # The address that a client resolves.
+        family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]
+        context: Any = multiprocessing.get_context(self.method)
+        with socket.create_server((str(address[0]), 0), family=family) as listener:
+            self.port = listener.getsockname()[1]
+            process = context.Process(target=_host, args=(listener,), name=NAME)
+            start_process(process)
+        self.process = process
+
+    def stop(self) -> None:
+        """Kill the process."""
+        if self.process is not None:
+            self.process.kill()  # not joined: a fork server that is stopped reports no exit
 
 
 def _host(listener: socket.socket) -> None:

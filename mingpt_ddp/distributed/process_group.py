@@ -4,6 +4,7 @@ With a single process every collective is the identity, so callers need not chec
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -19,7 +20,7 @@ from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.failures import FailureReports, pack_error, unpack_error
 from mingpt_ddp.distributed.json_gather import all_gather_json
-from mingpt_ddp.distributed.rendezvous import connect, join_attempt, raise_if_fatal
+from mingpt_ddp.distributed.rendezvous import join
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError, RunError, UserError
 
@@ -57,17 +58,16 @@ def name_backends(backend: str, device_type: str) -> tuple[str, str]:
 class ProcessGroup:
     """This rank's handle on all ranks of the job."""
 
-    def __init__(self, env: DistEnv, devices: list[torch.device], ddp: DDPConfig, job: int) -> None:
-        """Join the process group of this attempt.
+    def __init__(self, env: DistEnv, ddp: DDPConfig, job: int) -> None:
+        """Join the process group of this attempt; `connect` then connects the ranks.
 
         Args:
-            devices: of this rank.
             job: index of the job in a sweep; every job has its own process group.
 
         Raises:
-            RunError: not all ranks joined within ddp.timeout_s, or an earlier attempt failed with a
-                fatal error.
-            ConfigError: two ranks use the same GPU, or they cannot share copies of the model.
+            JoinError: not all ranks joined within ddp.timeout_s.
+            RunError: an earlier attempt failed with a fatal error.
+            ConfigError: the ranks cannot share copies of the model.
         """
         self.env = env
         self.timeout_s = ddp.timeout_s
@@ -89,20 +89,29 @@ class ProcessGroup:
         # The training thread's activity, which the watchdog reads to find the straggler: a new dict
         # at every change.
         self.heartbeat: dict[str, Any] = {"count": 0, "activity": "starting", "waiting": False}
+        self.is_writing = False  # a thread of this rank writes a snapshot
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
         # For the snapshot thread, which runs concurrently with the training thread.
         self._io_group: dist.ProcessGroup | None = None
         if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
-            self._job_store = connect(env, job, self.timeout_s)
-            raise_if_fatal(self._job_store)
-            if self.world_size > 1:
-                self._join(self._job_store, devices, ddp)
+            self._job_store, self.store = join(env, job, self.timeout_s)
+        self.closed = threading.Event()
         self.failures = FailureReports(self.store, self.rank, self.world_size)
 
-    def _join(self, job_store: dist.Store, devices: list[torch.device], ddp: DDPConfig) -> None:
+    def connect(self, devices: list[torch.device], ddp: DDPConfig) -> None:
+        """Connect to the other ranks, which have joined.
+
+        Args:
+            devices: of this rank.
+
+        Raises:
+            ConfigError: two ranks use the same GPU.
+        """
+        if self.world_size == 1:
+            return
         backend = ddp.backend
         device = devices[0]
-        self.store = join_attempt(job_store, self.env, self.timeout_s)
+        self.set_activity("connecting to the other ranks", waiting=True)
         backends, self.transport = name_backends(backend, device.type)
         dist.init_process_group(
             backends,
@@ -122,6 +131,7 @@ class ProcessGroup:
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
             if self.shared_memory:
                 self.transport = "shared memory"
+        self.set_activity("starting")
 
     def _refuse_shared_gpus(self, devices: list[torch.device]) -> None:
         own = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
@@ -146,10 +156,12 @@ class ProcessGroup:
         An early exit would stall the launcher's exit barrier.
         """
         if dist.is_initialized():
+            self.set_activity("ending")
             self.barrier()
             dist.destroy_process_group()
         if self.shared_memory is not None:
             self.shared_memory.close()
+        self.closed.set()
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""

@@ -1,18 +1,22 @@
 """The rendezvous: how the ranks of one attempt find each other in a key-value store.
 
 The launcher's store outlives the workers: after a restart it still holds the addresses of dead
-processes. Therefore every process writes a fresh id. Rank 0 proposes an attempt with one id per
-rank, each rank whose id is in it confirms, and once all have confirmed rank 0 starts the attempt.
-The keys of its process group are prefixed with rank 0's id, which is unique to the attempt.
+processes. Therefore every process writes a fresh id. Rank zero invites each id that it finds, the
+process of that id confirms, which a dead one cannot, and once one process of each rank has
+confirmed, rank zero starts the attempt. The keys of its process group are prefixed with rank zero's
+id, which is unique to the attempt.
+
+Rank zero reads one key of every rank; the others read keys that are written for them alone.
 """
 
-import contextlib
+import concurrent.futures
 import os
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
 from typing import TypeVar
@@ -20,11 +24,17 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import JoinError, RunError
 
 T = TypeVar("T")
+TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s, after which a rank that hangs is named
 POLL_S = 0.005
+LONGEST_PAUSE_S = 0.25
+STORE_CALL_S = 5e-5  # in which the store answers a call
+CONFIRM_S = 1.0  # in which a process that is joining confirms an invitation
 STORE_TIMEOUT_S = 5.0  # for one response of the store on a busy machine
+LEADING = "leading"  # key in the store: a counter that rank zero increases while it joins
+REFUSED = "!"  # an invitation with a reason why there is none
 FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 
 
@@ -82,22 +92,39 @@ def loopback_store(listener: socket.socket) -> TCPStore:
     return TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
 
 
+def call_with_timeout(work: Callable[[], T], timeout_s: float) -> T:
+    """Return what `work` returns, on a thread of its own: some store calls never return.
+
+    So it is on a broken network, and if the host is stopped; if the host died, they raise.
+
+    Raises:
+        TimeoutError: after `timeout_s` seconds.
+        Exception: what `work` raises.
+    """
+    outcome: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # raised again by the caller
+            outcome.set_exception(error)
+
+    threading.Thread(target=call, name="store", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    except concurrent.futures.TimeoutError as error:  # in Python 3.10 another class
+        raise TimeoutError from error
+
+
 def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
     """Return what `work` returns; `otherwise` if it raises or takes too long.
 
-    That is STORE_TIMEOUT_S + `wait_s` seconds. On a broken network a store call never returns; if
-    the host died, it raises.
+    That is STORE_TIMEOUT_S + `wait_s` seconds.
     """
-    answers: list[T] = []
-
-    def call() -> None:
-        with contextlib.suppress(Exception):
-            answers.append(work())
-
-    thread = threading.Thread(target=call, name="store", daemon=True)
-    thread.start()
-    thread.join(STORE_TIMEOUT_S + wait_s)
-    return answers[0] if answers else otherwise
+    try:
+        return call_with_timeout(work, STORE_TIMEOUT_S + wait_s)
+    except Exception:
+        return otherwise
 
 
 def claim_error_report(env: DistEnv, job: int, message: str) -> bool:
@@ -121,52 +148,157 @@ def raise_if_fatal(store: Store) -> None:
         raise RunError(get_now(store, FATAL).partition(": ")[2])  # RunError adds the kind
 
 
-def join_attempt(store: Store, env: DistEnv, timeout_s: float) -> Store:
+def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]:
+    """Connect to the job's store, and wait there for the other ranks of this attempt.
+
+    Returns:
+        The store of the job, and a store with a prefix for the attempt; None for a single rank.
+
+    Raises:
+        RunError: the store cannot be reached, or an earlier attempt failed with a fatal error.
+        JoinError: names a rank that did not join within TIMEOUT_FRACTION of `timeout_s` seconds.
+    """
+    limit_s = TIMEOUT_FRACTION * timeout_s
+
+    def connect_and_join() -> tuple[Store, Store | None]:
+        store = connect(env, job, limit_s)
+        raise_if_fatal(store)
+        return store, join_attempt(store, env, limit_s) if env.world_size > 1 else None
+
+    try:  # rank zero may have begun later, and is yet to name the missing ranks
+        return call_with_timeout(connect_and_join, timeout_s + STORE_TIMEOUT_S)
+    except TimeoutError as error:
+        host, port = env.master_address
+        raise JoinError(f"rank {env.rank}: the store at {host}:{port} does not respond") from error
+
+
+def join_attempt(store: Store, env: DistEnv, limit_s: float) -> Store:
     """Wait for the other ranks of this attempt; return a store with a prefix for it.
 
     Raises:
-        RunError: a rank did not join within `timeout_s` seconds.
+        JoinError: names a rank that did not join within `limit_s` seconds.
     """
-    own_id = uuid.uuid4().hex
-    deadline = time.monotonic() + timeout_s
-    store.set(f"hello/{env.rank}", own_id)
-    while True:
-        problem = f"rank {env.rank} waited, but not all ranks joined"
-        if env.is_rank_zero:
-            problem = f"rank {_propose(store, own_id, env.world_size)} did not join"
-        proposal = get_now(store, "proposal")
-        ids = proposal.split(",")
-        if own_id in ids:
-            store.set(f"confirm/{env.rank}", proposal)
-            if get_now(store, "go") == proposal:
-                return PrefixStore(f"attempt/{ids[0]}", store)
-        raise_if_fatal(store)
-        if time.monotonic() > deadline:
-            # Asked only now: before, it may be the successor of this process.
-            if get_now(store, f"hello/{env.rank}") != own_id:
-                raise RunError(
-                    f"another process also has RANK={env.rank}; give every process its own rank"
-                )
-            raise RunError(f"{problem} in time; start all ranks, or raise ddp.timeout_s")
-        time.sleep(POLL_S)
+    joining = _Joining(store, env, limit_s)
+    leader = joining.lead() if env.is_rank_zero else joining.follow()
+    return PrefixStore(f"attempt/{leader}", store)
 
 
-def _propose(store: Store, own_id: str, world_size: int) -> str:
-    """On rank 0, propose the current ids; start the attempt once all other ranks confirm them.
+class _Joining:
+    """A rank that joins an attempt."""
 
-    Returns:
-        The ranks that have not, as text.
-    """
-    others = range(1, world_size)
-    ids = [get_now(store, f"hello/{rank}") for rank in others]
-    missing = [rank for rank, other_id in zip(others, ids, strict=True) if not other_id]
-    if not missing:
-        proposal = ",".join([own_id, *ids])
-        store.set("proposal", proposal)
-        missing = [rank for rank in others if get_now(store, f"confirm/{rank}") != proposal]
-        if not missing:
-            store.set("go", proposal)
-    return ", ".join(map(str, missing))
+    def __init__(self, store: Store, env: DistEnv, limit_s: float) -> None:
+        self.store = store
+        self.env = env
+        self.id = uuid.uuid4().hex
+        self.began_at = time.monotonic()
+        self.limit_s = limit_s
+        store.set(f"hello/{env.rank}", self.id)
+
+    def lead(self) -> str:
+        """On rank zero, invite the others until a process of each has confirmed; return its id."""
+        store = self.store
+        hellos = [f"hello/{rank}" for rank in range(1, self.env.world_size)]
+        ids: list[str] = []  # of the other ranks; some may be of dead processes
+        while True:
+            store.add(LEADING, 1)
+            if store.check(hellos):
+                latest = [value.decode() for value in store.multi_get(hellos)]
+                self._send("invite", [each for each in latest if each not in ids], self.id)
+                ids = latest
+                if self._have_confirmed(ids):
+                    self._send("go", ids, self.id)
+                    return self.id
+            self._pause()
+            if self._is_late():
+                self._name_missing()
+
+    def follow(self) -> str:
+        """On another rank, confirm invitations until rank zero starts the attempt; return its id.
+
+        A successor of rank zero may send the second one.
+        """
+        store = self.store
+        leader = ""
+        while True:
+            invitation = get_now(store, f"invite/{self.id}")
+            if invitation.startswith(REFUSED):
+                raise JoinError(invitation.removeprefix(REFUSED))
+            if invitation != leader:
+                leader = invitation
+                store.set(f"confirm/{self.id}", leader)
+            if leader and get_now(store, f"go/{self.id}") == leader:
+                return leader
+            self._pause()
+            if self._is_late() and not self._is_led():
+                raise self._error("0")
+
+    def _send(self, what: str, ids: list[str], value: str) -> None:
+        for each in ids:
+            self.store.set(f"{what}/{each}", value)
+
+    def _have_confirmed(self, ids: list[str]) -> bool:
+        """Return whether these processes have confirmed, to this process of rank zero."""
+        keys = [f"confirm/{each}" for each in ids]
+        if not self.store.check(keys):
+            return False
+        return all(value.decode() == self.id for value in self.store.multi_get(keys))
+
+    def _pause(self) -> None:
+        """Wait before the store is asked again, which serves all ranks; end after fatal errors.
+
+        A pause is a fraction of the time so far, so that it delays the end by no more than that.
+        """
+        elapsed_s = time.monotonic() - self.began_at
+        shortest_s = max(POLL_S, self.env.world_size * STORE_CALL_S)
+        time.sleep(min(max(shortest_s, elapsed_s / 20), LONGEST_PAUSE_S))
+        raise_if_fatal(self.store)
+
+    def _is_late(self) -> bool:
+        """Return whether the time to join is over.
+
+        Raises:
+            RunError: another process has joined as this rank.
+        """
+        if time.monotonic() - self.began_at < self.limit_s:
+            return False
+        # Asked only now: before, it may be the successor of this process.
+        if get_now(self.store, f"hello/{self.env.rank}") != self.id:
+            raise RunError(
+                f"another process also has RANK={self.env.rank}; give every process its own rank"
+            )
+        return True
+
+    def _is_led(self) -> bool:
+        """Return whether rank zero is joining, too: then it names the missing ranks, or starts."""
+        before = get_now(self.store, LEADING)
+        time.sleep(CONFIRM_S)
+        return get_now(self.store, LEADING) != before
+
+    def _name_missing(self) -> None:
+        """On rank zero, raise an error on all ranks if some have not joined.
+
+        Raises:
+            JoinError: names them.
+        """
+        found = {}  # id by rank
+        for rank in range(1, self.env.world_size):
+            found[rank] = get_now(self.store, f"hello/{rank}")
+        ids = [each for each in found.values() if each]
+        self._send("invite", ids, self.id)
+        time.sleep(CONFIRM_S)
+        missing = []
+        for rank, each in found.items():
+            if not each or not self._have_confirmed([each]):
+                missing.append(str(rank))
+        if missing:
+            error = self._error(", ".join(missing))
+            self._send("invite", ids, f"{REFUSED}{error.args[0]}")
+            raise error
+
+    def _error(self, missing: str) -> JoinError:
+        return JoinError(
+            f"rank {missing} did not join in time; start all ranks, or raise ddp.timeout_s"
+        )
 
 
 def get_now(store: Store, key: str) -> str:

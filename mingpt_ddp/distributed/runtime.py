@@ -20,11 +20,13 @@ from mingpt_ddp.distributed.device import (
     set_up_device,
 )
 from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import canonical_threads
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
+from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
 
 
@@ -51,7 +53,9 @@ class Runtime:
         self._threads = torch.get_num_threads()  # of this process, without this run
         if threads := canonical_threads(config):
             torch.set_num_threads(threads)
-        self.group = ProcessGroup(env, self.devices, config.ddp, job)
+        self.group = ProcessGroup(env, config.ddp, job)
+        Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
+        self.group.connect(self.devices, config.ddp)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
     def _new_scaler(self, init_scale: float = 2.0**16) -> torch.amp.GradScaler:
@@ -69,7 +73,7 @@ class Runtime:
         alone = copy.copy(self)
         alone.scaler = self._new_scaler(init_scale=1.0)  # its few steps must not overflow
         alone.compiles = False
-        alone.group = ProcessGroup(DistEnv(), self.devices, ddp, job=0)
+        alone.group = ProcessGroup(DistEnv(), ddp, job=0)
         alone.strategy = SingleStrategy(
             replace(config, ddp=ddp), self.device, alone.group, compiles=False
         )

@@ -32,7 +32,9 @@ class SignalHandler:
         # Ctrl-C counts.
         repeated_interrupt = not first and number == signal.SIGINT
         # After a failure of another rank a collective save would hang.
-        if repeated_interrupt or (first and not self.deferred) or self.exits.peer_failure():
+        if repeated_interrupt:
+            self.exits.on_signal(number, asks=False)
+        if (first and not self.deferred) or self.exits.peer_failure():
             self.exits.on_signal(number)
         if first:
             self.signal_name = signal.Signals(number).name

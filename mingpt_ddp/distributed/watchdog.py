@@ -1,35 +1,41 @@
-"""The watchdog: ranks write heartbeats to the store and read those of all, to find a hang.
+"""The watchdog: ranks write heartbeats to the store, in which rank zero looks for a hang.
 
-It also ends a rank that is blocked outside of Python after another one has failed.
+The other ranks look at rank zero alone, so that the store moves a constant number of bytes for each
+of them. The watchdog also ends a rank that is blocked outside of Python after another one has
+failed.
 """
 
 import contextlib
 import json
 import logging
-import os
-import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.distributed import failures
-from mingpt_ddp.distributed.exit import AGENT_POLL_S, FAILURE, ProcessExit, exit_process
+from mingpt_ddp.distributed.exit import (
+    AGENT_POLL_S,
+    FAILURE,
+    ProcessExit,
+    exit_process,
+    kill_stopped_siblings,
+)
 from mingpt_ddp.distributed.failures import FailureReports
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.rendezvous import TIMEOUT_FRACTION, get_now
 from mingpt_ddp.torch_internals import clone_store
+
+if TYPE_CHECKING:
+    from mingpt_ddp.distributed.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
-# Of ddp.timeout_s: earlier than that of collectives, which would blame the waiting ranks.
-TIMEOUT_FRACTION = 0.8
 HANG = "hang"  # key in the store: which rank hangs
 UNRESPONSIVE = "; its process does not respond"
 PERIOD_S = 0.25  # between two heartbeats
+# Of a rank that has not written any.
+NO_HEARTBEAT = {"count": 0, "activity": "starting", "waiting": False, "beat": 0.0}
 # After a failure of another rank, for which a training thread stands still until it is known to be
 # blocked: the handler of its agent's SIGTERM, or an error of its collective, ends it earlier.
 BLOCKED_S = 2.0
@@ -38,16 +44,10 @@ BLOCKED_S = 2.0
 class Watchdog:
     """A thread that ends the process when a rank hangs; all ranks agree on which one."""
 
-    def __init__(
-        self, group: ProcessGroup, exits: ProcessExit, is_writing: Callable[[], bool]
-    ) -> None:
-        """
-        Args:
-            is_writing: returns whether this rank writes a snapshot.
-        """
+    def __init__(self, group: "ProcessGroup", exits: ProcessExit) -> None:
         self.group = group
         self.exits = exits
-        self.is_writing = is_writing
+        # earlier than the timeout of collectives, which would blame the waiting ranks
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value
@@ -55,30 +55,24 @@ class Watchdog:
         self._latest: dict[tuple[int, str], tuple[float, float]] = {}
         # After a failure: the heartbeat of this rank, and since when it has been that.
         self._still: tuple[dict[str, Any], float] | None = None
-        self._stopped = threading.Event()
-        if group.store is not None:
-            self._store = clone_store(group.store)
-            self._send_heartbeat()  # a rank may be stopped before its thread runs
-            threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
-    def stop(self) -> None:
-        """Ignore hangs from now on."""
-        self._stopped.set()
+    def start(self) -> None:
+        """Start the thread, which ends with the group; a single rank needs none."""
+        if self.group.store is None:
+            return
+        self._store = clone_store(self.group.store)
+        self._send_heartbeat()  # a rank may be stopped before its thread runs
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
 
     def _run(self) -> None:
-        while not self._stopped.wait(min(PERIOD_S, self.limit_s / 10)):
+        while not self.group.closed.wait(min(PERIOD_S, self.limit_s / 10)):
             with contextlib.suppress(Exception):  # of a lost store; collectives report that
                 self._send_heartbeat()
                 self._leave_if_blocked()
                 self._check()
 
     def _send_heartbeat(self) -> None:
-        heartbeat = {
-            **self.group.heartbeat,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "beat": time.monotonic(),
-        }
+        heartbeat = {**self.group.heartbeat, "beat": time.monotonic()}
         self._store.set(f"heartbeat/{self.group.rank}", json.dumps(heartbeat))
 
     def _leave_if_blocked(self) -> None:
@@ -93,10 +87,10 @@ class Watchdog:
         heartbeat = self.group.heartbeat  # a new one at every change
         if self._still is None or self._still[0] is not heartbeat:
             self._still = (heartbeat, now)
-        if now - self._still[1] < BLOCKED_S or self.is_writing():
+        if now - self._still[1] < BLOCKED_S or self.group.is_writing:
             return
         failure = FailureReports(self._store, self.group.rank, self.group.world_size).first(0.0)
-        if failure is None or failure.rank == self.group.rank or self._stopped.is_set():
+        if failure is None or failure.rank == self.group.rank or self.group.closed.is_set():
             return
         self._log_stack("is blocked here after another rank failed")
         self.exits.blocked(failure)
@@ -108,41 +102,45 @@ class Watchdog:
         log.error("rank %d %s:\n%s", self.group.rank, what, stack, extra={"file_only": True})
 
     def _check(self) -> None:
-        keys = [f"heartbeat/{rank}" for rank in range(self.group.world_size)]
-        if not self._store.check(keys):
-            return
-        heartbeats = [json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)]
-        found = self._find_hang(heartbeats)
+        found = self._find_hang(self._read_heartbeats())
         if found is not None:
             self._store.compare_set(HANG, "", found)
-        if self._stopped.is_set() or not self._store.check([HANG]):
+        if self.group.closed.is_set() or not self._store.check([HANG]):
             return
-        self._exit_for(self._store.get(HANG).decode(), heartbeats)
+        self._exit_for(self._store.get(HANG).decode())
 
-    def _exit_for(self, reason: str, heartbeats: list[dict[str, Any]]) -> NoReturn:
-        """Log why, kill a stopped process of this machine, and exit."""
+    def _read_heartbeats(self) -> dict[int, dict[str, Any]]:
+        """Return the heartbeats that this rank looks at, by rank."""
+        ranks = range(self.group.world_size) if self.group.is_rank_zero else range(1)
+        keys = [f"heartbeat/{rank}" for rank in ranks]
+        if self._store.check(keys):
+            heartbeats = [json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)]
+        else:  # some ranks have not written any yet
+            heartbeats = [json.loads(get_now(self._store, key) or "null") for key in keys]
+        return {rank: each or NO_HEARTBEAT for rank, each in zip(ranks, heartbeats, strict=True)}
+
+    def _exit_for(self, reason: str) -> NoReturn:
+        """Log why, and exit."""
         if reason.startswith(f"rank {self.group.rank} "):
             self._log_stack("hangs here")
         log.error("error: %s", reason)
         time.sleep(AGENT_POLL_S)  # so that the other ranks log the reason too
-        for rank, heartbeat in enumerate(heartbeats):
-            if reason.startswith(f"rank {rank} ") and reason.endswith(UNRESPONSIVE):
-                self._kill_if_local(heartbeat)
+        kill_stopped_siblings(self.exits.env)
         exit_process(None, FAILURE)
 
-    def _find_hang(self, heartbeats: list[dict[str, Any]]) -> str | None:
+    def _find_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str | None:
         """Return a message that names the rank that hangs, if any.
 
         Args:
-            heartbeats: in rank order.
+            heartbeats: by rank.
         """
-        idle_s = []  # since the training thread of each rank did something
-        silent_s = []  # since the watchdog of each rank wrote a heartbeat
+        idle_s = {}  # since the training thread of each rank did something
+        silent_s = {}  # since the watchdog of each rank wrote a heartbeat
         unresponsive = []  # stopped, or the node is down
         stragglers = []
-        for rank, heartbeat in enumerate(heartbeats):
-            idle_s.append(self._unchanged_s(rank, heartbeat, "count"))
-            silent_s.append(self._unchanged_s(rank, heartbeat, "beat"))
+        for rank, heartbeat in heartbeats.items():
+            idle_s[rank] = self._unchanged_s(rank, heartbeat, "count")
+            silent_s[rank] = self._unchanged_s(rank, heartbeat, "beat")
             if silent_s[rank] > self.limit_s:
                 unresponsive.append(rank)
             if idle_s[rank] > self.limit_s and not heartbeat["waiting"]:
@@ -155,11 +153,11 @@ class Watchdog:
             # The training thread's last change may precede the watchdog's by some heartbeats.
             is_silent = silent_s[rank] > self.limit_s / 2
             return f"{reason}{UNRESPONSIVE}" if is_silent else reason
-        if min(idle_s) > self.limit_s:
-            activity = heartbeats[0]["activity"]
+        shortest_s = min(idle_s.values())
+        if len(heartbeats) == self.group.world_size and shortest_s > self.limit_s:
             return (
-                f"all ranks have waited for each other for {min(idle_s):.0f} s while "
-                f"{activity}: check the network"
+                f"all ranks have waited for each other for {shortest_s:.0f} s while "
+                f"{heartbeats[0]['activity']}: check the network"
             )
         return None
 
@@ -172,17 +170,3 @@ class Watchdog:
             changed_at = now
             self._latest[rank, counter] = (value, now)
         return now - changed_at
-
-    def _kill_if_local(self, heartbeat: dict[str, Any]) -> None:
-        """SIGKILL a stopped process of the same agent: it ignores SIGTERM.
-
-        The agent would wait for it. The store is not authenticated: it may name any process.
-        """
-        if heartbeat["host"] != socket.gethostname():
-            return
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(heartbeat["pid"])
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            parent = int(fields[1])
-            if parent == os.getppid():
-                os.kill(pid, signal.SIGKILL)

@@ -3,23 +3,26 @@
 import contextlib
 import ctypes
 import importlib
+import math
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from omegaconf import DictConfig
 
 from mingpt_ddp.distributed.channels import WorkerEnds, readable
-from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
+from mingpt_ddp.distributed.exit import FAILURE
+from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, start_process
 from mingpt_ddp.distributed.machine import threads_per_worker
+from mingpt_ddp.distributed.proc import STOPPED, read_state
 from mingpt_ddp.distributed.slots import bind_cores
 
 COMMAND = "mingpt_ddp.cli.train_job"  # a higher layer: named, not imported
+INTERRUPT_S = 2.0  # after a second Ctrl-C, for workers to exit by themselves
 
 
 class SignalForwarder:
@@ -27,6 +30,8 @@ class SignalForwarder:
 
     def __init__(self) -> None:
         self.received: list[int] = []
+        self._received_at = math.inf  # time.monotonic() of the first signal
+        self._interrupted_at = math.inf  # and of a Ctrl-C after it
         self._workers: list[BaseProcess] = []
 
     @contextlib.contextmanager
@@ -45,16 +50,12 @@ class SignalForwarder:
     @contextlib.contextmanager
     def started(self, workers: list[BaseProcess]) -> Iterator[None]:
         """Start these workers; they also get the signals that have arrived before."""
-        # It unblocks signals: not below, where a worker would inherit that.
-        resource_tracker.ensure_running()
+        for worker in workers:
+            start_process(worker)
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
         earlier = [*self.received]
-        try:
-            for worker in workers:
-                worker.start()
-            self._workers = [*self._workers, *workers]
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        self._workers = [*self._workers, *workers]
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for number in earlier:
             _send(number, workers)
         try:
@@ -62,7 +63,23 @@ class SignalForwarder:
         finally:
             self._workers = [worker for worker in self._workers if worker not in workers]
 
+    @property
+    def is_interrupted_twice(self) -> bool:
+        return self._interrupted_at < math.inf
+
+    def kill_at(self, grace_s: float) -> float:
+        """Return the time.monotonic() at which what is alive gets SIGKILL; inf without a signal.
+
+        Args:
+            grace_s: for which workers may go on after the first signal.
+        """
+        return min(self._received_at + grace_s, self._interrupted_at + INTERRUPT_S)
+
     def _forward(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._received_at = min(self._received_at, now)
+        if number == signal.SIGINT and self.received:
+            self._interrupted_at = min(self._interrupted_at, now)
         self.received.append(number)
         _send(number, self._workers)
 
@@ -93,9 +110,12 @@ def shared_environ(workers: int, is_local: bool, threads: int | None = None) -> 
 
 
 async def join_workers(
-    workers: list[BaseProcess], timeout_s: float, preempted_code: int
-) -> tuple[int, int]:
-    """Wait until all workers have exited. When one fails, terminate the others.
+    workers: list[BaseProcess],
+    timeout_s: float,
+    preempted_code: int,
+    store: BaseProcess | None = None,
+) -> tuple[int, str]:
+    """Wait until all workers have exited. When one fails, or their store, terminate the others.
 
     If a signal killed it, SIGKILL them: there is no failure to report, and no collective can
     complete.
@@ -103,31 +123,43 @@ async def join_workers(
     Args:
         timeout_s: for the others to exit before SIGKILL.
         preempted_code: exit code of a preempted worker, which has not failed.
+        store: a process that hosts their store; it exits only if it fails.
 
     Returns:
-        The exit code and the index of the worker that failed; else 0 or `preempted_code`, and 0.
+        The exit code and the name of the process that failed; else 0 or `preempted_code`, and "".
     """
     while True:
         codes = []
-        failed = {}  # worker by exit code
+        failed = {}  # name by exit code
         running = []
-        for index, worker in enumerate(workers):
+        for worker in workers:
             code = worker.exitcode  # read once: a worker may exit at any moment
             codes.append(code)
             if code is None:
                 running.append(worker.sentinel)
             elif code not in (0, preempted_code):
-                failed[code] = index
+                failed[code] = worker.name
         if failed or not running:
             break
+        if store is not None:
+            if store.exitcode is not None:
+                failed[store.exitcode or FAILURE] = store.name
+                break
+            running.append(store.sentinel)
         await readable(running)
     if not failed:
-        return max(code or 0 for code in codes), 0
+        return max(code or 0 for code in codes), ""
     # The root cause: a signal causes others' errors, and 2 and 75 cause others' 1.
     code = min(failed, key=lambda code: (code > 0, -code))
+    await _end(workers, timeout_s if code > 0 else 0.0)
+    return code, failed[code]
+
+
+async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
+    """Send SIGTERM to the workers, and SIGKILL after `timeout_s`; at once to stopped ones."""
     deadline = time.monotonic() + timeout_s
     for worker in workers:
-        if code < 0:
+        if timeout_s == 0 or read_state(worker.pid) == STOPPED:
             worker.kill()
         else:
             worker.terminate()
@@ -135,8 +167,8 @@ async def join_workers(
         if worker.exitcode is None:
             await readable([worker.sentinel], max(0, deadline - time.monotonic()))
         worker.kill()
+        await readable([worker.sentinel])  # a join would block other jobs
         worker.join()
-    return code, failed[code]
 
 
 def run_worker(

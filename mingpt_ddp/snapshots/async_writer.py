@@ -99,6 +99,7 @@ class AsyncSave(threading.Thread):
         on_rank_zero = group.env.call_on_rank_zero
         try:
             hashes = self._stage_everywhere()
+            group.is_writing = True
             record = partial(self.ledger.append, self.step, hashes, self.capture.settings)
             for store in self.stores:
                 begin = partial(store.begin, self.step)
@@ -131,6 +132,7 @@ class AsyncSave(threading.Thread):
                 )
         finally:
             self.staged.set()
+            group.is_writing = False
             self.duration_s = time.monotonic() - self.started_at
 
     def _stage(self) -> dict[str, memoryview | bytes]:

@@ -224,11 +224,6 @@ class SnapshotManager:
         return self._save is not None and self._save.is_alive()
 
     @property
-    def is_writing(self) -> bool:
-        """Return whether this rank's thread writes what it has staged, or waits for the others."""
-        return self._save is not None and self._save.staged.is_set() and self._save.is_alive()
-
-    @property
     def quick_deadline(self) -> float:
         """Until when to wait for the save in progress, by time.monotonic(), if another is due."""
         if self._save is None or (self.durable_s or 0.0) >= QUICK_S:

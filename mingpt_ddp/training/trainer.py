@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import DamageError, TrainingError
 from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
@@ -68,7 +67,7 @@ class Trainer:
 
     def train(self) -> Trained:
         """Train to the end of the run, again from a snapshot wherever memory was damaged."""
-        with self._watched():
+        with self._deferring():
             self._warm_up()
             while True:
                 try:
@@ -115,17 +114,13 @@ class Trainer:
         return self._end(end or RunStatus.COMPLETE)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Defer signals to the end of a step, and detect ranks that hang, in this context."""
+    def _deferring(self) -> Iterator[None]:
+        """Defer signals to the end of a step in this context."""
         interrupt = self.context.interrupt
-        watchdog = Watchdog(
-            self.context.runtime.group, interrupt.exits, lambda: self.saves.manager.is_writing
-        )
         interrupt.deferred = True
         try:
             yield
         finally:
-            watchdog.stop()
             self.profiler.close()
             self.metrics.close()
             interrupt.deferred = False

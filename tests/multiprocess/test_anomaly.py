@@ -18,12 +18,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics import tensorboard
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
-from mingpt_ddp.training import stages, train_step, trainer
+from mingpt_ddp.training import stages, train_step
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
@@ -113,7 +114,7 @@ def train_all(
     Return the error, or the digest of the final weights of this rank, by run.
     """
     # The watchdog would keep the store of a failed run open, whose port the next one needs.
-    trainer.Watchdog = lambda *args: types.SimpleNamespace(stop=lambda: None)
+    runtime_module.Watchdog = lambda *args: types.SimpleNamespace(start=lambda: None)
     originals = train_step.TrainStep.forward, GPT.forward
     build, models = stages.build_trainable, []
 

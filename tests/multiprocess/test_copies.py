@@ -14,11 +14,11 @@ from snapshot_helpers import digests
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics import tensorboard
 from mingpt_ddp.snapshots.async_writer import AsyncSave
-from mingpt_ddp.training import trainer
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.train_step import TrainStep
 from multiprocess.ranks import configure, run_ranks
@@ -114,7 +114,8 @@ def inject_flip(kind: str, rank: int, at: int) -> None:
 
 def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]:
     """Train one run after the other; return the errors of this rank by name, "" for none."""
-    trainer.Watchdog = lambda *args: types.SimpleNamespace(stop=lambda: None)
+    # The watchdog would keep the store of a failed run open, whose port the next one needs.
+    runtime_module.Watchdog = lambda *args: types.SimpleNamespace(start=lambda: None)
     # It sleeps after each return, so that event files get distinct names.
     tensorboard.time = types.SimpleNamespace(sleep=lambda _: None)
     originals = TrainStep.run, AsyncSave._stage

@@ -107,7 +107,7 @@ def test_one_thread_unless_told(monkeypatch, told, threads):
 
 
 def total(*gradients: Any) -> torch.Tensor:
-    group = ProcessGroup(DistEnv(), [CPU], config().ddp, job=0)
+    group = ProcessGroup(DistEnv(), config().ddp, job=0)
     found = OrderedSum(group, len(gradients[0]), torch.float32, CPU)
     for gradient in gradients:
         found.wait()

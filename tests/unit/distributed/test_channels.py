@@ -36,16 +36,20 @@ def wait_for_signal(ends: WorkerEnds) -> None:
     time.sleep(60)
 
 
-def run(target, report, n: int = 1) -> tuple[tuple[int, int], str]:
+def run(target, report, n: int = 1) -> tuple[tuple[int, str], str]:
     """Run the target as rank zero of workers; return how they ended, and their last line."""
 
-    async def serve() -> tuple[tuple[int, int], str]:
+    async def serve() -> tuple[tuple[int, str], str]:
         context = multiprocessing.get_context("fork")
         with Channels(report, has_console=False) as channels:
             workers = []
             for index in range(n):
                 worker = target if index == 0 else idle
-                workers.append(context.Process(target=worker, args=(channels.for_worker(index),)))
+                workers.append(
+                    context.Process(
+                        target=worker, args=(channels.for_worker(index),), name=f"rank {index}"
+                    )
+                )
             for worker in workers:
                 worker.start()
             ended = await channels.serve(join_workers(workers, 10, 0), workers)
@@ -69,7 +73,7 @@ def test_evaluations_are_judged_and_the_last_error_is_kept():
 
     ended, line = run(evaluate, judge, n=2)
     assert seen == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
-    assert ended == (3, 0)
+    assert ended == (3, "rank 0")
     assert line == "config error: pruned at 2: too high"
 
 
@@ -91,7 +95,7 @@ def test_much_output_does_not_block_a_worker():
         os.kill(os.getpid(), signal.SIGKILL)
 
     ended, line = run(talk, lambda step, metrics: None)
-    assert ended == (-signal.SIGKILL, 0)
+    assert ended == (-signal.SIGKILL, "rank 0")
     assert set(line) == {"x"}
 
 

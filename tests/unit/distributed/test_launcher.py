@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -13,9 +14,12 @@ import time
 import pytest
 
 from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.distributed import process_watch
+from mingpt_ddp.distributed import workers as workers_module
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
 from mingpt_ddp.distributed.launcher import _run_with_restarts
+from mingpt_ddp.distributed.process_watch import ProcessWatch
 from mingpt_ddp.distributed.workers import SignalForwarder, join_workers, shared_environ
 
 
@@ -115,12 +119,24 @@ def finish(ending: str, seconds: float) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     if ending == "ignores SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    elif ending == "ignores signals":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     elif ending == "exits at SIGTERM":
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     time.sleep(seconds)
     if ending == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(int(ending) if ending.isdecimal() else 0)
+
+
+def processes(*endings: tuple[str, float]) -> list[multiprocessing.context.ForkProcess]:
+    """Return a worker for each ending."""
+    context = multiprocessing.get_context("fork")
+    return [
+        context.Process(target=finish, args=ending, name=f"rank {rank}")
+        for rank, ending in enumerate(endings)
+    ]
 
 
 @pytest.fixture
@@ -132,9 +148,8 @@ def start_and_join():
 
     def join(
         *endings: tuple[str, float], timeout_s: float = 60, preempted_code: int = 0
-    ) -> tuple[tuple[int, int], list[int | None]]:
-        context = multiprocessing.get_context("fork")
-        workers = [context.Process(target=finish, args=ending) for ending in endings]
+    ) -> tuple[tuple[int, str], list[int | None]]:
+        workers = processes(*endings)
         forwarder = SignalForwarder()
         with forwarder.installed(), forwarder.started(workers):
             ended = asyncio.run(join_workers(workers, timeout_s, preempted_code))
@@ -145,29 +160,29 @@ def start_and_join():
 
 
 def test_all_workers_succeed(start_and_join):
-    assert start_and_join(("0", 0), ("0", 0.2)) == ((0, 0), [0, 0])
+    assert start_and_join(("0", 0), ("0", 0.2)) == ((0, ""), [0, 0])
 
 
 def test_a_preempted_worker_has_not_failed(start_and_join):
     """The other one may be writing the result."""
-    assert start_and_join(("143", 0), ("143", 0.3), preempted_code=143) == ((143, 0), [143, 143])
-    assert start_and_join(("143", 0), ("1", 0.3), preempted_code=143) == ((1, 1), [143, 1])
+    assert start_and_join(("143", 0), ("143", 0.3), preempted_code=143) == ((143, ""), [143, 143])
+    assert start_and_join(("143", 0), ("1", 0.3), preempted_code=143) == ((1, "rank 1"), [143, 1])
 
 
 def test_after_a_failure_the_others_get_sigterm(start_and_join):
-    assert start_and_join(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, 1), [0, 1])
+    assert start_and_join(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, "rank 1"), [0, 1])
 
 
 def test_a_worker_that_does_not_exit_is_killed(start_and_join):
     assert start_and_join(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == (
-        (2, 1),
+        (2, "rank 1"),
         [-signal.SIGKILL, 2],
     )
 
 
 def test_after_a_worker_is_killed_the_others_are_killed_at_once(start_and_join):
     assert start_and_join(("ignores SIGTERM", 60), ("killed", 0.5)) == (
-        (-signal.SIGKILL, 1),
+        (-signal.SIGKILL, "rank 1"),
         [-signal.SIGKILL] * 2,
     )
 
@@ -175,18 +190,17 @@ def test_after_a_worker_is_killed_the_others_are_killed_at_once(start_and_join):
 @pytest.mark.parametrize(
     ("endings", "cause"),
     [
-        (["1", "killed"], (-signal.SIGKILL, 1)),
-        (["1", "2"], (2, 1)),
-        (["75", "1"], (75, 0)),
-        (["0", "1"], (1, 1)),
+        (["1", "killed"], (-signal.SIGKILL, "rank 1")),
+        (["1", "2"], (2, "rank 1")),
+        (["75", "1"], (75, "rank 0")),
+        (["0", "1"], (1, "rank 1")),
     ],
 )
 def test_the_root_cause_of_several_failures(endings, cause):
     """A death by a signal takes precedence, then an error that a restart cannot fix, or unavailable
     storage.
     """
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=finish, args=(ending, 0)) for ending in endings]
+    workers = processes(*((ending, 0) for ending in endings))
     with SignalForwarder().started(workers):
         for worker in workers:
             worker.join()
@@ -195,13 +209,61 @@ def test_the_root_cause_of_several_failures(endings, cause):
 
 def test_signals_are_forwarded(start_and_join):
     before = signal.getsignal(signal.SIGUSR1)
-    worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
+    [worker] = processes(("0", 60))
     forwarder = SignalForwarder()
     with forwarder.installed(), forwarder.started([worker]):
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, 0)
+        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, "rank 0")
     assert forwarder.received == [signal.SIGUSR1]
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_their_store_is_watched_like_a_worker():
+    workers = processes(("ignores SIGTERM", 60), ("0", 60))
+    [store] = processes(("killed", 0.3))
+    store.name = "the store"
+    with SignalForwarder().started([*workers, store]):
+        ended = asyncio.run(join_workers(workers, 60, 0, store))
+    assert ended == (-signal.SIGKILL, "the store")
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_stopped_worker_is_killed_as_soon_as_another_fails():
+    workers = processes(("0", 60), ("1", 0.5))
+    with SignalForwarder().started(workers):
+        os.kill(workers[0].pid, signal.SIGSTOP)
+        assert asyncio.run(join_workers(workers, 60, 0)) == (1, "rank 1")
+    assert workers[0].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_stays_stopped_is_killed(log_lines, monkeypatch):
+    monkeypatch.setattr(process_watch, "MARGIN_S", 0.0)
+    workers = processes(("0", 60), ("0", 2))
+    forwarder = SignalForwarder()
+    with ProcessWatch(forwarder, 1.0, 60.0) as watch, forwarder.started(workers):
+        watch.workers = workers
+        os.kill(workers[0].pid, signal.SIGSTOP)
+        assert asyncio.run(join_workers(workers, 60, 0)) == (-signal.SIGKILL, "rank 0")
+    assert re.fullmatch("ERROR error: rank 0 has been stopped for [12] s", log_lines[0])
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace_s"), [([signal.SIGTERM], 0.5), ([signal.SIGINT, signal.SIGINT], 60.0)]
+)
+def test_what_does_not_end_after_a_signal_is_killed(signals, grace_s, log_lines, monkeypatch):
+    monkeypatch.setattr(workers_module, "INTERRUPT_S", 0.5)
+    [worker] = processes(("ignores signals", 60))
+    forwarder = SignalForwarder()
+    watch = ProcessWatch(forwarder, 60.0, grace_s)
+    with forwarder.installed(), watch, forwarder.started([worker]):
+        watch.workers = [worker]
+        time.sleep(0.3)  # until it ignores them
+        for number in signals:
+            os.kill(os.getpid(), number)
+        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGKILL, "rank 0")
+    assert log_lines == ["ERROR error: rank 0 has not ended in time after a signal and is killed"]
 
 
 def test_signals_that_are_ignored_stay_so():
@@ -226,8 +288,8 @@ def test_a_signal_during_the_start_reaches_the_workers(monkeypatch):
         return replaced
 
     monkeypatch.setattr(signal, "signal", install_and_send)
-    worker = multiprocessing.get_context("fork").Process(target=finish, args=("0", 60))
+    [worker] = processes(("0", 60))
     forwarder = SignalForwarder()
     with forwarder.installed(), forwarder.started([worker]):
-        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, 0)
+        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, "rank 0")
     assert forwarder.received == [signal.SIGUSR1]

@@ -36,13 +36,12 @@ def joined(monkeypatch):
     without.
     """
     calls = []
-    monkeypatch.setattr(
-        process_group,
-        "connect",
-        lambda env, job, timeout_s: calls.append(("connect", job, timeout_s)),
-    )
-    monkeypatch.setattr(process_group, "raise_if_fatal", lambda store: None)
-    monkeypatch.setattr(process_group, "join_attempt", lambda store, env, timeout_s: None)
+
+    def join(env: DistEnv, job: int, timeout_s: float) -> tuple[None, None]:
+        calls.append(("join", job, timeout_s))
+        return None, None
+
+    monkeypatch.setattr(process_group, "join", join)
     monkeypatch.setattr(
         dist, "init_process_group", lambda backends, **k: calls.append((backends, k["timeout"]))
     )
@@ -58,9 +57,10 @@ def joined(monkeypatch):
 
 def join(backend: str, *gpus: int) -> ProcessGroup:
     env = DistEnv(rank=1, world_size=2)
-    return ProcessGroup(
-        env, [torch.device("cuda", gpu) for gpu in gpus], DDPConfig(backend=backend), job=3
-    )
+    config = DDPConfig(backend=backend)
+    group = ProcessGroup(env, config, job=3)
+    group.connect([torch.device("cuda", gpu) for gpu in gpus], config)
+    return group
 
 
 @pytest.mark.parametrize("backend", ["auto", "nccl"])
@@ -75,7 +75,7 @@ def test_two_ranks_share_a_gpu_over_gloo(joined):
     assert (group.transport, group.shared_memory) == ("gloo", None)
     timeout_s = DDPConfig().timeout_s
     assert joined == [
-        ("connect", 3, timeout_s),
+        ("join", 3, timeout_s),
         ("cpu:gloo,cuda:gloo", timedelta(seconds=timeout_s)),
     ]
 
@@ -89,7 +89,7 @@ def test_a_copy_of_the_model_has_as_many_ranks_as_asked():
 @pytest.mark.parametrize("before", [False, True])
 def test_a_rank_waits_while_it_reads(before):
     """Afterwards it does what it did before; in a backward pass it goes on waiting."""
-    group = ProcessGroup(DistEnv(), [torch.device("cpu")], DDPConfig(), job=0)
+    group = ProcessGroup(DistEnv(), DDPConfig(), job=0)
     group.set_activity("evaluating", waiting=before)
     with group.waiting():
         assert group.heartbeat == {"count": 2, "activity": "evaluating", "waiting": True}

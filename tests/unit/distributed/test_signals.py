@@ -18,7 +18,8 @@ class Exits(ProcessExit):
         self.ended_by: list[int] = []
         self.has_failed_peer = False
 
-    def on_signal(self, number: int) -> None:
+    def on_signal(self, number: int, asks: bool = True) -> None:
+        assert asks is not (number == signal.SIGINT), "a second Ctrl-C asks no other rank"
         self.ended_by.append(number)
 
     def peer_failure(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch.distributed import HashStore
 
 from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed import watchdog
+from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit
 from mingpt_ddp.distributed.failures import FailureReports
+from mingpt_ddp.distributed.proc import STOPPED, read_state
 from mingpt_ddp.distributed.watchdog import Watchdog
 
 
@@ -26,11 +29,11 @@ class Exited(BaseException):
 
 @pytest.fixture
 def find(monkeypatch, log_lines):
-    """Return a function that looks for a hang at a second, given count, beat and waiting of each
-    rank.
+    """Return a function that looks for a hang at a second, by a rank, given count, beat and waiting
+    of each rank, or None of one that has not written a heartbeat.
 
-    It returns the error that is logged before the process ends, or None, and the ranks that are
-    killed afterwards.
+    It returns the error that is logged before the process ends, or None, and what is killed
+    afterwards.
     """
     clock = {"now": 0.0}
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
@@ -40,23 +43,32 @@ def find(monkeypatch, log_lines):
         raise Exited(code)
 
     monkeypatch.setattr(watchdog, "exit_process", exit_process)
-    group = SimpleNamespace(timeout_s=10.0, store=None, rank=0)
-    dog = Watchdog(group, ProcessExit(), lambda: False)
-    killed: list[int] = []
+    killed: list[str] = []
 
-    def kill(heartbeat: dict[str, Any]) -> None:
+    def kill(env: DistEnv) -> None:
         assert log_lines, "killed before the reason was logged"
-        killed.append(heartbeat["rank"])
+        killed.append("stopped siblings")
 
-    monkeypatch.setattr(dog, "_kill_if_local", kill)
+    monkeypatch.setattr(watchdog, "kill_stopped_siblings", kill)
+    dogs = {}
+    for by in (0, 1):
+        group = SimpleNamespace(
+            timeout_s=10.0, store=None, rank=by, is_rank_zero=by == 0, closed=threading.Event()
+        )
+        dogs[by] = Watchdog(group, ProcessExit())
 
-    def find(second: float, *ranks: tuple[int, int, bool]) -> tuple[str | None, list[int]]:
+    def find(
+        second: float, *ranks: tuple[int, int, bool] | None, by: int = 0
+    ) -> tuple[str | None, list[str]]:
         clock["now"] = second
+        dog = dogs[by]
         dog._store = HashStore()
         dog.group.world_size = len(ranks)
-        for rank, (count, beat, waiting) in enumerate(ranks):
+        for rank, values in enumerate(ranks):
+            if values is None:
+                continue
+            count, beat, waiting = values
             heartbeat = {
-                "rank": rank,
                 "count": count,
                 "beat": beat,
                 "waiting": waiting,
@@ -75,10 +87,23 @@ def find(monkeypatch, log_lines):
 def test_a_straggler_is_named(find):
     assert find(0, (1, 1, True), (1, 1, False)) == (None, [])
     assert find(8, (1, 9, True), (1, 9, False)) == (None, [])
-    assert find(8.5, (1, 10, True), (1, 10, False)) == (
-        "rank 1 has stalled for 8 s while training",
-        [],
-    )
+    reason, _ = find(8.5, (1, 10, True), (1, 10, False))
+    assert reason == "rank 1 has stalled for 8 s while training"
+
+
+def test_rank_zero_is_watched_by_the_others(find):
+    """They see no hang of another rank, and not that all wait: rank zero does."""
+    assert find(0, (1, 1, True), (1, 1, False), by=1) == (None, [])
+    assert find(9, (1, 10, True), (1, 10, False), by=1) == (None, [])
+    assert find(9.5, (2, 11, False), (1, 11, False), by=1) == (None, [])
+    reason, _ = find(18, (2, 20, False), (1, 20, False), by=1)
+    assert reason == "rank 0 has stalled for 8 s while training"
+
+
+def test_a_rank_stopped_before_its_first_heartbeat_is_named(find):
+    assert find(0, (1, 1, True), None) == (None, [])
+    reason, _ = find(8.5, (1, 10, True), None)
+    assert reason == "rank 1 has stalled for 8 s while starting; its process does not respond"
 
 
 @pytest.mark.parametrize("waiting", [False, True])
@@ -93,7 +118,7 @@ def test_a_stopped_process_is_killed(find, waiting):
     reason, killed = find(8.75 if waiting else 8.25, (3, 10, True), (1, 2, waiting))
     assert reason is not None
     assert reason.endswith("while training; its process does not respond")
-    assert killed == [1]
+    assert killed == ["stopped siblings"]
 
 
 def test_a_rank_that_reads_behind_a_late_rank_is_not_blamed(find):
@@ -108,11 +133,10 @@ def test_a_rank_that_reads_behind_a_late_rank_is_not_blamed(find):
 
 def test_all_wait(find):
     assert find(0, (1, 1, True), (1, 1, True)) == (None, [])
-    reason, killed = find(9, (1, 9, True), (1, 9, True))
+    reason, _ = find(9, (1, 9, True), (1, 9, True))
     assert (
         reason == "all ranks have waited for each other for 9 s while training: check the network"
     )
-    assert killed == []
 
 
 @pytest.fixture
@@ -127,12 +151,15 @@ def leaves(monkeypatch):
         raise Exited(code)
 
     monkeypatch.setattr(exit_module, "exit_process", exit_process)
-    dog = Watchdog(
-        SimpleNamespace(timeout_s=10.0, store=None, rank=0, world_size=2),
-        ProcessExit(),
-        is_writing=lambda: dog.writes,
+    group = SimpleNamespace(
+        timeout_s=10.0,
+        store=None,
+        rank=0,
+        world_size=2,
+        is_writing=False,
+        closed=threading.Event(),
     )
-    dog.writes = False
+    dog = Watchdog(group, ProcessExit())
     dog._store = HashStore()
 
     def leaves(second: float, heartbeat: dict[str, Any]) -> bool:
@@ -166,9 +193,9 @@ def test_a_blocked_rank_leaves_once_its_snapshot_is_written(leaves):
     dog, leaves_at = leaves
     FailureReports(dog._store, rank=1, world_size=2).report("broken")
     beat = {"count": 1}
-    dog.writes = True
+    dog.group.is_writing = True
     assert [leaves_at(now, beat) for now in (0, 2, 20)] == [False] * 3
-    dog.writes = False
+    dog.group.is_writing = False
     assert leaves_at(20.25, beat)
 
 
@@ -178,22 +205,25 @@ def test_a_rank_that_ends_by_itself_is_left_alone(leaves, reason):
     rank = 0 if reason == "its own failure" else 1
     FailureReports(dog._store, rank, world_size=2).report("broken")
     if reason == "it is done":
-        dog.stop()
+        dog.group.closed.set()
     assert [leaves_at(now, {}) for now in (0, 2, 20)] == [False] * 3
 
 
 KILLER = """
-import os, socket, sys
-from types import SimpleNamespace
-from mingpt_ddp.distributed.watchdog import Watchdog
-dog = Watchdog(SimpleNamespace(timeout_s=10.0, store=None), None, None)
-for pid in sys.argv[1:]:
-    dog._kill_if_local({"host": socket.gethostname(), "pid": int(pid)})
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import kill_stopped_siblings
+kill_stopped_siblings(DistEnv(has_agent={has_agent}))
 """
 
 
-def test_only_a_process_of_the_same_parent_is_killed():
-    """Anyone who reaches the store may write a heartbeat with any process id."""
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_only_a_stopped_process_of_the_same_agent_is_killed():
+    """A shell has stopped processes of its own: the one with Ctrl-Z."""
+
+    def call(has_agent: bool) -> None:
+        killer = KILLER.format(has_agent=has_agent)
+        subprocess.run([sys.executable, "-c", killer], check=True)
+
     stranger = (
         "import subprocess; p = subprocess.Popen(['sleep', '60']); print(p.pid, "
         "flush=True); p.wait()"
@@ -201,12 +231,14 @@ def test_only_a_process_of_the_same_parent_is_killed():
     with subprocess.Popen(
         [sys.executable, "-c", stranger], stdout=subprocess.PIPE, text=True
     ) as sibling:
-        child = sibling.stdout.readline().strip()
-        subprocess.run(
-            [sys.executable, "-c", KILLER, "-1", "0", str(os.getpid()), child], check=True
-        )
-        os.kill(int(child), 0)  # still there
+        child = int(sibling.stdout.readline())
+        os.kill(child, signal.SIGSTOP)
+        call(has_agent=True)
         assert sibling.poll() is None
-        subprocess.run([sys.executable, "-c", KILLER, str(sibling.pid)], check=True)
+        assert read_state(child) == STOPPED
+        os.kill(sibling.pid, signal.SIGSTOP)
+        call(has_agent=False)
+        assert read_state(sibling.pid) == STOPPED
+        call(has_agent=True)
         assert sibling.wait(10) == -signal.SIGKILL
-        os.kill(int(child), signal.SIGKILL)
+        os.kill(child, signal.SIGKILL)

@@ -1,0 +1,39 @@
+"""What Linux's /proc says of a process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+STOPPED = "T"  # by SIGSTOP
+ZOMBIE = "Z"
+
+
+def read_stat(pid: int | str) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on: the state, the parent, ...
+
+    Field n of proc(5) is at index n - 3.
+
+    Raises:
+        OSError: there is no such process, or no /proc.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def read_state(pid: int | None, parents: set[int | None] | None = None) -> str:
+    """Return the state of a process; "" if it has ended, or without /proc.
+
+    Args:
+        parents: a process with another parent has taken over the id of one that has ended.
+    """
+    try:
+        state, parent, *_ = read_stat(pid or 0)
+    except (OSError, ValueError):
+        return ""
+    return state if parents is None or int(parent) in parents else ""
+
+
+def stopped_children(parent: int) -> Iterator[int]:
+    """Yield the process ids of the stopped children of a process."""
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        if read_state(pid, {parent}) == STOPPED:
+            yield pid
