@@ -1,0 +1,400 @@
+"""Count the messages and bytes of the package's protocols, per rank, on any number of ranks.
+
+All ranks are threads of this process that take turns (`turns.py`). They share a key-value store and
+collectives that stand in for torch's, behind torch's own interfaces, so that the code under test is
+the package's.
+
+A request to the store and its response are one message each, with the bytes of torch's TCPStore:
+a byte of the query's type, 8 bytes of length before every key, value and list, keys with "/" in
+front; `get` and `multi_get` first ask to wait for their keys; `set` has no response. Headers of TCP
+are not counted. Collectives send what those of gloo send: all_gather goes round a ring, broadcast
+down a binomial tree, gather to its root directly, all_reduce twice round a ring in chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from turns import Turns
+
+ROUND_TRIP_S = 0.0001  # of a request to the store, on a network of a cluster
+LENGTH = 8  # bytes of a length or a number
+PREFIX = 1  # the "/" before a key
+# Modules that ask the store, with a clock and threads of their own; one that is gone is left out.
+PATCHED = (
+    "mingpt_ddp.distributed.rendezvous",
+    "mingpt_ddp.distributed.watchdog",
+    "mingpt_ddp.distributed.failures",
+    "mingpt_ddp.distributed.process_group",
+)
+
+
+@dataclass
+class Count:
+    """What a rank sent and received."""
+
+    messages: int = 0
+    sent: int = 0  # bytes
+    received: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.sent + self.received
+
+    def send(self, size: int, messages: int = 1) -> None:
+        """Count messages of `size` bytes each."""
+        self.messages += messages
+        self.sent += size * messages
+
+    def receive(self, size: int, messages: int = 1) -> None:
+        """Count messages of `size` bytes each."""
+        self.messages += messages
+        self.received += size * messages
+
+
+class CountingStore(dist.Store):
+    """A rank's client of the key-value store of all ranks.
+
+    PrefixStore accepts it: its methods have the names and values that torch's C++ asks for.
+    """
+
+    def __init__(self, values: dict[str, bytes], turns: Turns, count: Count) -> None:
+        """
+        Args:
+            values: of all ranks, by key.
+            count: of this rank.
+        """
+        super().__init__()
+        self._values = values
+        self._turns = turns
+        self._count = count
+
+    def _ask(self, request: int, response: int) -> None:
+        self._count.send(1 + request)
+        self._count.receive(response)
+        self._turns.sleep(ROUND_TRIP_S)
+
+    def _change(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._turns.notify(("key", key))
+
+    def set(self, key: str, value: bytes) -> None:
+        self._count.send(1 + _size(key) + LENGTH + len(value))
+        self._change(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        self._ask(_size(key), LENGTH + len(self._values[key]))
+        return self._values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.wait(keys)
+        values = [self._values[key] for key in keys]
+        self._ask(_size(*keys) + LENGTH, sum(LENGTH + len(value) for value in values))
+        return values
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        size = sum(LENGTH + len(value) for value in values)
+        self._count.send(1 + LENGTH + _size(*keys) + size)
+        for key, value in zip(keys, values, strict=True):
+            self._change(key, bytes(value))
+
+    def check(self, keys: list[str]) -> bool:
+        self._ask(LENGTH + _size(*keys), 1)
+        return all(key in self._values for key in keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        limit = (timeout or self.timeout).total_seconds()
+        until = self._turns.now + limit
+        self._ask(LENGTH + _size(*keys), 1)
+        for key in keys:
+            while key not in self._values:
+                if not self._turns.wait(("key", key), until):
+                    self._count.send(1)  # cancels the wait
+                    raise dist.DistStoreError(f"wait timeout after {limit:g} s, keys: {key}")
+
+    def add(self, key: str, amount: int) -> int:
+        self._ask(_size(key) + LENGTH, LENGTH)
+        total = int(self._values.get(key, b"0")) + amount
+        self._change(key, str(total).encode())
+        return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        current = self._values.get(key)
+        if current is None:
+            result = bytes(expected if expected else desired)
+        else:
+            result = bytes(desired) if current == bytes(expected) else current
+        if result == bytes(desired) and (current is not None or not expected):
+            self._change(key, result)
+        request = _size(key) + LENGTH + len(expected) + LENGTH + len(desired)
+        self._ask(request, LENGTH + len(result))
+        return result
+
+    def delete_key(self, key: str) -> bool:
+        self._ask(_size(key), LENGTH)
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        self._ask(0, LENGTH)
+        return len(self._values)
+
+    # the names by which C++ calls the last two
+    deleteKey = delete_key
+    getNumKeys = num_keys
+
+
+def _size(*keys: str) -> int:
+    return sum(LENGTH + PREFIX + len(key.encode()) for key in keys)
+
+
+class Group:
+    """A process group of all ranks."""
+
+    def __init__(self, network: Network, kind: str) -> None:
+        self._network = network
+        self._kind = kind
+        self._numbers: Counter[int] = Counter()  # by rank: how many collectives it has begun
+        self._meetings: dict[int, dict[int, Any]] = defaultdict(dict)
+
+    def exchange(self, value: Any) -> Callable[[], dict[int, Any]]:
+        """Begin a collective; the returned function waits for the values of all ranks."""
+        turns = self._network.turns
+        rank = turns.rank
+        number = self._numbers[rank]
+        self._numbers[rank] += 1
+        meeting = self._meetings[number]
+        meeting[rank] = value
+        topic = (self._kind, number)
+        if len(meeting) == self._network.world_size:
+            del self._meetings[number]  # each rank that waits holds it
+            turns.notify(topic)
+
+        def wait() -> dict[int, Any]:
+            while len(meeting) < self._network.world_size:
+                turns.wait(topic)
+            return meeting
+
+        return wait
+
+
+class Network:
+    """The store and the collectives of `world_size` ranks, and what each rank sent and received."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.turns = Turns()
+        self.of_store: list[Count] = []
+        self.of_collectives: list[Count] = []
+        self._values: dict[str, bytes] = {}
+        self.stores: list[CountingStore] = []
+        for _ in range(world_size):
+            self.of_store.append(Count())
+            self.of_collectives.append(Count())
+        for count in self.of_store:
+            self.stores.append(CountingStore(self._values, self.turns, count))
+        self._world = Group(self, "world")
+        self._groups: dict[int, Group] = {}  # by how many new_group calls came before
+        self._new_groups: Counter[int] = Counter()  # by rank
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """Call `work` with each rank in a thread of its own; return the results by rank."""
+        return self.turns.run([lambda rank=rank: work(rank) for rank in range(self.world_size)])
+
+    def take_counts(self) -> list[Count]:
+        """Return what each rank has sent and received since the last call."""
+        taken = []
+        for store, collectives in zip(self.of_store, self.of_collectives, strict=True):
+            messages = store.messages + collectives.messages
+            sent = store.sent + collectives.sent
+            taken.append(Count(messages, sent, store.received + collectives.received))
+            for count in (store, collectives):
+                count.__init__()  # type: ignore[misc]  # the stores hold it
+        return taken
+
+    # What replaces the functions of torch.distributed, with their arguments.
+
+    def _begin(
+        self, group: Any, value: Any, finish: Callable[[dict[int, Any]], None], is_async: bool
+    ) -> Any:
+        receive = (group or self._world).exchange(value)
+
+        def wait() -> None:
+            finish(receive())
+
+        if is_async:
+            return SimpleNamespace(wait=wait)
+        wait()
+        return None
+
+    @property
+    def _count(self) -> Count:
+        return self.of_collectives[self.turns.rank]
+
+    def all_gather(
+        self, parts: list[Tensor], values: Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        self._count.send(values.nbytes, self.world_size - 1)
+        self._count.receive(values.nbytes, self.world_size - 1)
+
+        def finish(by_rank: dict[int, Tensor]) -> None:
+            for rank, part in enumerate(parts):
+                part.copy_(by_rank[rank])
+
+        return self._begin(group, values.clone(), finish, async_op)
+
+    def gather(
+        self,
+        values: Tensor,
+        gather_list: list[Tensor] | None = None,
+        dst: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> Any:
+        root = dst or group_dst or 0
+        if self.turns.rank == root:
+            self._count.receive(values.nbytes, self.world_size - 1)
+        else:
+            self._count.send(values.nbytes)
+
+        def finish(by_rank: dict[int, Tensor]) -> None:
+            for rank, part in enumerate(gather_list or []):
+                part.copy_(by_rank[rank])
+
+        return self._begin(group, values.clone(), finish, async_op)
+
+    def broadcast(
+        self,
+        values: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Any:
+        root = src or group_src or 0
+        place = (self.turns.rank - root) % self.world_size
+        if place:
+            self._count.receive(values.nbytes)
+        self._count.send(values.nbytes, children(place, self.world_size))
+
+        def finish(by_rank: dict[int, Tensor]) -> None:
+            values.copy_(by_rank[root])
+
+        own = values.clone() if place == 0 else None
+        return self._begin(group, own, finish, async_op)
+
+    def all_reduce(
+        self,
+        values: Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        chunks = min(values.numel(), 2 * (self.world_size - 1))
+        size = -(-values.nbytes // max(1, chunks))
+        self._count.send(size, 2 * chunks)
+        self._count.receive(size, 2 * chunks)
+        combine = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}[op]
+
+        def finish(by_rank: dict[int, Tensor]) -> None:
+            stacked = torch.stack([by_rank[rank] for rank in range(self.world_size)])
+            values.copy_(combine(stacked, dim=0))
+
+        return self._begin(group, values.clone(), finish, async_op)
+
+    def new_group(self, *_: Any, **__: Any) -> Group:
+        rank = self.turns.rank
+        number = self._new_groups[rank]
+        self._new_groups[rank] += 1
+        return self._groups.setdefault(number, Group(self, f"group {number}"))
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        """Replace the functions of torch.distributed, and the clock and store of the package."""
+        from mingpt_ddp.distributed import shared_memory
+
+        functions: dict[str, Any] = {
+            "all_gather": self.all_gather,
+            "gather": self.gather,
+            "broadcast": self.broadcast,
+            "all_reduce": self.all_reduce,
+            "new_group": self.new_group,
+            "get_world_size": lambda group=None: self.world_size,
+            "get_rank": lambda group=None: self.turns.rank,
+            "init_process_group": lambda *_, **__: None,
+            "is_initialized": lambda: True,
+        }
+        names = vars(time) | {"monotonic": lambda: self.turns.now, "sleep": self.turns.sleep}
+        with contextlib.ExitStack() as patches:
+            for name, function in functions.items():
+                patches.enter_context(mock.patch.object(dist, name, function))
+            replaced: dict[str, Any] = {
+                "time": SimpleNamespace(**names),
+                "threading": SimpleNamespace(**vars(threading) | {"Thread": InlineThread}),
+                "clone_store": lambda store: store,
+                "connect": self._connect,
+            }
+            for module in modules(PATCHED):
+                for name, value in replaced.items():
+                    if hasattr(module, name):
+                        patches.enter_context(mock.patch.object(module, name, value))
+            patches.enter_context(mock.patch.object(shared_memory, "_machine", self._machine))
+            yield
+
+    def _connect(self, env: Any, job: int, timeout_s: float) -> dist.Store:
+        return dist.PrefixStore(f"mingpt_ddp/{job}", self.stores[env.rank])
+
+    def _machine(self) -> list[str]:
+        """Give each rank a machine of its own: shared memory between threads counts nothing."""
+        return [f"node{self.turns.rank:05}", "5f" * 18, "net:[4026531840]"]
+
+
+class InlineThread:
+    """A thread that runs in the one that starts it, so that it belongs to the same rank."""
+
+    def __init__(
+        self, *, target: Callable[..., Any], args: Sequence[Any] = (), **_: Any
+    ) -> None:
+        self._work = partial(target, *args)
+
+    def start(self) -> None:
+        self._work()
+
+    def join(self, timeout: float | None = None) -> None:
+        """It has ended."""
+
+
+def children(place: int, world_size: int) -> int:
+    """Return how many ranks one sends to in a binomial tree.
+
+    In round i, those at places below 2**i send to the one 2**i further.
+
+    Args:
+        place: from the root.
+    """
+    rounds = range(place.bit_length(), world_size.bit_length())
+    return sum(place + (1 << number) < world_size for number in rounds)
+
+
+def modules(names: Sequence[str]) -> list[ModuleType]:
+    """Import those of the modules that exist."""
+    found = []
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            found.append(importlib.import_module(name))
+    return found

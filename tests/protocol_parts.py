@@ -1,0 +1,291 @@
+"""Play the package's protocols on all ranks, and return what each rank sent and received."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from counting import Count, InlineThread, Network
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.distributed import watchdog
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import ProcessExit
+from mingpt_ddp.distributed.rendezvous import join_attempt
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.start_times import StartTimes
+from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.training import stages
+from mingpt_ddp.training.copy_check import CopyCheck
+from mingpt_ddp.training.stages import build, open_directory, prepare
+from mingpt_ddp.training.train_state import TrainState
+
+TIMEOUT_S = 600.0  # the default of ddp.timeout_s
+TICKS = 4  # of the watchdog in a second
+LATE_S = 1.0
+VALUE_BYTES = 20_000  # as a state.json with the configuration and the history of losses
+KINDS = ("model", "optimizer", "optimizer")
+MOMENTS = ("", ":exp_avg", ":exp_avg_sq")
+PARAMETERS = 50  # with two moments each, 150 tensors
+
+
+class Ranks:
+    """A process group of the package on each rank."""
+
+    def __init__(self, world_size: int, config: Config) -> None:
+        """Join all ranks; nothing of it is counted."""
+        self.config = config
+        self.network = Network(world_size)
+        with self.network.patched():
+            self.runtimes: list[Runtime] = self.network.run(self._join)
+        self.network.take_counts()
+
+    def _join(self, rank: int) -> Runtime:
+        return Runtime(self.config, _env(rank, self.network.world_size))
+
+    def count(self, work: Callable[[int], Any]) -> list[Count]:
+        """Call `work` with each rank; return the counts by rank."""
+        with self.network.patched():
+            self.network.run(work)
+        return self.network.take_counts()
+
+
+def _env(rank: int, world_size: int) -> DistEnv:
+    return DistEnv(rank=rank, local_rank=rank % 8, world_size=world_size, is_standalone=False)
+
+
+def join(world_size: int, late_s: float = 0.0, attempts: int = 1) -> list[Count]:
+    """Count a join in the store.
+
+    Args:
+        late_s: how much later than the others the last rank comes.
+        attempts: all before the last one have left their keys in the store.
+    """
+    network = Network(world_size)
+
+    def work(rank: int) -> None:
+        if rank == world_size - 1:
+            network.turns.sleep(late_s)
+        store = PrefixStore("mingpt_ddp/0", network.stores[rank])
+        join_attempt(store, _env(rank, world_size), TIMEOUT_S)
+
+    counts: list[Count] = []
+    with network.patched():
+        for _ in range(attempts):
+            network.take_counts()
+            network.run(work)
+            counts = network.take_counts()
+    return counts
+
+
+class _Ticks:
+    """A threading.Event that is set after a number of waits, by the clock of the ranks."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._left = TICKS
+
+    def is_set(self) -> bool:
+        return self._left < 0
+
+    def set(self) -> None:
+        self._left = -1
+
+    def wait(self, timeout: float) -> bool:
+        self._network.turns.sleep(timeout)
+        self._left -= 1
+        return self.is_set()
+
+
+class _HeldThread(InlineThread):
+    """A thread that does not start."""
+
+    held: list[_HeldThread]
+
+    def start(self) -> None:
+        self.held.append(self)
+
+
+def heartbeats(ranks: Ranks) -> list[Count]:
+    """Count a second of training: each rank's watchdog writes and reads four times."""
+    network = ranks.network
+
+    class Held(_HeldThread):
+        held = []
+
+    replaced = {"Thread": Held, "Event": partial(_Ticks, network)}
+    threads = SimpleNamespace(**vars(threading) | replaced)
+    # Errors of a lost store are ignored; here they are errors.
+    raising = SimpleNamespace(
+        **vars(contextlib) | {"suppress": lambda *_: contextlib.nullcontext()}
+    )
+
+    def begin(rank: int) -> None:
+        group = ranks.runtimes[rank].group
+        group.set_activity("training")
+        watchdog.Watchdog(group, ProcessExit(), lambda: False)
+
+    with (
+        network.patched(),
+        mock.patch.object(watchdog, "threading", threads),
+        mock.patch.object(watchdog, "contextlib", raising),
+    ):
+        network.run(begin)
+        network.take_counts()
+        network.run(lambda rank: Held.held[rank]._work())
+    return network.take_counts()
+
+
+def rank_zero_value(ranks: Ranks) -> list[Count]:
+    """Count a call on rank zero whose value of 20 kB all ranks receive."""
+    value = "x" * (VALUE_BYTES - len('""'))
+
+    def work(rank: int) -> None:
+        assert ranks.runtimes[rank].group.run_on_rank_zero(lambda: value) == value
+
+    return ranks.count(work)
+
+
+def everywhere(ranks: Ranks) -> list[Count]:
+    """Count a call on every rank, each with a value of its own of a few bytes."""
+
+    def work(rank: int) -> None:
+        values = ranks.runtimes[rank].group.call_everywhere(lambda: rank, io=False)
+        assert values == [*range(ranks.network.world_size)]
+
+    return ranks.count(work)
+
+
+def start(ranks: Ranks) -> list[Count]:
+    """Count the collectives of a start, from the checks before it to the model.
+
+    That is all up to the first step but what torch's DDP does to wrap the model.
+    """
+
+    def work(rank: int) -> None:
+        runtime = ranks.runtimes[rank]
+        prepared = prepare(ranks.config, runtime, (), StartTimes(0.0))
+        with contextlib.ExitStack() as resources:
+            open_directory(prepared, resources)
+            build(prepared)
+
+    silent = mock.patch.object(stages.logs, "to_file", lambda directory, env: None)
+    with silent, quiet():
+        return ranks.count(work)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log nothing: all ranks would log to the same loggers."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def tensors_by_kind() -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of a model and its optimizer, small ones with names of a usual length."""
+    found: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
+    for number in range(PARAMETERS):
+        for kind, moment in zip(KINDS, MOMENTS, strict=True):
+            name = f"transformer.blocks.{number}.attention.projection.weight{moment}"
+            found[kind][name] = torch.full((8, 8), float(number))
+    return found
+
+
+def commit(ranks: Ranks, directory: Path, verify_every: int = 0, saves: int = 2) -> list[Count]:
+    """Count the collectives of a snapshot of 150 tensors, from staging to its commit.
+
+    The first of a run also finds out which ranks share a storage; the last one is counted.
+    """
+    tensors = tensors_by_kind()
+    # As a large model: each rank writes a part of its own, as long as there are tensors.
+    shares = mock.patch("mingpt_ddp.snapshots.format.MIN_SHARD_BYTES", 256)
+    inline = mock.patch.object(AsyncSave, "start", AsyncSave.run)
+    state = {"losses": "x" * VALUE_BYTES}
+    managers: list[SnapshotManager] = []
+    for runtime in ranks.runtimes:
+        stores = [SnapshotStore(str(directory / "snapshots"))]
+        managers.append(SnapshotManager(ranks.config, runtime, stores, directory))
+    counts: list[Count] = []
+    with shares, inline, quiet():
+        for step in range(1, saves + 1):
+
+            def work(rank: int, step: int = step) -> None:
+                runtime = ranks.runtimes[rank]
+                check = _copy_check(ranks, runtime, tensors, verify_every)
+                held = check.checksums(tensors)
+                managers[rank].save(RunState(step, state, tensors, None, held))
+                save = managers[rank]._save
+                assert save is not None
+                if save.error is not None:
+                    raise save.error
+                assert save.url is not None, save.failure
+                managers[rank]._save = None
+
+            counts = ranks.count(work)
+    return counts
+
+
+def compare_copies(ranks: Ranks) -> list[Count]:
+    """Count a comparison of the ranks by trainer.verify_every, with 150 tensors."""
+    tensors = tensors_by_kind()
+
+    def work(rank: int) -> None:
+        _copy_check(ranks, ranks.runtimes[rank], tensors, 1).compare(step=1)
+
+    with quiet():
+        return ranks.count(work)
+
+
+def _copy_check(
+    ranks: Ranks, runtime: Runtime, tensors: dict[str, dict[str, Tensor]], every: int
+) -> CopyCheck:
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(trainer=SimpleNamespace(verify_every=every)),
+        state=TrainState(),
+        runtime=runtime,
+        trainable=SimpleNamespace(tensors=lambda: tensors),
+    )
+    return CopyCheck(context)
+
+
+def configuration(directory: Path, world_size: int) -> Config:
+    """Return the configuration of a small run in a directory, whose text it writes."""
+    text = directory / "text.txt"
+    text.write_text("To be, or not to be, that is the question. " * 500)
+    from hydra import compose, initialize_config_dir
+
+    from mingpt_ddp.config.config import to_plain
+    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+
+    overrides = [
+        "model=gpt_nano",
+        "model.n_layer=1",
+        "model.n_embd=12",
+        f"data.path={text}",
+        "data.sha256=null",
+        "data.block_size=16",
+        f"trainer.batch_size={world_size}",
+        "trainer.device=cpu",
+        "trainer.precision=fp32",
+        "trainer.compile=false",
+        f"run.root={directory}",
+        "run.name=counted",
+        f"ddp.timeout_s={TIMEOUT_S:g}",
+    ]
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
+        return from_mapping(to_plain(compose("config", overrides)))
