@@ -34,6 +34,12 @@ from turns import Turns
 ROUND_TRIP_S = 0.0001  # of a request to the store, on a network of a cluster
 LENGTH = 8  # bytes of a length or a number
 PREFIX = 1  # the "/" before a key
+TICKS = 4  # of the watchdog in a second
+COMBINE: dict[Any, Callable[..., Tensor]] = {
+    dist.ReduceOp.SUM: torch.sum,
+    dist.ReduceOp.MAX: torch.amax,
+    dist.ReduceOp.MIN: torch.amin,
+}
 # Modules that ask the store, with a clock and threads of their own; one that is gone is left out.
 PATCHED = (
     "mingpt_ddp.distributed.rendezvous",
@@ -210,6 +216,7 @@ class Network:
         self._world = Group(self, "world")
         self._groups: dict[int, Group] = {}  # by how many new_group calls came before
         self._new_groups: Counter[int] = Counter()  # by rank
+        self.held: dict[int, HeldThread] = {}  # by rank: its watchdog
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Call `work` with each rank in a thread of its own; return the results by rank."""
@@ -309,11 +316,10 @@ class Network:
         size = -(-values.nbytes // max(1, chunks))
         self._count.send(size, 2 * chunks)
         self._count.receive(size, 2 * chunks)
-        combine = {dist.ReduceOp.SUM: torch.sum, dist.ReduceOp.MAX: torch.amax}[op]
 
         def finish(by_rank: dict[int, Tensor]) -> None:
             stacked = torch.stack([by_rank[rank] for rank in range(self.world_size)])
-            values.copy_(combine(stacked, dim=0))
+            values.copy_(COMBINE[op](stacked, dim=0))
 
         return self._begin(group, values.clone(), finish, async_op)
 
@@ -326,7 +332,7 @@ class Network:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """Replace the functions of torch.distributed, and the clock and store of the package."""
-        from mingpt_ddp.distributed import shared_memory
+        from mingpt_ddp.distributed import shared_memory, watchdog
 
         functions: dict[str, Any] = {
             "all_gather": self.all_gather,
@@ -345,7 +351,7 @@ class Network:
                 patches.enter_context(mock.patch.object(dist, name, function))
             replaced: dict[str, Any] = {
                 "time": SimpleNamespace(**names),
-                "threading": SimpleNamespace(**vars(threading) | {"Thread": InlineThread}),
+                "threading": self._threads(InlineThread),
                 "clone_store": lambda store: store,
                 "connect": self._connect,
             }
@@ -353,8 +359,15 @@ class Network:
                 for name, value in replaced.items():
                     if hasattr(module, name):
                         patches.enter_context(mock.patch.object(module, name, value))
+            threads = self._threads(partial(HeldThread, self))
+            patches.enter_context(mock.patch.object(watchdog, "threading", threads))
             patches.enter_context(mock.patch.object(shared_memory, "_machine", self._machine))
             yield
+
+    def _threads(self, thread: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            **vars(threading) | {"Thread": thread, "Event": partial(Ticks, self.turns)}
+        )
 
     def _connect(self, env: Any, job: int, timeout_s: float) -> dist.Store:
         return dist.PrefixStore(f"mingpt_ddp/{job}", self.stores[env.rank])
@@ -367,9 +380,7 @@ class Network:
 class InlineThread:
     """A thread that runs in the one that starts it, so that it belongs to the same rank."""
 
-    def __init__(
-        self, *, target: Callable[..., Any], args: Sequence[Any] = (), **_: Any
-    ) -> None:
+    def __init__(self, *, target: Callable[..., Any], args: Sequence[Any] = (), **_: Any) -> None:
         self._work = partial(target, *args)
 
     def start(self) -> None:
@@ -377,6 +388,39 @@ class InlineThread:
 
     def join(self, timeout: float | None = None) -> None:
         """It has ended."""
+
+
+class HeldThread(InlineThread):
+    """The thread of a watchdog, which runs when the ranks play it."""
+
+    def __init__(self, network: Network, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._network = network
+
+    def start(self) -> None:
+        self._network.held[self._network.turns.rank] = self
+
+    def play(self) -> None:
+        super().start()
+
+
+class Ticks:
+    """A threading.Event that is set after TICKS waits, by the clock of the ranks."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._left = TICKS
+
+    def is_set(self) -> bool:
+        return self._left < 0
+
+    def set(self) -> None:
+        self._left = -1
+
+    def wait(self, timeout: float) -> bool:
+        self._turns.sleep(timeout)
+        self._left -= 1
+        return self.is_set()
 
 
 def children(place: int, world_size: int) -> int:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import snapshot_helpers
 import torch
-from counting import Count, InlineThread, Network
+from counting import Count, Network
 from torch import Tensor
 from torch.distributed import PrefixStore
 
@@ -25,16 +26,16 @@ from mingpt_ddp.distributed.rendezvous import join_attempt
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import stages
 from mingpt_ddp.training.copy_check import CopyCheck
-from mingpt_ddp.training.stages import build, open_directory, prepare
+from mingpt_ddp.training.stages import Built, Prepared, build, open_directory, prepare
 from mingpt_ddp.training.train_state import TrainState
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
-TICKS = 4  # of the watchdog in a second
-LATE_S = 1.0
+LATE_S = 1.0  # how much later than the others a rank may come
 VALUE_BYTES = 20_000  # as a state.json with the configuration and the history of losses
 KINDS = ("model", "optimizer", "optimizer")
 MOMENTS = ("", ":exp_avg", ":exp_avg_sq")
@@ -90,61 +91,23 @@ def join(world_size: int, late_s: float = 0.0, attempts: int = 1) -> list[Count]
     return counts
 
 
-class _Ticks:
-    """A threading.Event that is set after a number of waits, by the clock of the ranks."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._left = TICKS
-
-    def is_set(self) -> bool:
-        return self._left < 0
-
-    def set(self) -> None:
-        self._left = -1
-
-    def wait(self, timeout: float) -> bool:
-        self._network.turns.sleep(timeout)
-        self._left -= 1
-        return self.is_set()
-
-
-class _HeldThread(InlineThread):
-    """A thread that does not start."""
-
-    held: list[_HeldThread]
-
-    def start(self) -> None:
-        self.held.append(self)
-
-
 def heartbeats(ranks: Ranks) -> list[Count]:
     """Count a second of training: each rank's watchdog writes and reads four times."""
     network = ranks.network
-
-    class Held(_HeldThread):
-        held = []
-
-    replaced = {"Thread": Held, "Event": partial(_Ticks, network)}
-    threads = SimpleNamespace(**vars(threading) | replaced)
-    # Errors of a lost store are ignored; here they are errors.
-    raising = SimpleNamespace(
-        **vars(contextlib) | {"suppress": lambda *_: contextlib.nullcontext()}
-    )
+    # It ignores errors of a lost store; here they are errors.
+    names = vars(contextlib) | {"suppress": lambda *_: contextlib.nullcontext()}
+    raising = mock.patch.object(watchdog, "contextlib", SimpleNamespace(**names))
 
     def begin(rank: int) -> None:
         group = ranks.runtimes[rank].group
         group.set_activity("training")
-        watchdog.Watchdog(group, ProcessExit(), lambda: False)
+        if not hasattr(group, "watchdog"):
+            watchdog.Watchdog(group, ProcessExit(), lambda: False)
 
-    with (
-        network.patched(),
-        mock.patch.object(watchdog, "threading", threads),
-        mock.patch.object(watchdog, "contextlib", raising),
-    ):
+    with network.patched(), raising:
         network.run(begin)
         network.take_counts()
-        network.run(lambda rank: Held.held[rank]._work())
+        network.run(lambda rank: network.held[rank].play())
     return network.take_counts()
 
 
@@ -158,32 +121,75 @@ def rank_zero_value(ranks: Ranks) -> list[Count]:
     return ranks.count(work)
 
 
-def everywhere(ranks: Ranks) -> list[Count]:
-    """Count a call on every rank, each with a value of its own of a few bytes."""
+def small_values(ranks: Ranks) -> list[Count]:
+    """Count an all_gather of a number of each rank."""
 
     def work(rank: int) -> None:
-        values = ranks.runtimes[rank].group.call_everywhere(lambda: rank, io=False)
+        values = ranks.runtimes[rank].group.all_gather(rank)
         assert values == [*range(ranks.network.world_size)]
 
     return ranks.count(work)
 
 
 def start(ranks: Ranks) -> list[Count]:
-    """Count the collectives of a start, from the checks before it to the model.
+    """Count the collectives of a start, from the checks before it to the model and its snapshot.
 
     That is all up to the first step but what torch's DDP does to wrap the model.
     """
+    silent = mock.patch.object(stages.logs, "to_file", lambda directory, env: None)
 
     def work(rank: int) -> None:
-        runtime = ranks.runtimes[rank]
-        prepared = prepare(ranks.config, runtime, (), StartTimes(0.0))
         with contextlib.ExitStack() as resources:
-            open_directory(prepared, resources)
-            build(prepared)
+            _start(ranks, rank, resources)
 
-    silent = mock.patch.object(stages.logs, "to_file", lambda directory, env: None)
     with silent, quiet():
         return ranks.count(work)
+
+
+def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Prepared, Built]:
+    prepared = prepare(ranks.config, ranks.runtimes[rank], (), StartTimes(0.0))
+    open_directory(prepared, resources)
+    return prepared, build(prepared)
+
+
+def resume(ranks: Ranks) -> list[Count]:
+    """Count the collectives of a start from a snapshot whose state.json has 20 kB."""
+    _leave_snapshot(ranks)
+    return start(ranks)
+
+
+def _leave_snapshot(ranks: Ranks) -> None:
+    """Start once more, and leave a snapshot of step 1."""
+    silent = mock.patch.object(stages.logs, "to_file", lambda directory, env: None)
+
+    def work(rank: int) -> None:
+        with contextlib.ExitStack() as resources:
+            prepared, built = _start(ranks, rank, resources)
+            if rank == 0:
+                _save(prepared, built)
+
+    with silent, quiet():
+        ranks.count(work)
+
+
+def _save(prepared: Prepared, built: Built) -> None:
+    for parameter in built.trainable.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    built.trainable.optimizer.step()
+    tensors = built.trainable.tensors()
+    state = {
+        "train_state": asdict(built.state) | {"step": 1},
+        "scaler": prepared.runtime.scaler.state_dict(),
+        "micro_batch_size": 1,
+        "steps": prepared.steps,
+        **prepared.task.state(),
+        "config": prepared.config.to_dict(),
+        "environment": prepared.runtime.environment(),
+        "more": "",
+    }
+    state["more"] = "x" * (VALUE_BYTES - len(json.dumps(state, indent=1)))
+    snapshot = Snapshot(1, tensors["model"], tensors["optimizer"], state)
+    snapshot_helpers.commit(prepared.stores[0], snapshot)
 
 
 @contextlib.contextmanager

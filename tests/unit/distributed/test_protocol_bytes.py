@@ -1,0 +1,181 @@
+"""What the package's protocols send per rank does not grow with the number of ranks.
+
+Rank zero may send and receive as much with each of the others. A rank may pass a broadcast on to as
+many others as the binomial tree of torch has rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import protocol_parts as parts
+import pytest
+import torch.distributed as dist
+from counting import TICKS, Count, Network, children
+from torch.distributed import PrefixStore, TCPStore
+from turns import BEGAN_AT, Stuck, Turns
+
+SIZES = [2, 8, 64]
+MAX_TICK_BYTES = 1024  # of the heartbeats of a rank, on average
+# By part: the messages and the bytes of a rank other than zero, on any number of ranks, and those
+# of rank zero for each of the others.
+BOUNDS = {
+    "join": ((40, 2_000), (40, 2_000)),
+    "join again": ((40, 2_000), (40, 2_000)),
+    "heartbeats": ((48, 4_000), (48, 4_000)),
+    "value of rank zero": ((8, 64_000), (8, 64_000)),
+    "commit": ((24, 64_000), (24, 64_000)),
+    "commit, verified": ((24, 96_000), (24, 96_000)),
+}
+
+
+@pytest.fixture(scope="module", params=SIZES)
+def counted(request, tmp_path_factory) -> dict[str, list[Count]]:
+    """The counts by part and rank, on a number of ranks."""
+    size = request.param
+    directory = tmp_path_factory.mktemp(f"ranks{size}")
+    ranks = parts.Ranks(size, parts.configuration(directory, size))
+    return {
+        "join": parts.join(size),
+        "join again": parts.join(size, attempts=2),
+        "heartbeats": parts.heartbeats(ranks),
+        "value of rank zero": parts.rank_zero_value(ranks),
+        "commit": parts.commit(ranks, directory / "plain"),
+        "commit, verified": parts.commit(ranks, directory / "verified", verify_every=1),
+    }
+
+
+@pytest.mark.parametrize("part", BOUNDS)
+def test_ranks_other_than_zero_exchange_a_constant_number_of_bytes(counted, part):
+    _, *others = counted[part]
+    (max_messages, max_bytes), _ = BOUNDS[part]
+    assert sum(other.messages for other in others) / len(others) <= max_messages
+    assert sum(other.bytes for other in others) / len(others) <= max_bytes
+    assert max(other.received for other in others) <= max_bytes
+    rounds = math.ceil(math.log2(len(others) + 1))
+    assert max(other.messages for other in others) <= max_messages * rounds
+    assert max(other.sent for other in others) <= max_bytes * rounds
+
+
+@pytest.mark.parametrize("part", BOUNDS)
+def test_rank_zero_exchanges_as_much_with_each_other_rank(counted, part):
+    zero, *others = counted[part]
+    _, (max_messages, max_bytes) = BOUNDS[part]
+    assert zero.messages <= max_messages * len(others)
+    assert zero.bytes <= max_bytes * len(others)
+
+
+def test_heartbeats_move_a_kilobyte_each(counted):
+    moved = sum(count.bytes for count in counted["heartbeats"])
+    assert 0 < moved / TICKS / len(counted["heartbeats"]) <= MAX_TICK_BYTES
+
+
+# The counting itself.
+
+
+class Wire:
+    """A relay in front of a TCPStore, which counts what passes."""
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.received = 0
+        self.server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+        port = self.listener.getsockname()[1]
+        self.client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+    def _accept(self) -> None:
+        client, _ = self.listener.accept()
+        server = socket.create_connection(("127.0.0.1", self.server.port))
+        for source, target, name in ((client, server, "sent"), (server, client, "received")):
+            threading.Thread(target=self._relay, args=(source, target, name), daemon=True).start()
+
+    def _relay(self, source: socket.socket, target: socket.socket, name: str) -> None:
+        while content := source.recv(1 << 16):
+            setattr(self, name, getattr(self, name) + len(content))
+            target.sendall(content)
+
+    def settled(self) -> tuple[int, int]:
+        """Return the bytes sent and received, once the server has handled all requests."""
+        self.client.num_keys()  # in turn after what has no response
+        return self.sent, self.received
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    relay = Wire()
+    yield relay
+    relay.listener.close()
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "set": lambda store: store.set("abc", "12345"),
+    "get": lambda store: store.get("abc"),
+    "check": lambda store: store.check(["abc", "d"]),
+    "wait": lambda store: store.wait(["abc"], timedelta(seconds=1)),
+    "multi_get": lambda store: store.multi_get(["abc", "abc"]),
+    "multi_set": lambda store: store.multi_set(["k", "kk"], ["v", "ww"]),
+    "add": lambda store: store.add("count", 3),
+    "add again": lambda store: store.add("count", 4),
+    "compare_set": lambda store: store.compare_set("abc", "12345", "67"),
+    "compare_set, another": lambda store: store.compare_set("abc", "wrong", "8"),
+    "compare_set, new": lambda store: store.compare_set("new", "", "67"),
+    "compare_set, missing": lambda store: store.compare_set("missing", "wrong", "67"),
+    "delete_key": lambda store: store.delete_key("new"),
+}
+
+
+def test_the_store_counts_the_bytes_of_a_tcp_store(wire):
+    """It returns the same values too."""
+    network = Network(1)
+    prefixed = PrefixStore("p", network.stores[0])  # it passes values on as bytes
+    prefixed_client = PrefixStore("p", wire.client)
+    for name, call in CALLS.items():
+        sent, received = wire.settled()
+        expected = call(prefixed_client)
+        later_sent, later_received = wire.settled()
+        assert call(prefixed) == expected, name
+        network.stores[0].num_keys()
+        (count,) = network.take_counts()
+        assert (count.sent, count.received) == (later_sent - sent, later_received - received), name
+
+
+def test_a_prefix_reaches_the_store_and_a_missing_key_raises():
+    network = Network(2)
+    began = time.monotonic()
+
+    def work(rank: int) -> bytes:
+        store = PrefixStore("a", PrefixStore("b", network.stores[rank]))
+        if rank:
+            network.turns.sleep(5.0)
+            store.multi_set(["k"], ["v"])
+            with pytest.raises(dist.DistStoreError, match="wait timeout after 60 s"):
+                store.wait(["missing"], timedelta(seconds=60))
+        return store.get("k")
+
+    assert network.run(work) == [b"v", b"v"]
+    assert 65 < network.turns.now - BEGAN_AT < 66
+    assert time.monotonic() - began < 30, "it has really waited"
+
+
+def test_ranks_that_all_wait_are_an_error():
+    turns = Turns()
+    with pytest.raises(Stuck, match="rank 0 waits for nothing"):
+        turns.run([lambda: turns.wait("nothing"), lambda: turns.sleep(1.0)])
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 13])
+def test_a_binomial_tree_reaches_every_rank_once(size):
+    assert sum(children(place, size) for place in range(size)) == size - 1
+    assert children(0, size) == math.ceil(math.log2(size))
+
+
+def test_the_same_run_counts_the_same():
+    assert parts.join(8) == parts.join(8)
