@@ -131,6 +131,9 @@ def with_reckoned(counted: dict[int, dict[str, dict[str, int]]]) -> Table:
         for figure in FIGURES:
             by_ranks = {ranks: found[part][figure] for ranks, found in counted.items()}
             reckoned[figure], reckoned[f"{figure}_growth"] = reckon(by_ranks)
+        # The sum may grow faster than any of its parts.
+        reckoned["all_bytes"] = reckoned["zero_bytes"] + (RECKONED - 1) * reckoned["mean_bytes"]
+        reckoned["all_bytes_growth"] = "the sum of the ranks"
         table[part][str(RECKONED)] = reckoned
     return table
 

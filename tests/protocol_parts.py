@@ -14,7 +14,8 @@ from unittest import mock
 
 import snapshot_helpers
 import torch
-from counting import Count, Network
+from counting import Network
+from counting_store import Count
 from torch import Tensor
 from torch.distributed import PrefixStore
 
@@ -101,7 +102,7 @@ def heartbeats(ranks: Ranks) -> list[Count]:
     def begin(rank: int) -> None:
         group = ranks.runtimes[rank].group
         group.set_activity("training")
-        if not hasattr(group, "watchdog"):
+        if rank not in network.held:  # it does not start with the runtime
             watchdog.Watchdog(group, ProcessExit(), lambda: False)
 
     with network.patched(), raising:

@@ -17,7 +17,8 @@ from typing import Any
 import protocol_parts as parts
 import pytest
 import torch.distributed as dist
-from counting import TICKS, Count, Network, children
+from counting import TICKS, Network, children
+from counting_store import Count
 from torch.distributed import PrefixStore, TCPStore
 from turns import BEGAN_AT, Stuck, Turns
 
@@ -28,6 +29,7 @@ MAX_TICK_BYTES = 1024  # of the heartbeats of a rank, on average
 BOUNDS = {
     "join": ((40, 2_000), (40, 2_000)),
     "join again": ((40, 2_000), (40, 2_000)),
+    "join, one late": ((320, 10_000), (450, 10_000)),
     "heartbeats": ((48, 4_000), (48, 4_000)),
     "value of rank zero": ((8, 64_000), (8, 64_000)),
     "commit": ((24, 64_000), (24, 64_000)),
@@ -44,6 +46,7 @@ def counted(request, tmp_path_factory) -> dict[str, list[Count]]:
     return {
         "join": parts.join(size),
         "join again": parts.join(size, attempts=2),
+        "join, one late": parts.join(size, parts.LATE_S),
         "heartbeats": parts.heartbeats(ranks),
         "value of rank zero": parts.rank_zero_value(ranks),
         "commit": parts.commit(ranks, directory / "plain"),
