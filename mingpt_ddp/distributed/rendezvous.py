@@ -189,7 +189,7 @@ class _Joining:
     def __init__(self, store: Store, env: DistEnv, limit_s: float) -> None:
         self.store = store
         self.env = env
-        self.id = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex[:16]  # a prefix of many keys
         self.began_at = time.monotonic()
         self.limit_s = limit_s
         store.set(f"hello/{env.rank}", self.id)

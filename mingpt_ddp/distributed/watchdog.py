@@ -53,6 +53,7 @@ class Watchdog:
         # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value
         # and when it changed.
         self._latest: dict[tuple[int, str], tuple[float, float]] = {}
+        self._are_written = False  # the heartbeats that this rank looks at
         # After a failure: the heartbeat of this rank, and since when it has been that.
         self._still: tuple[dict[str, Any], float] | None = None
 
@@ -113,9 +114,10 @@ class Watchdog:
         """Return the heartbeats that this rank looks at, by rank."""
         ranks = range(self.group.world_size) if self.group.is_rank_zero else range(1)
         keys = [f"heartbeat/{rank}" for rank in ranks]
-        if self._store.check(keys):
+        self._are_written = self._are_written or self._store.check(keys)
+        if self._are_written:
             heartbeats = [json.loads(heartbeat) for heartbeat in self._store.multi_get(keys)]
-        else:  # some ranks have not written any yet
+        else:
             heartbeats = [json.loads(get_now(self._store, key) or "null") for key in keys]
         return {rank: each or NO_HEARTBEAT for rank, each in zip(ranks, heartbeats, strict=True)}
 
