@@ -58,7 +58,7 @@ class Lease:
         if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
         owner = owner or self._read()  # a record may be damaged for a moment
-        if owner is not None and owner.get("id") != dead:
+        if owner is not None and (dead is None or owner.get("id") != dead):
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
         time.sleep(TAKEOVER_GRACE_S)

@@ -240,9 +240,23 @@ def test_clocks_are_not_compared(storage, acquire, monkeypatch):
     "content", [b"", b"[]", b"{", b"\xff", b"null", b'{"id": 3, "owner": ["x"]}', b"[" * 9999]
 )
 def test_a_damaged_record_has_no_live_owner(storage, acquire, content):
+    """Only if it stays damaged: its owner may be replacing it."""
     storage.write(OWNER, content)
+    begin = time.monotonic()
     lease = acquire()
+    assert time.monotonic() - begin >= LEASE_TTL_S
     assert owner(storage)["id"] == lease.id
+
+
+def test_an_owner_whose_damaged_record_becomes_readable_is_alive(storage):
+    storage.write(OWNER, b"{")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Lease, storage)
+        time.sleep(LEASE_TTL_S / 2)
+        write_record(storage, id="x", owner="process 1 on elsewhere")
+        with pytest.raises(RunError, match="locked by process 1 on elsewhere, which is still"):
+            waiting.result(timeout=10)
+    assert owner(storage)["id"] == "x"
 
 
 def test_control_characters_of_a_record_are_not_printed(storage, acquire):
