@@ -1,5 +1,6 @@
 """Failures of ranks: errors as JSON values, and the store in which peers find the root cause."""
 
+import hashlib
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -13,6 +14,10 @@ from mingpt_ddp.distributed.rendezvous import ask_store, get_now
 from mingpt_ddp.errors import UserError
 
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
+# Keys in the store: the number of ranks that failed, also of those with the same error; and whether
+# all ranks had the same one.
+FAILED = "failed"
+ARE_ALIKE = "failed/alike"
 ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
 
 
@@ -72,12 +77,15 @@ class FailureReports:
         store = self.store
         if store is None:
             return True
-        keys = [f"failed/{rank}" for rank in range(self.world_size)]
+        own = f"{FAILED}/{hashlib.sha256(message.encode()).hexdigest()}"
 
         def compare() -> bool:
-            store.set(keys[self.rank], message)
-            store.wait(keys, timedelta(seconds=ALL_FAILED_TIMEOUT_S))
-            return all(other.decode() == message for other in store.multi_get(keys))
+            store.add(own, 1)
+            if store.add(FAILED, 1) == self.world_size:
+                are_alike = store.add(own, 0) == self.world_size
+                store.set(ARE_ALIKE, str(are_alike))
+            store.wait([ARE_ALIKE], timedelta(seconds=ALL_FAILED_TIMEOUT_S))
+            return store.get(ARE_ALIKE) == b"True"
 
         are_alike = ask_store(compare, otherwise=False, wait_s=ALL_FAILED_TIMEOUT_S)
         if are_alike:
