@@ -234,8 +234,7 @@ def save(store: SnapshotStore, step: int, contents: dict[str, bytes]) -> bool:
         store.clear(step)
         with ThreadPoolExecutor(len(groups)) as pool:
             parts = list(pool.map(lambda group: store.write_files(step, group), groups.values()))
-        files = {name: file for part in parts for name, file in sorted(part.items())}
-        store.commit(step, files)
+        store.commit(step, parts)
     except OSError:
         return False
     return True

@@ -67,7 +67,7 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
     files |= store.write_files(
         snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()}
     )
-    store.commit(snapshot.step, files)
+    store.commit(snapshot.step, [files])
 
 
 def small_snapshot(step: int) -> Snapshot:

@@ -1,34 +1,236 @@
-"""all_gather of JSON values: torch's object collectives unpickle what they receive."""
+"""Collectives of JSON values: torch's object collectives unpickle what they receive."""
 
+import hashlib
+import itertools
 import json
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.failures import pack_error, unpack_error
+from mingpt_ddp.errors import RunError, UserError
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+LENGTH_BYTES = 8  # before each value
 SHORT_BYTES = 1016  # of a value: most fit into the first message
 
 
-def all_gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return the JSON value of every rank of a group, in rank order. A collective."""
-    content = json.dumps(value).encode()
-    start = len(content).to_bytes(8, "little") + content[:SHORT_BYTES]
-    starts = [part.numpy().tobytes() for part in _all_gather(start, 8 + SHORT_BYTES, group)]
-    sizes = [int.from_bytes(each[:8], "little") for each in starts]
-    rests = [torch.empty(0, dtype=torch.uint8)] * len(starts)
-    if max(sizes) > SHORT_BYTES:
-        rests = _all_gather(content[SHORT_BYTES:], max(sizes) - SHORT_BYTES, group)
-    values = []
-    for first, rest, size in zip(starts, rests, sizes, strict=True):
-        end = max(0, size - SHORT_BYTES)  # copies of the whole padding could fill the memory
-        values.append(json.loads(first[8 : 8 + size] + rest[:end].numpy().tobytes()))
-    return values
+def digest(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, the same for dicts of any order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _all_gather(content: bytes, size: int, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Return the content of every rank (size) as bytes, padded with zeros."""
-    padded = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
-    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, padded, group=group)
-    return parts
+@dataclass(frozen=True)
+class Outcome:
+    """What a call ended with on this rank."""
+
+    # Its JSON value by "value", or its error by "error" with its rank.
+    packed: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class JsonCollectives:
+    """Collectives of JSON values on all ranks, and of what calls return or raise there.
+
+    A value that grows with tensors, names or the configuration is broadcast, or gathered on rank
+    zero; only small ones go from every rank to every rank.
+    """
+
+    def __init__(
+        self,
+        env: DistEnv,
+        group: dist.ProcessGroup | None = None,
+        caught: type[Exception] = UserError,
+    ) -> None:
+        """
+        Args:
+            group: of all ranks, for CPU tensors; None: the default one.
+            caught: which errors of a call are raised on every rank. Others are raised on their rank
+                alone, before the collective.
+        """
+        self.env = env
+        self.rank = env.rank
+        self.world_size = env.world_size
+        self.is_rank_zero = env.is_rank_zero
+        self._group = group
+        self._caught = caught
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the small JSON value of every rank, in rank order."""
+        if self.world_size == 1:
+            return [value]
+        content = json.dumps(value).encode()
+        start = _with_length(content[:SHORT_BYTES], len(content))
+        with self._blocked():
+            starts = self._all_gather_bytes(start, LENGTH_BYTES + SHORT_BYTES)
+            sizes = [_length(start) for start in starts]
+            rests = [torch.empty(0, dtype=torch.uint8)] * len(starts)
+            if max(sizes) > SHORT_BYTES:
+                rests = self._all_gather_bytes(content[SHORT_BYTES:], max(sizes) - SHORT_BYTES)
+        values = []
+        for first, rest, size in zip(starts, rests, sizes, strict=True):
+            end = max(0, size - SHORT_BYTES)  # copies of the whole padding could fill the memory
+            values.append(json.loads(_content(first, size) + rest[:end].numpy().tobytes()))
+        return values
+
+    def broadcast_json(self, value: T) -> T:
+        """Return rank zero's JSON value on every rank; what the others pass is ignored."""
+        if self.world_size == 1:
+            return value
+        content = json.dumps(value).encode() if self.is_rank_zero else b""
+        start = _with_length(content[:SHORT_BYTES], len(content))
+        first = _padded(start, LENGTH_BYTES + SHORT_BYTES)
+        with self._blocked():
+            dist.broadcast(first, src=0, group=self._group)
+            size = _length(first)
+            rest = b""
+            if size > SHORT_BYTES:
+                received = _padded(content[SHORT_BYTES:], size - SHORT_BYTES)
+                dist.broadcast(received, src=0, group=self._group)
+                rest = received.numpy().tobytes()
+        return json.loads(_content(first, size) + rest)
+
+    def all_agree(self, value: Any) -> bool:
+        """Return whether every rank passes the same JSON value; only a digest is sent."""
+        if self.world_size == 1:
+            return True
+        number = int(digest(value), 16) % 2**63
+        extremes = torch.tensor([number, -number])
+        with self._blocked():
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        return extremes.tolist() == [number, -number]
+
+    def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
+        """Call `work` on rank 0, or on the first rank of every node.
+
+        Return its JSON value on every rank.
+
+        Raises:
+            UserError: on every rank, the error of the calling rank; or the nodes returned different
+                values.
+            OSError: in place of any other error that is caught; names the rank, has its errno.
+        """
+        if per_node:
+            return self._run_on_every_node(work)
+        own = self._attempt(work) if self.is_rank_zero else Outcome()
+        return self._value_of(self.broadcast_json(own.packed), own)
+
+    def _run_on_every_node(self, work: Callable[[], T]) -> T:
+        own: list[T] = []  # of the first rank of a node
+
+        def digest_own() -> str:
+            if not self.is_rank_zero and self.env.local_rank != 0:
+                return ""
+            own.append(work())
+            return digest(own[0])
+
+        def refuse(of_ranks: list[list[T]]) -> T:
+            values = [*itertools.chain.from_iterable(of_ranks)]
+            raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
+
+        if len({*self.call_everywhere(digest_own)} - {""}) > 1:
+            return self.decide_on_rank_zero(lambda: own, refuse)
+        return self.broadcast_json(own)[0]
+
+    def call_everywhere(self, work: Callable[[], T]) -> list[T]:
+        """Call `work` on every rank; return its small JSON values, in rank order. A collective.
+
+        Raises:
+            UserError, OSError: as `run_on_rank_zero`, of the first rank that failed.
+        """
+        own = self._attempt(work)
+        return [self._value_of(packed, own) for packed in self.all_gather(own.packed)]
+
+    def decide_on_rank_zero(self, work: Callable[[], T], decide: Callable[[list[T]], D]) -> D:
+        """Call `work` on every rank, and `decide` on rank zero with its JSON values. A collective.
+
+        Args:
+            decide: takes the values in rank order; its own is small, and returned on every rank.
+
+        Raises:
+            UserError, OSError: as `run_on_rank_zero`, of the first rank whose `work` failed, or of
+                `decide`.
+        """
+        own = self._attempt(work)
+        packed = own.packed
+        gathered = self._gather(packed)
+        if self.is_rank_zero:
+            failed = [each for each in gathered if "error" in each]
+            if failed:
+                packed = failed[0]
+            else:
+                own = self._attempt(partial(decide, [each["value"] for each in gathered]))
+                packed = own.packed
+        return self._value_of(self.broadcast_json(packed), own)
+
+    def _attempt(self, work: Callable[[], Any]) -> Outcome:
+        try:
+            return Outcome({"value": work()})
+        except self._caught as error:
+            traceback = error.__traceback__
+            error = error.with_traceback(traceback and traceback.tb_next)  # without this frame
+            return Outcome({"error": pack_error(error), "rank": self.rank}, error)
+
+    def _value_of(self, packed: dict[str, Any], own: Outcome) -> Any:
+        """Return the value of an outcome, or raise its error.
+
+        Args:
+            own: the outcome on this rank, whose error is the cause.
+        """
+        if "error" not in packed:
+            return packed["value"]
+        rank = packed["rank"] if self.world_size > 1 else None
+        raise unpack_error(packed["error"], rank) from own.error
+
+    def _blocked(self) -> AbstractContextManager[None]:
+        """Return a context in which this rank waits for others."""
+        return nullcontext()
+
+    def _all_gather_bytes(self, content: bytes, size: int) -> list[Tensor]:
+        """Return the content of every rank (size), padded with zeros."""
+        padded = _padded(content, size)
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self._group)
+        return parts
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the JSON value of every rank on rank zero; [] on the others."""
+        if self.world_size == 1:
+            return [value]
+        content = json.dumps(value).encode()
+        size = torch.tensor([LENGTH_BYTES + len(content)])
+        with self._blocked():
+            dist.all_reduce(size, dist.ReduceOp.MAX, self._group)
+            padded = _padded(_with_length(content, len(content)), int(size))
+            parts = None
+            if self.is_rank_zero:
+                parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.gather(padded, parts, dst=0, group=self._group)
+        return [json.loads(_content(part, _length(part))) for part in parts or []]
+
+
+def _with_length(content: bytes, length: int) -> bytes:
+    return length.to_bytes(LENGTH_BYTES, "little") + content
+
+
+def _length(received: Tensor) -> int:
+    return int.from_bytes(received[:LENGTH_BYTES].numpy().tobytes(), "little")
+
+
+def _content(received: Tensor, length: int) -> bytes:
+    """Return what follows the length, at most as much as was received."""
+    return received[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes()
+
+
+def _padded(content: bytes, size: int) -> Tensor:
+    """Return bytes (size), padded with zeros."""
+    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)

@@ -6,9 +6,8 @@ With a single process every collective is the identity, so callers need not chec
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.failures import FailureReports, pack_error, unpack_error
-from mingpt_ddp.distributed.json_gather import all_gather_json
+from mingpt_ddp.distributed.failures import FailureReports
+from mingpt_ddp.distributed.json_collectives import JsonCollectives
 from mingpt_ddp.distributed.rendezvous import join
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
-from mingpt_ddp.errors import ConfigError, RunError, UserError
+from mingpt_ddp.errors import ConfigError
 
-T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # of tensors that share a message
 WAITING = "waiting for other ranks"  # name of the profiler's events
 
@@ -55,7 +53,7 @@ def name_backends(backend: str, device_type: str) -> tuple[str, str]:
     return f"cpu:{of_cpu},cuda:{of_gpu}", of_gpu
 
 
-class ProcessGroup:
+class ProcessGroup(JsonCollectives):
     """This rank's handle on all ranks of the job."""
 
     def __init__(self, env: DistEnv, ddp: DDPConfig, job: int) -> None:
@@ -69,11 +67,10 @@ class ProcessGroup:
             RunError: an earlier attempt failed with a fatal error.
             ConfigError: the ranks cannot share copies of the model.
         """
-        self.env = env
+        super().__init__(env)
+        # For the snapshot thread, which runs concurrently with the training thread.
+        self.io = JsonCollectives(env, caught=Exception)
         self.timeout_s = ddp.timeout_s
-        self.rank = env.rank
-        self.world_size = env.world_size
-        self.is_rank_zero = env.is_rank_zero
         # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch
         # of that copy.
         self.tensor_size = ddp.tensor_parallel
@@ -89,10 +86,9 @@ class ProcessGroup:
         # The training thread's activity, which the watchdog reads to find the straggler: a new dict
         # at every change.
         self.heartbeat: dict[str, Any] = {"count": 0, "activity": "starting", "waiting": False}
-        self.is_writing = False  # a thread of this rank writes a snapshot
+        # Whether this rank's snapshot thread writes what it has staged, or waits for the others.
+        self.is_writing = False
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
-        # For the snapshot thread, which runs concurrently with the training thread.
-        self._io_group: dist.ProcessGroup | None = None
         if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
             self._job_store, self.store = join(env, job, self.timeout_s)
         self.closed = threading.Event()
@@ -122,7 +118,8 @@ class ProcessGroup:
         )
         # Its ranks may wait for storage that is unavailable; gloo notices a dead peer before the
         # timeout.
-        self._io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+        self.io = JsonCollectives(self.env, io_group, caught=Exception)
         if device.type == "cuda" and backend in ("auto", "nccl"):
             self._refuse_shared_gpus(devices)
         if ddp.tensor_parallel > 1:
@@ -174,17 +171,6 @@ class ProcessGroup:
                 dist.all_reduce(values)
         return values
 
-    def all_gather(self, value: T, io: bool = False) -> list[T]:
-        """Return the JSON value of every rank, in rank order.
-
-        Args:
-            io: called from the snapshot thread, on a separate group.
-        """
-        if self.world_size == 1:
-            return [value]
-        with nullcontext() if io else self._blocked():
-            return all_gather_json(value, self._io_group if io else None)
-
     def all_gather_async(self, values: Tensor) -> Callable[[], Tensor]:
         """Start an all_gather of a CPU tensor (n).
 
@@ -213,7 +199,7 @@ class ProcessGroup:
         own = {}
         for name, tensor in (tensors or {}).items():
             own[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        described = self.all_gather(own)[0]
+        described = self.broadcast_json(own)
         received = {}
         for name, (shape, dtype) in described.items():
             if tensors:
@@ -251,57 +237,6 @@ class ProcessGroup:
         with self._blocked():
             dist.all_reduce(flags, group=self._copy_group)
         return bool(flags)
-
-    def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
-        """Call `work` on rank 0, or on the first rank of every node.
-
-        Return its JSON value on every rank.
-
-        Raises:
-            UserError: on every rank, the error of the calling rank; or the nodes returned different
-                values.
-        """
-
-        def own() -> list[T]:
-            is_caller = self.is_rank_zero or (per_node and self.env.local_rank == 0)
-            return [work()] if is_caller else []
-
-        values: list[T] = []
-        for of_rank in self.call_everywhere(own, UserError, io=False):
-            values.extend(of_rank)
-        if any(value != values[0] for value in values):
-            raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
-        return values[0]
-
-    def call_everywhere(
-        self, work: Callable[[], T], caught: type[Exception] = Exception, *, io: bool
-    ) -> list[T]:
-        """Call `work` on every rank; return its JSON values, in rank order. A collective.
-
-        Args:
-            caught: which errors are raised on every rank; any by default, because the other ranks
-                must not wait for this one. Others are raised here alone, before the collective.
-            io: called from the snapshot thread.
-
-        Raises:
-            UserError: of the same class, if the first failing rank raised one.
-            OSError: names that rank and its error, with the same errno.
-        """
-        failure: Exception | None = None
-        packed: dict[str, Any] | None = None
-        own: T | None = None
-        try:
-            own = work()
-        except caught as error:
-            traceback = error.__traceback__
-            failure = error.with_traceback(traceback and traceback.tb_next)  # without this frame
-            packed = pack_error(failure)
-        outcomes = self.all_gather((packed, own), io)
-        for rank, (error_of_rank, _) in enumerate(outcomes):
-            if error_of_rank is not None:
-                of_rank = rank if self.world_size > 1 else None
-                raise unpack_error(error_of_rank, of_rank) from failure
-        return [value for _, value in outcomes]  # type: ignore[misc]  # no rank has failed
 
     def get_or_set(self, key: str, make: Callable[[], str]) -> str:
         """Return the value of `make` from the first attempt, also after restarts by the agent."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from mingpt_ddp.distributed.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
-from mingpt_ddp.snapshots.format import Files, kind_of
+from mingpt_ddp.snapshots.format import kind_of
 from mingpt_ddp.snapshots.ledger import Hashes, Ledger, describe_tensors, hash_lines_by_kind
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -84,6 +84,7 @@ class AsyncSave(threading.Thread):
         self.apply_retention = apply_retention
         self.ledger = ledger
         self._contents: dict[str, memoryview | bytes] = {}  # of this rank's files, once staged
+        self._hashes: Hashes = {}  # of what all ranks staged, on rank zero
         self.staged = threading.Event()
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # from the start to the commit
@@ -98,19 +99,15 @@ class AsyncSave(threading.Thread):
         group = self.runtime.group
         on_rank_zero = group.env.call_on_rank_zero
         try:
-            hashes = self._stage_everywhere()
-            group.is_writing = True
-            record = partial(self.ledger.append, self.step, hashes, self.capture.settings)
+            group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
+            record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
             for store in self.stores:
                 begin = partial(store.begin, self.step)
                 write = partial(store.write_files, self.step, self._contents)
+                commit = partial(store.commit, self.step, record=record)
                 try:
-                    group.call_everywhere(partial(on_rank_zero, begin), io=True)
-                    files: Files = {}
-                    for of_rank in group.call_everywhere(write, io=True):
-                        files.update(sorted(of_rank.items()))
-                    commit = partial(store.commit, self.step, files, record)
-                    group.call_everywhere(partial(on_rank_zero, commit), io=True)
+                    group.io.run_on_rank_zero(begin)
+                    group.io.decide_on_rank_zero(write, commit)
                 except OSError as error:
                     self.failure = self.failure or StoreFailure(store.url, error)
                     # free a full disk; a failing object store would fail the deletion too
@@ -165,18 +162,8 @@ class AsyncSave(threading.Thread):
         self.staged.set()
         return contents
 
-    def _stage_everywhere(self) -> Hashes:
-        """Stage; return the hashes of what all ranks staged. A collective.
-
-        Raises:
-            DamageError: on every rank, a copy is damaged; the snapshot must not be written.
-        """
-        staged = self.runtime.group.call_everywhere(self._stage_and_describe, io=True)
-        self._refuse_damage(staged)
-        return hash_lines_by_kind(each["lines"] for each in staged)
-
     def _stage_and_describe(self) -> dict[str, Any]:
-        """Stage; return what the other ranks need to know of it, as JSON values."""
+        """Stage; return what rank zero needs to know of it, as JSON values."""
         self._contents = self._stage()
         described: dict[str, Any] = {"held": self.capture.held, "damaged": [], "lines": {}}
         if self.capture.held is not None:
@@ -188,17 +175,20 @@ class AsyncSave(threading.Thread):
                 described["lines"][kind_of(file)] = describe_tensors(buffer.tensors)
         return described
 
-    def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:
-        """Refuse copies that were unequal at this step, and those that staging damaged.
+    def _check_staged(self, staged: list[dict[str, Any]]) -> None:
+        """Hash what was staged, unless copies were unequal at this step, or staging damaged one.
 
         Args:
             staged: what each rank has described.
 
         Raises:
-            DamageError: on every rank.
+            DamageError: a copy is damaged; the snapshot must not be written.
         """
-        if self.capture.held is None:
-            return
+        if self.capture.held is not None:
+            self._refuse_damage(staged)
+        self._hashes = hash_lines_by_kind(each["lines"] for each in staged)
+
+    def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:
         where = f"in the snapshot of step {self.step}"
         if difference := find_difference([each["held"] for each in staged]):
             raise DamageError(f"{difference}, {where}")

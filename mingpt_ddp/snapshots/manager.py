@@ -121,20 +121,12 @@ class SnapshotManager:
         step = meta["step"]
         self.last_step = step if meta["own"] else None
         if not whole:
-            index = self._broadcast_json(found and found.index)
+            index = group.broadcast_json(found and found.index)
             return Snapshot(step, {}, {}, meta["state"], index=index)
         model = group.broadcast_tensors(found.model if found else None)
         optimizer = group.broadcast_tensors(found.optimizer if found else None)
         ema = group.broadcast_tensors(found.ema if found else None)
         return Snapshot(step, model, optimizer, meta["state"], ema)
-
-    def _broadcast_json(self, value: Any) -> Any:
-        """Return rank zero's value on every rank; an all_gather would hold it once per rank."""
-        group = self.runtime.group
-        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sent = group.env.call_on_rank_zero(lambda: {"json": content})
-        received = group.broadcast_tensors(sent)["json"]
-        return json.loads(received.numpy().tobytes())
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
         """Return the snapshot with this rank's tensors of model and optimizer. A collective."""

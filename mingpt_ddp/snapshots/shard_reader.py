@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import SnapshotError, StorageUnavailableError, UserError
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import Snapshot, directory_name
 from mingpt_ddp.snapshots.pieces import read_rows
 from mingpt_ddp.snapshots.state_dict import parameters_by_name
@@ -48,7 +48,7 @@ class ShardReader:
                 else:
                     weights[kind] = self.group.env.call_on_rank_zero(read)
 
-        self.group.call_everywhere(read_own, UserError, io=False)
+        self.group.call_everywhere(read_own)
         if not self.strategy.shards_model:
             for kind, named in weights.items():
                 weights[kind] = self.group.broadcast_tensors(named)

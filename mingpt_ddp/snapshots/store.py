@@ -5,7 +5,7 @@ A process may be killed (SIGKILL) at any moment: a snapshot exists once its mani
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mingpt_ddp.snapshots import format as layout
@@ -45,17 +45,22 @@ class SnapshotStore(StoreReader):
             files[name] = {"bytes": len(content), "sha256": digest.hexdigest()}
         return files
 
-    def commit(self, step: int, files: Files, record: Callable[[], None] | None = None) -> None:
+    def commit(
+        self, step: int, by_rank: Sequence[Files], record: Callable[[], None] | None = None
+    ) -> None:
         """Write the manifest, if all files are there: from then on the snapshot exists.
 
         Args:
-            files: of all ranks, as `write_files` returned them.
+            by_rank: the entries of each rank's files, as `write_files` returned them.
             record: called when nothing but the manifest is missing, by the owner of the store.
 
         Raises:
             OSError: a file is missing or has another size, or the manifest cannot be written.
             RunError: another process has taken over the lease, or the run directory was deleted.
         """
+        files: Files = {}
+        for of_rank in by_rank:
+            files.update(sorted(of_rank.items()))
         for name, file in files.items():
             if self.storage.size(path_of(step, name)) != file["bytes"]:
                 raise OSError(f"{name} is missing or has another size than was written")

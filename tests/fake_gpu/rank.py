@@ -43,7 +43,13 @@ class FakeGroup(process_group.ProcessGroup):
     def all_reduce(self, values: Tensor) -> Tensor:
         return values
 
-    def all_gather(self, value: Any, io: bool = False) -> list[Any]:
+    def all_agree(self, value: Any) -> bool:
+        return True
+
+    def broadcast_json(self, value: Any) -> Any:
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
         if value == socket.gethostname():  # each node has its own
             return [f"node{rank // GPUS}" for rank in range(self.world_size)]
         return [value] * self.world_size

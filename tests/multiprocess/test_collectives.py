@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +16,9 @@ import torch
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.json_gather import SHORT_BYTES
+from mingpt_ddp.distributed.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import DataError, RunError, UserError
+from mingpt_ddp.errors import DamageError, DataError, RunError, UserError
 from mingpt_ddp.metrics.meters import Meter
 from multiprocess.ranks import configure, run_ranks
 
@@ -23,6 +26,7 @@ WORLD = 3
 # of a different length on every rank
 VALUES = [None, "ä€😀" * 50, {"list": [1, 2.5, True], "of": "rank 2"}]
 # as JSON just below, at and above one message, and one long value among short ones
+LONG = "ä€😀" * 40_000  # 360 kB
 LENGTHS = [["x" * (SHORT_BYTES - 3 + n) for n in range(WORLD)], ["", "long" * 999, 7]]
 
 
@@ -47,6 +51,15 @@ def is_preserved(received: dict[str, torch.Tensor]) -> dict[str, bool]:
     }
 
 
+def outcome_of(call: Callable[[], Any]) -> list[Any]:
+    """Return the value of a collective, or the class, the message and the cause of its error."""
+    try:
+        return ["value", call()]
+    except (UserError, OSError) as caught:
+        cause = caught.__cause__ and str(caught.__cause__)
+        return [type(caught).__name__, str(caught), getattr(caught, "errno", None), cause]
+
+
 def call_on_rank_zero(
     runtime: Runtime, error: Exception | None, worker: int = 0, per_node: bool = False
 ) -> list[str]:
@@ -57,10 +70,45 @@ def call_on_rank_zero(
             raise error
         return f"done on rank {runtime.group.rank}"
 
-    try:
-        return ["value", runtime.group.run_on_rank_zero(work, per_node)]
-    except UserError as caught:
-        return [type(caught).__name__, str(caught)]
+    return outcome_of(lambda: runtime.group.run_on_rank_zero(work, per_node))[:2]
+
+
+def name_nodes(runtime: Runtime, size: int) -> list[Any]:
+    """Return the outcome of a call on the first rank of each node, whose values differ."""
+    name = f"node {runtime.group.rank}" + "." * size
+    return outcome_of(lambda: runtime.group.run_on_rank_zero(lambda: name, per_node=True))[:2]
+
+
+def decide(runtime: Runtime) -> dict[str, list[Any]]:
+    """Return the outcomes of decisions on rank zero, by what happens."""
+    group = runtime.group
+
+    def fail(at: int, error: Exception) -> str:
+        if group.rank >= at:
+            raise error
+        return "fine"
+
+    def refuse(values: list[Any]) -> Any:
+        raise DamageError(f"{len(values)} values: {sorted(set(values))}")
+
+    def fill(values: list[Any]) -> Any:
+        raise OSError(errno.ENOSPC, "no space is left")
+
+    full = OSError(errno.ENOSPC, f"rank {group.rank} is full")
+    gone = RunError(f"of rank {group.rank}")
+    values = ["x" * 10 ** (2 * group.rank + 1), group.rank]  # 100 kB on rank 2
+    calls: dict[str, Callable[[], Any]] = {
+        "values": lambda: group.decide_on_rank_zero(
+            lambda: values, lambda all_values: [(len(x), rank) for x, rank in all_values]
+        ),
+        "user error": lambda: group.decide_on_rank_zero(lambda: fail(1, gone), refuse),
+        "refused": lambda: group.decide_on_rank_zero(lambda: fail(3, gone), refuse),
+        "full": lambda: group.io.decide_on_rank_zero(lambda: fail(1, full), refuse),
+        "full on rank 0": lambda: group.io.decide_on_rank_zero(lambda: fail(3, full), fill),
+        "crash": lambda: group.io.run_on_rank_zero(lambda: fail(0, ZeroDivisionError("by zero"))),
+        "afterwards": lambda: group.io.run_on_rank_zero(lambda: "done"),
+    }
+    return {name: outcome_of(call) for name, call in calls.items()}
 
 
 def heartbeat_while_blocked(runtime: Runtime) -> list[dict[str, Any]]:
@@ -95,7 +143,7 @@ def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
     group, values = runtime.group, {}
 
     def save() -> None:
-        values["snapshot"] = group.all_gather("snapshot", io=True)
+        values["snapshot"] = group.io.decide_on_rank_zero(lambda: "snapshot", lambda all: all)
 
     def train() -> None:
         values["training"] = group.all_gather("training")
@@ -113,21 +161,6 @@ def gather_in_two_threads(runtime: Runtime) -> dict[str, Any]:
     return values
 
 
-def fail_everywhere(runtime: Runtime) -> list[str]:
-    """Fail on all ranks but the first; return the error that is raised, and its cause."""
-
-    def work() -> str:
-        if runtime.group.rank:
-            raise OSError(f"of rank {runtime.group.rank}")
-        return "done"
-
-    try:
-        runtime.group.call_everywhere(work, io=False)
-    except OSError as error:
-        return [str(error), str(error.__cause__)]
-    return []
-
-
 def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     """Call everything that is tested below, on one rank; return the results by key."""
     runtime = Runtime(from_mapping(config), read_env())
@@ -141,7 +174,12 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         "async": runtime.group.all_gather_async(torch.tensor([rank, 10 * rank]))().tolist(),
         "all_gather": runtime.group.all_gather(VALUES[rank]),
         "lengths": [runtime.group.all_gather(values[rank]) for values in LENGTHS],
-        "two errors": fail_everywhere(runtime),
+        "decided": decide(runtime),
+        "agree": [
+            runtime.group.all_agree({"a": 1, "b": [2]} if rank else {"b": [2], "a": 1}),
+            runtime.group.all_agree({"a": rank == 1}),
+        ],
+        "long": hashlib.sha256(runtime.group.run_on_rank_zero(lambda: LONG).encode()).hexdigest(),
         "all_reduce": runtime.group.all_reduce(torch.tensor([rank + 1.0, 10.0**rank])).tolist(),
         "broadcast": is_preserved(
             runtime.group.broadcast_tensors(tensors() if rank == 0 else None)
@@ -156,6 +194,7 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     observed["node error"] = call_on_rank_zero(
         runtime, DataError("node 2 has no disk"), worker=2, per_node=True
     )
+    observed["different nodes"] = [name_nodes(runtime, size) for size in (0, 1000)]
     meter = Meter(runtime, 1, "tokens")
     for loss in (1.0, 2.0):
         meter.record({"loss": torch.tensor(loss * (rank + 1))}, torch.tensor(0.0), 0.0)
@@ -198,9 +237,50 @@ def test_values_of_any_length(observed):
     assert observed["lengths"] == [LENGTHS] * WORLD
 
 
+def test_rank_zero_decides_on_the_values_of_all(observed):
+    for found in observed["decided"]:
+        assert found["values"] == ["value", [[10, 0], [1000, 1], [100_000, 2]]]
+        assert found["afterwards"] == ["value", "done"]
+
+
 def test_the_error_of_the_lowest_rank_is_raised_everywhere(observed):
-    causes = ["None", "of rank 1", "of rank 2"]
-    assert observed["two errors"] == [["rank 1: of rank 1", cause] for cause in causes]
+    full = "rank 1: rank 1 is full"
+    for rank, found in enumerate(observed["decided"]):
+        cause = rank and f"[Errno {errno.ENOSPC}] rank {rank} is full"
+        assert found["full"] == ["OSError", full, errno.ENOSPC, cause or None]
+        cause = rank and f"run error: of rank {rank}"
+        assert found["user error"] == ["RunError", "run error: of rank 1", None, cause or None]
+
+
+def test_an_error_of_the_decision_is_raised_everywhere(observed):
+    causes = {
+        "refused": "training error: 3 values: ['fine']",
+        "full on rank 0": f"[Errno {errno.ENOSPC}] no space is left",
+        "crash": "by zero",
+    }
+    for rank, found in enumerate(observed["decided"]):
+        for name, error in {
+            "refused": ["DamageError", causes["refused"], None],
+            "full on rank 0": ["OSError", "rank 0: no space is left", errno.ENOSPC],
+            "crash": ["OSError", "rank 0: by zero", None],
+        }.items():
+            assert found[name] == [*error, None if rank else causes[name]]
+
+
+def test_whether_all_pass_the_same_value(observed):
+    assert observed["agree"] == [[True, False]] * WORLD
+
+
+def test_a_long_value_of_rank_zero(observed):
+    assert observed["long"] == [hashlib.sha256(LONG.encode()).hexdigest()] * WORLD
+
+
+def test_nodes_with_different_values_are_refused(observed):
+    message = "run error: the nodes have different texts or configurations: ['node 0"
+    for short, long in observed["different nodes"]:
+        assert short == ["RunError", f"{message}', 'node 2']"]
+        assert long[1].startswith(message)
+        assert len(long[1]) == 300 + len("run error: ")
 
 
 def test_the_heartbeat_tells_who_waits(observed):

@@ -51,7 +51,7 @@ def joined(monkeypatch):
         "get_device_properties",
         lambda device: SimpleNamespace(uuid=f"GPU {device.index}"),
     )
-    monkeypatch.setattr(ProcessGroup, "all_gather", lambda self, value, io=False: [value, value])
+    monkeypatch.setattr(ProcessGroup, "all_gather", lambda self, value: [value, value])
     return calls
 
 

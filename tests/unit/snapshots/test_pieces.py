@@ -37,7 +37,7 @@ def write(store: SnapshotStore, files: list[dict[str, Any]], step: int = 1) -> N
             shard_name("model", i, len(files)): content,
             shard_name("optimizer", i, len(files)): encode({}),
         }
-    store.commit(step, store.write_files(step, contents))
+    store.commit(step, [store.write_files(step, contents)])
 
 
 @pytest.fixture

@@ -356,13 +356,13 @@ def test_a_record_comes_after_the_checks_and_before_the_manifest(store):
 
     files = store.write_files(8, {STATE: b"{}"})
     with pytest.raises(OSError, match="missing"):
-        store.commit(8, files | {"model.safetensors": {"bytes": 1}}, record)
+        store.commit(8, [files, {"model.safetensors": {"bytes": 1}}], record)
     store.check_owner = refuse
     with pytest.raises(RunError):
-        store.commit(8, files, record)
+        store.commit(8, [files], record)
     assert committed == []
     store.check_owner = lambda: None
-    store.commit(8, files, record)
+    store.commit(8, [files], record)
     assert committed == [False]
     assert store.is_committed(8)
 

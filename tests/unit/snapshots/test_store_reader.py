@@ -256,7 +256,7 @@ def test_a_file_that_differs_is_named(store):
     with pytest.raises(
         OSError, match=rf"^{MODEL} is missing or has another size than was written$"
     ):
-        store.commit(8, files | {MODEL: {"bytes": 1}})
+        store.commit(8, [files, {MODEL: {"bytes": 1}}])
     store.write_files(8, {MANIFEST: encode_manifest(8, listed | files)})
     with pytest.raises(CorruptSnapshotError, match=rf"^{STATE} cannot be parsed$"):
         store.read_metadata(8)

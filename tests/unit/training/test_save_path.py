@@ -34,7 +34,7 @@ SETTINGS = [
 
 def frames(stack: traceback.StackSummary) -> list[str]:
     """Return the frames of the package, without those that only call what their caller names."""
-    callers = ("call_on_rank_zero", "call_everywhere")
+    callers = ("run_on_rank_zero", "decide_on_rank_zero", "_value_of")
     return [
         f"{Path(frame.filename).stem}.{frame.name}"
         for frame in stack
