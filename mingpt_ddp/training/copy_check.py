@@ -69,8 +69,14 @@ class CopyCheck:
             return
         group.set_activity("comparing the copies of the ranks")
         own = self.checksums(self.context.trainable.tensors()) or {}
-        if difference := find_difference(group.all_gather(own)):
-            raise DamageError(f"{difference}, at step {step}")
+
+        def refuse(by_rank: list[dict[str, int]]) -> None:
+            if difference := find_difference(by_rank):
+                raise DamageError(f"{difference}, at step {step}")
+
+        # else a copy is damaged, or ranks hold different tensors, as with fsdp
+        if not group.all_agree(own):
+            group.decide_on_rank_zero(lambda: own, refuse)
         self.agreed_step = step
 
     def may_return_to(self, step: int) -> bool:

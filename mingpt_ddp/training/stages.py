@@ -9,6 +9,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import uses_user_code
@@ -151,12 +152,17 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     """Refuse ranks that were started by hand with different overrides."""
     values = config.to_dict()
     values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
-    configs = runtime.group.all_gather(values)
-    for rank, other in enumerate(configs):
-        if differences := difference(configs[0], other):
-            raise ConfigError(
-                f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
-            )
+    if runtime.group.all_agree(values):
+        return
+
+    def refuse(configs: list[dict[str, Any]]) -> None:
+        for rank, other in enumerate(configs):
+            if differences := difference(configs[0], other):
+                raise ConfigError(
+                    f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
+                )
+
+    runtime.group.decide_on_rank_zero(lambda: values, refuse)
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:
