@@ -159,6 +159,7 @@ class AsyncSave(threading.Thread):
         for name, part in parts.items():
             contents[name] = part if isinstance(part, bytes) else self.buffers[name].content
         self.capture = replace(self.capture, parts={})  # free the tensors
+        self.runtime.group.is_writing = True
         self.staged.set()
         return contents
 

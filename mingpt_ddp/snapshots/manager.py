@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -172,8 +173,7 @@ class SnapshotManager:
         best = run.best_step if self.config.snapshot.keep_best else None
         retain = partial(apply_retention, self.config.snapshot, self.stores, step, best)
         if step == self.last_step:  # perhaps without its retention, or with another one as the best
-            for store in self.stores:
-                env.call_on_rank_zero(partial(retain, store))
+            self._apply_retention(retain)
             return
         own = self._shard_plan.own_files(run.tensors)
         parts: Parts = {**own}
@@ -189,6 +189,24 @@ class SnapshotManager:
             self.runtime, self.stores, self._buffers, capture, retain, self._ledger
         )
         self._save.start()
+
+    def _apply_retention(self, retain: Callable[[SnapshotStore], None]) -> None:
+        """Delete from all stores, on a thread: an object store may take long, and is no hang."""
+
+        def delete() -> None:
+            for store in self.stores:
+                retain(store)
+
+        call = self.runtime.group.env.call_on_rank_zero
+        thread = Thread(target=call, args=(delete,), name="retention", daemon=True)
+        thread.start()
+        self._join(thread)
+
+    def _join(self, thread: Thread, until: float | None = None) -> None:
+        """Wait for a thread, at most until `until`, and send heartbeats."""
+        while thread.is_alive() and (until is None or time.monotonic() < until):
+            thread.join(0.05)
+            self.runtime.group.set_activity("waiting for a snapshot")
 
     @property
     def has_save(self) -> bool:
@@ -240,9 +258,7 @@ class SnapshotManager:
         save = self._save
         if save is None:
             return True
-        while save.is_alive() and (until is None or time.monotonic() < until):
-            save.join(0.05)
-            self.runtime.group.set_activity("waiting for a snapshot")
+        self._join(save, until)
         ranks_at_work = self.runtime.group.all_reduce(torch.tensor([float(save.is_alive())]))
         if ranks_at_work.item():
             return False

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import shutil
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.format import Snapshot, directory_name
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
+from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import RunDirectory
@@ -450,8 +452,7 @@ def test_a_lost_run_directory_ends_the_run_before_anything_is_written(tmp_path, 
     owner.release()
 
 
-def test_when_a_rank_waits_for_staging_and_when_it_writes(config, tmp_path):
-    """After a failure it may write to the end, while staging may be blocked as training is."""
+def test_a_rank_waits_for_staging(config, tmp_path):
     manager = SnapshotManager(config, Runtime(config, DistEnv()), [], tmp_path)
     save = SimpleNamespace(staged=SimpleNamespace())
     manager._save = save
@@ -459,11 +460,52 @@ def test_when_a_rank_waits_for_staging_and_when_it_writes(config, tmp_path):
     save.staged.wait = lambda: heartbeats.append(manager.runtime.group.heartbeat["waiting"])
     manager.wait_for_staging()
     assert heartbeats == [True]
-    found = []
-    for is_alive, is_staged in ((True, False), (True, True), (False, True)):
-        save.is_alive = lambda is_alive=is_alive: is_alive
-        save.staged.is_set = lambda is_staged=is_staged: is_staged
-        found.append(manager.is_writing)
-    assert found == [False, True, False]
-    manager._save = None
-    assert not manager.is_writing
+
+
+def test_when_a_rank_writes(config, tmp_path, monkeypatch):
+    """After a failure it may write to the end, while staging may be blocked as training is."""
+    model, optim = build(config)
+    manager = manager_at(tmp_path, config)
+    group = manager.runtime.group
+    found = {}
+
+    def observed(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def observe(*args: Any, **options: Any) -> Any:
+            found[name] = group.is_writing
+            return method(*args, **options)
+
+        monkeypatch.setattr(owner, name, observe)
+
+    observed(SafetensorsBuffer, "fill")
+    for name in ("begin", "write_files", "commit"):
+        observed(manager.stores[0], name)
+    save(manager, TrainState(step=1), model, optim)
+    assert found == {"fill": False, "begin": True, "write_files": True, "commit": True}
+    assert not group.is_writing
+    monkeypatch.setattr(SafetensorsBuffer, "fill", lambda self, tensors: 1 / 0)
+    with pytest.raises(OSError, match="division by zero"):
+        save(manager, TrainState(step=2), model, optim)
+    assert not group.is_writing
+
+
+def test_retention_of_a_committed_step_sends_heartbeats(config, tmp_path, monkeypatch):
+    """An object store may take longer than the watchdog."""
+    model, optim = build(config)
+    manager = manager_at(tmp_path, config)
+    for step in (1, 2, 3):
+        save(manager, TrainState(step=step, best_step=1), model, optim)
+    store = manager.stores[0]
+    assert store.steps() == [1, 2, 3]
+    clear = store.clear
+
+    def clear_slowly(step: int) -> None:
+        time.sleep(0.3)
+        clear(step)
+
+    monkeypatch.setattr(store, "clear", clear_slowly)
+    before = manager.runtime.group.heartbeat["count"]
+    save(manager, TrainState(step=3, best_step=3), model, optim)
+    assert store.steps() == [2, 3]
+    assert manager.runtime.group.heartbeat["count"] >= before + 2

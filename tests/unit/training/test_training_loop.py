@@ -131,7 +131,6 @@ def test_signals_are_deferred_while_a_run_trains():
         trainer.train()
     assert names(parts) == ["pause", "step.warm_up", "profiler.close", "metrics.close"]
     assert interrupt.deferred is False
-    assert interrupt.deferred is False
 
 
 @pytest.mark.parametrize("failing_step", [None, 3, 4, 5])
