@@ -13,6 +13,7 @@ ACTIVITIES = {
     "fetch": "fetching the batch of step {}",
     "forward": "in the forward pass of step {}",
     "backward": "in the backward pass of step {}",
+    "update": "in the optimizer update of step {}",
 }
 
 

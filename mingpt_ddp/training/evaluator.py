@@ -74,7 +74,9 @@ class Evaluator:
                 stopped = self.runtime.strategy.any_in_pass(stop())
                 if stopped:
                     break
-                group.set_activity("evaluating", self.runtime.strategy.waits_in_passes)
+                group.set_activity(
+                    group.heartbeat["activity"], self.runtime.strategy.waits_in_passes
+                )
                 with self.runtime.autocast():
                     metrics = self.task.metrics(model, self.runtime.to_device(batch))
                 if is_own:

@@ -89,6 +89,7 @@ def evaluate_complete(built: Built) -> Trained:
     """Evaluate a complete run where that is missing, and log a sample."""
     state = built.state
     evaluator = built.evaluator
+    evaluator.runtime.group.set_activity(f"evaluating after step {state.step}")
     model = built.trainable.model
     with built.trainable.average.applied():
         # saved between two evaluations, under a larger limit

@@ -323,4 +323,4 @@ def open_reports(prepared: Prepared, built: Built, resources: contextlib.ExitSta
     for outbox in outboxes:
         outbox.start(state.step, group.world_size)
         resources.callback(outbox.close)
-    return Reports(outboxes, Hooks(group.env))
+    return Reports(outboxes, Hooks(group))

@@ -115,7 +115,8 @@ class TrainStep:
             strategy.broadcast_buffers(self.model)  # the forward passes have changed them
             return StepResult(flags, grad_norm, losses, anomaly=anomaly)
 
-        with self.control.measure_norms(step):
+        reads = scaler.is_enabled()  # from a GPU, which waits
+        with self.control.measure_norms(step), self.phase("update", step, waiting=reads):
             lr = self.set_lr(step)
             seed_everything("update", self.config.run.seed, step)
             strategy.update(self.optimizer, scaler)

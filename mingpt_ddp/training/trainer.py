@@ -92,6 +92,7 @@ class Trainer:
             if flags is None:  # rolled back
                 continue
             self.state.step = step
+            self._finish()
             is_last = step == self.steps
             self.metrics.step_done(step)
             if not flags.saving:  # a save has ended on all ranks: take its result
@@ -255,6 +256,11 @@ class Trainer:
         step = self.state.step
         return step == self.steps or (every is not None and step % every == 0)
 
+    def _finish(self) -> None:
+        """Put into the heartbeat that this rank is between two steps, where most calls wait."""
+        group = self.context.runtime.group
+        group.set_activity(f"finishing step {self.state.step}", waiting=True)
+
     def _log(self) -> None:
         state = self.saves.update_wall_time()
         metrics = self.metrics.log_train(
@@ -267,6 +273,7 @@ class Trainer:
 
     def _save(self, end: RunStatus | None, improved: bool, is_due: bool) -> None:
         """Save this step if it ends the run, improves on the best, or a snapshot is due."""
+        self._finish()
         is_last = end is not None or self.state.step == self.steps
         if end is RunStatus.PREEMPTED:
             self.saves.save_on_preemption()

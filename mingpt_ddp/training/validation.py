@@ -109,7 +109,7 @@ class Validation:
 
     def log_sample(self) -> None:
         """Log a text that the model generates, if the task has one."""
-        self.context.runtime.group.set_activity("sampling")
+        self.context.runtime.group.set_activity(f"sampling after step {self.state.step}")
         with self._averaged_weights():
             text = self.evaluator.sample(self.context.trainable.model, self.state.step)
         self.context.metrics.log_sample(self.state.step, text)
@@ -117,6 +117,7 @@ class Validation:
     def _measure(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if a signal interrupted the evaluation."""
         interrupt = self.context.interrupt
+        self.context.runtime.group.set_activity(f"evaluating after step {self.state.step}")
         with self._averaged_weights():
             return self.evaluator.run(
                 self.context.trainable.model,

@@ -262,6 +262,7 @@ def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
         ("in the backward pass of step 2", False),
         forward,
         ("in the backward pass of step 2", True),
+        ("in the optimizer update of step 2", False),
     ]
     train_step.run(2)
     assert activities == expected

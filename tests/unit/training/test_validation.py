@@ -192,7 +192,7 @@ def test_a_sample_is_logged():
     validation, parts = validation_of()
     validation.log_sample()
     expected: list[Any] = [
-        call.group.set_activity("sampling"),
+        call.group.set_activity("sampling after step 4"),
         call.average_in(),
         call.evaluator.sample("model", 4),
         call.average_out(),
