@@ -149,9 +149,8 @@ def train(cfg: DictConfig) -> float:
     except Exception as error:
         if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
             exits.failure(error)
-        log.error("the job failed", exc_info=error)
-        message = f"error: {type(error).__name__}: {error}"
-        failure = sweep.record_failed(Job.current(), message, FAILURE)
+        exits.log_traceback("the job failed", error)
+        failure = sweep.record_failed(Job.current(), f"error: {exits.describe(error)}", FAILURE)
     finally:
         exits.group = None  # the signal handlers outlive the job and would keep it in memory
         logs.close()

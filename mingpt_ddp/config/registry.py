@@ -278,7 +278,7 @@ def _register_again(path: Path) -> str:
     for entry in _files[path].entries:
         if BUILDERS[entry.group].get(entry.name, entry.builder) is not entry.builder:
             decorator = f"@register({entry.group!r}, {entry.name!r}, ...)"
-            raise CodeError(f"{_relative(path)}: {decorator}: {TAKEN}")
+            raise CodeError(f"{relative_path(path)}: {decorator}: {TAKEN}")
         entry.add()
     return _files[path].sha256
 
@@ -301,7 +301,7 @@ def _compile(content: bytes, path: Path) -> types.CodeType:
         # with the line, which attribute_errors_to_user_code shows
         if getattr(error, "filename", None):
             raise
-        raise CodeError(f"{_relative(path)} is not Python: {error}") from error
+        raise CodeError(f"{relative_path(path)} is not Python: {error}") from error
 
 
 @contextlib.contextmanager
@@ -324,14 +324,15 @@ def attribute_errors_to_user_code() -> Iterator[None]:
 def _location(error: BaseException) -> str | None:
     """Return `file:line` of the innermost call in a user's file, or of a syntax error in one."""
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename) in _files:
-        return f"{_relative(Path(error.filename))}:{error.lineno}"
+        return f"{relative_path(Path(error.filename))}:{error.lineno}"
     location = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
         if path in _files:
-            location = f"{_relative(path)}:{line}"
+            location = f"{relative_path(path)}:{line}"
     return location
 
 
-def _relative(path: Path) -> str:
+def relative_path(path: Path) -> str:
+    """Return a path as messages have it: relative to the working directory, if it is below that."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -152,15 +152,19 @@ class ProcessExit:
         self.group: ProcessGroup | None = None  # once this rank has joined it
         self.is_symmetric = True  # errors are the same on all ranks
 
-    def user_error(self, error: UserError) -> NoReturn:
-        """Log the error once per agent, even if every rank has it, and exit."""
+    def user_error(self, error: UserError, *, may_be_of_all: bool = True) -> NoReturn:
+        """Log the error once per agent, even if every rank has it, and exit.
+
+        Args:
+            may_be_of_all: rank zero reports it first, if it has it too.
+        """
         if self.group is not None:
             self.group.failures.report(str(error), type(error).__name__)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
-        if self.env.has_agent and not self.env.is_rank_zero:
-            time.sleep(AGENT_POLL_S)  # rank zero reports first
+        if may_be_of_all and self.env.has_agent and not self.env.is_rank_zero:
+            time.sleep(AGENT_POLL_S)
         message = str(error)
         may_succeed = EX_TEMPFAIL if self.env.has_agent else USER_ERROR  # after a restart
         if isinstance(error, JoinError):
@@ -198,22 +202,42 @@ class ProcessExit:
         import torch.distributed as dist
 
         is_gloo_error = isinstance(error, RuntimeError) and "gloo" in str(error)
-        summary = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, dist.DistError) or is_gloo_error:
-            self._lost_peer(error, summary)
-        if self.group is not None:
-            self.group.failures.report(summary)
+            self._lost_peer(error)
+        text = self.describe(error)
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         with contextlib.suppress(Exception):  # the error file for torchrun's summary
             get_error_handler().record_exception(error)
         rank = self.env.rank
-        # torch reports a killed process of the loader from wherever the rank happens to be.
-        is_known = "DataLoader worker" in summary
-        log.error("rank %d failed", rank, exc_info=error, extra={"file_only": is_known})
-        exit_process(f"error: rank {rank}: {summary}", FAILURE)
+        self.log_traceback(f"rank {rank} failed", error)
+        if self._has_come_before(error, text):
+            advice = "a restart would not help: mend it, then run the same command to resume"
+            twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
+            self.user_error(twice, may_be_of_all=False)  # before a peer exits: that is restarted
+        if self.group is not None:
+            self.group.failures.report(text)
+        exit_process(f"error: rank {rank}: {text}", FAILURE)
 
-    def _lost_peer(self, error: Exception, summary: str) -> NoReturn:
+    def _has_come_before(self, error: Exception, text: str) -> bool:
+        """Return whether an earlier attempt had this error of the code in the same step."""
+        from mingpt_ddp.distributed.error_text import may_pass
+
+        if self.group is None or not self.group.has_begun or may_pass(error):
+            return False
+        return self.group.failures.has_come_before(text)
+
+    def describe(self, error: Exception) -> str:
+        """Return the error, its file and line, and the activity of this rank, as one line."""
+        from mingpt_ddp.distributed.error_text import describe_error
+
+        return describe_error(error, self.group.heartbeat["activity"] if self.group else "")
+
+    def log_traceback(self, what: str, error: Exception) -> None:
+        """Log a traceback to the file; to the console if there is no file yet."""
+        log.error(what, exc_info=error, extra={"file_only": logs.has_file()})
+
+    def _lost_peer(self, error: Exception) -> NoReturn:
         """Log the root cause, which another rank may report, and exit."""
         rank = self.env.rank
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
@@ -221,6 +245,7 @@ class ProcessExit:
         if cause is not None:
             self._log_peer_failure(cause)
         else:
+            summary = " ".join(f"{type(error).__name__}: {error}".split())
             log.error("error: rank %d lost another rank: %s", rank, summary[:200])
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

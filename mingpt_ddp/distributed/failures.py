@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+import uuid
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mingpt_ddp import errors
+from mingpt_ddp.distributed.error_text import comparable
 from mingpt_ddp.distributed.rendezvous import ask_store, get_now
 from mingpt_ddp.errors import UserError
 
@@ -33,12 +35,20 @@ class Failure:
 class FailureReports:
     """The error of the first rank that failed, in the store of the attempt."""
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        job_store: dist.Store | None = None,
+    ) -> None:
         """
         Args:
             store: None: there is no other rank.
+            job_store: outlives the attempt; None: nobody starts another one.
         """
         self.store = store
+        self.job_store = job_store
         self.rank = rank
         self.world_size = world_size
 
@@ -53,6 +63,21 @@ class FailureReports:
             return
         failure = json.dumps(asdict(Failure(self.rank, kind, message)))
         ask_store(lambda: store.compare_set(FAILURE, "", failure), otherwise=b"")
+
+    def has_come_before(self, message: str) -> bool:
+        """Record an error for later attempts; return whether a rank had it in an earlier one."""
+        job_store = self.job_store
+        if job_store is None:
+            return False
+        own_id = uuid.uuid4().hex
+
+        def record() -> bool:
+            attempt = self.store.compare_set("attempt", "", own_id) if self.store else b""
+            attempt_id = attempt.decode() or own_id
+            key = f"error/{comparable(message)}"
+            return job_store.compare_set(key, "", attempt_id).decode() != attempt_id
+
+        return ask_store(record, otherwise=False)
 
     def first(self, wait_s: float) -> Failure | None:
         """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""

@@ -77,6 +77,12 @@ def to_file(directory: Path, env: DistEnv) -> None:
     logging.getLogger(ROOT).addHandler(handler)
 
 
+def has_file() -> bool:
+    """Return whether there is a log file."""
+    handlers = logging.getLogger(ROOT).handlers
+    return any(isinstance(handler, logging.FileHandler) for handler in handlers)
+
+
 def close() -> None:
     """Flush, close and remove all handlers."""
     logger = logging.getLogger(ROOT)

@@ -25,6 +25,7 @@ from mingpt_ddp.errors import ConfigError
 
 SMALL_BYTES = 1 << 20  # of tensors that share a message
 WAITING = "waiting for other ranks"  # name of the profiler's events
+STARTING = "starting"  # the activity until the first batch or evaluation
 
 
 def check_ranks(ddp: DDPConfig, world_size: int) -> None:
@@ -85,14 +86,14 @@ class ProcessGroup(JsonCollectives):
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
         # The training thread's activity, which the watchdog reads to find the straggler: a new dict
         # at every change.
-        self.heartbeat: dict[str, Any] = {"count": 0, "activity": "starting", "waiting": False}
+        self.heartbeat: dict[str, Any] = {"count": 0, "activity": STARTING, "waiting": False}
         # Whether this rank's snapshot thread writes what it has staged, or waits for the others.
         self.is_writing = False
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
         if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
             self._job_store, self.store = join(env, job, self.timeout_s)
         self.closed = threading.Event()
-        self.failures = FailureReports(self.store, self.rank, self.world_size)
+        self.failures = FailureReports(self.store, self.rank, self.world_size, self._job_store)
 
     def connect(self, devices: list[torch.device], ddp: DDPConfig) -> None:
         """Connect to the other ranks, which have joined.
@@ -128,7 +129,7 @@ class ProcessGroup(JsonCollectives):
             self.shared_memory = connect_local_ranks(self.rank, self.all_gather, self.timeout_s)
             if self.shared_memory:
                 self.transport = "shared memory"
-        self.set_activity("starting")
+        self.set_activity(STARTING)
 
     def _refuse_shared_gpus(self, devices: list[torch.device]) -> None:
         own = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
@@ -243,6 +244,11 @@ class ProcessGroup(JsonCollectives):
         if self._job_store is None:
             return make()
         return self._job_store.compare_set(key, "", make()).decode()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this rank has begun to train or to evaluate."""
+        return bool(self.heartbeat["activity"] != STARTING)
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
         """Update the heartbeat: the activity of this rank, and whether it waits for others."""
