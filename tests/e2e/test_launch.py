@@ -285,7 +285,10 @@ def test_the_failing_rank_is_named_last(tmp_path):
     command = [*torchrun(3)[:-1], str(script), *TINY, "run.name=a"]
     done = call(command, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 1
-    root_cause = "error: rank 1: OSError: the disk of rank 1 is gone"
+    root_cause = (
+        "error: rank 1: OSError: the disk of rank 1 is gone (failing.py:6), "
+        "fetching the batch of step 5"
+    )
     errors = [line for line in done.stdout.splitlines() if "error: rank" in line]
     assert errors
     assert all(line.endswith(root_cause) for line in errors)
