@@ -49,7 +49,7 @@ def mine(name):
 def pause(name):
     """Report that this rank has reached the point, and wait; only once over all attempts."""
     if not (HERE / mine(name)).exists():
-        touch(mine(name))
+        (HERE / mine(name)).write_text(str(os.getpid()))
         while not (HERE / "go").exists():
             time.sleep(0.01)
 
@@ -95,6 +95,7 @@ class PausedJob:
     """A launch that pauses at the points where `patches` calls `pause`."""
 
     start = Job
+    settings = SETTINGS
 
     def __init__(
         self, command: list[str], cwd: Path, patches: str, *options: str, **extra: str
@@ -104,7 +105,7 @@ class PausedJob:
         (self.site / "sitecustomize.py").write_text(SITE)
         (self.site / "patches.py").write_text(patches)
         self.job = self.start(
-            [*command, *SETTINGS, *options], cwd, PYTHONPATH=str(self.site), **extra
+            [*command, *self.settings, *options], cwd, PYTHONPATH=str(self.site), **extra
         )
 
     def wait_until(self, point: str, *ranks: int) -> None:
@@ -116,6 +117,12 @@ class PausedJob:
                 what=marker.name,
             )
             assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
+
+    def process_at(self, point: str, rank: int = 0) -> int:
+        """Return the id of the process of a rank that has reached the point."""
+        marker = self.site / f"{point}.{rank}"
+        wait_for(marker.read_text, timeout=5, what=f"the process id in {marker.name}")
+        return int(marker.read_text())
 
     def resume(self) -> None:
         (self.site / "go").touch()
