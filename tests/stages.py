@@ -1,0 +1,298 @@
+"""Runs whose processes are held at a stage of their start, there to be killed or stopped.
+
+The stages are in the order in which a local run reaches them:
+
+    imports     the fork server has begun to import; no process has been forked
+    hosts       the process of the store has begun; it answers no rank
+    forked      a rank has begun, before anything else
+    connects    a rank is about to connect to the store
+    joined      a rank has left the rendezvous, before torch's process group
+    first step  a rank has done the passes of its first step
+    saving      a rank is about to write the files of a snapshot
+    complete    the result is written; the ranks still are a process group
+    exit        they are none any more, and about to end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launching import Job, UnforkedJob, children, is_running, python_main, read, torchrun, wait_for
+from pause_points import SETTINGS, PausedJob, patches
+from random_faults import processes_in, tensors
+
+TIMEOUT_S = 6
+GRACE_S = 2
+REPORT = "STAGES_REPORT"  # variable: the file to which each case adds a line of JSON
+
+TEXT = [*SETTINGS, "snapshot.every_steps=4"]
+DIGITS = [
+    "experiment=digits_convnet",
+    "data.num_workers=1",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=24",
+    "trainer.eval_every=12",
+    "trainer.log_every=1",
+    "trainer.device=cpu",
+    "trainer.precision=fp32",
+    "snapshot.every_steps=4",
+    "run.name=run",
+]
+LIMITS = [f"ddp.timeout_s={TIMEOUT_S}", f"snapshot.grace_seconds={GRACE_S}"]
+COMMANDS = {
+    "forkserver": [*python_main(), "ddp.nproc_per_node=2"],
+    "spawn": [*python_main(), "ddp.nproc_per_node=2", "ddp.launcher=spawn"],
+    "torchrun": torchrun(2, "--max-restarts=3"),
+}
+# As for a user: the launcher and its fork server import torch themselves, for seconds.
+COMMANDS["new processes"] = COMMANDS["forkserver"]
+
+PATCHES = """
+import functools
+
+def reach(stage):
+    if stage == "<stage>":
+        pause(stage)
+
+def before(owner, name, stage):
+    original = getattr(owner, name)
+    @functools.wraps(original)
+    def paused(*arguments, **named):
+        reach(stage)
+        return original(*arguments, **named)
+    setattr(owner, name, paused)
+
+def after(owner, name, stage):
+    original = getattr(owner, name)
+    @functools.wraps(original)
+    def paused(*arguments, **named):
+        result = original(*arguments, **named)
+        reach(stage)
+        return result
+    setattr(owner, name, paused)
+
+def patch_preload(preload):
+    reach("imports")
+
+def patch_store(local_store):
+    original = local_store._host
+    @functools.wraps(original)
+    def host(*arguments):
+        if not (HERE / "store.0").exists():
+            (HERE / "store.0").write_text(str(os.getpid()))
+        reach("hosts")
+        original(*arguments)
+    local_store._host = host
+
+def patch_workers(workers):
+    original = workers.run_worker
+    @functools.wraps(original)
+    def run_worker(environ, *arguments):
+        os.environ["RANK"] = environ["RANK"]
+        reach("forked")
+        original(environ, *arguments)
+    workers.run_worker = run_worker
+
+def patch_launcher(launcher):
+    # it may have been imported before, and processes are started by the name of a function
+    launcher.run_worker = sys.modules["mingpt_ddp.distributed.workers"].run_worker
+
+def patch_command(train_job):
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        before(train_job, "main", "forked")
+
+def patch_group(process_group):
+    before(process_group, "connect", "connects")
+    after(process_group, "join_attempt", "joined")
+    close = process_group.ProcessGroup.close
+    def paused(self):
+        if self.world_size > 1:
+            reach("complete")
+        close(self)
+        if self.world_size > 1:
+            reach("exit")
+    process_group.ProcessGroup.close = paused
+
+PATCHES["mingpt_ddp.distributed.preload"] = patch_preload
+PATCHES["mingpt_ddp.distributed.local_store"] = patch_store
+PATCHES["mingpt_ddp.distributed.workers"] = patch_workers
+PATCHES["mingpt_ddp.distributed.launcher"] = patch_launcher
+PATCHES["mingpt_ddp.cli.train_job"] = patch_command
+PATCHES["mingpt_ddp.distributed.process_group"] = patch_group
+PATCHES["mingpt_ddp.training.step_control"] = lambda module: before(
+    module.RunControl, "send_flags", "first step"
+)
+PATCHES["mingpt_ddp.snapshots.store"] = lambda module: before(
+    module.SnapshotStore, "write_files", "saving"
+)
+"""
+HOLDS_NO_RANK = ("imports", "hosts")  # stages
+AFTER_RESULT = ("complete", "exit")  # stages
+
+
+@dataclass(frozen=True)
+class Case:
+    """A signal to a process at a stage of its run."""
+
+    process: str  # launcher, fork server, store, rank 0, loader of rank 0, ...
+    stage: str
+    signal: str  # KILL or STOP of that process; TERM or INT INT: to the launcher, it is stopped
+    expectation: str = ""  # the line that names who, as a regular expression; "": no line
+    launcher: str = "forkserver"
+
+    def __str__(self) -> str:
+        of = "" if self.launcher == "forkserver" else f", {self.launcher}"
+        return f"{self.signal} {self.process}, {self.stage}{of}"
+
+    @property
+    def settings(self) -> list[str]:
+        """Those of the run; a rank has loader processes for the digits only."""
+        return DIGITS if self.process.startswith("loader") else TEXT
+
+
+@dataclass
+class Outcome:
+    """What a case has led to: a line of the report."""
+
+    process: str
+    stage: str
+    signal: str
+    launcher: str
+    seconds: float | None = None  # from the signal to the restart, or to the end
+    ended: str = "hangs"  # restart, exit N, or gone: all processes have ended
+    line: str = ""  # that says why
+    exit_code: int | None = None  # of the launcher, at the end of all
+    bits: bool | None = None  # whether the tensor files are those of the undisturbed run
+    left: list[str] = field(default_factory=list)  # processes still running after the launcher
+
+
+class HeldJob(PausedJob):
+    """A run whose processes are held at the stage of a case."""
+
+    def __init__(self, case: Case, cwd: Path) -> None:
+        self.start = UnforkedJob if case.launcher == "new processes" else Job
+        self.settings = case.settings
+        self.case = case
+        self.cwd = cwd
+        text = patches(PATCHES, stage=case.stage)
+        super().__init__(COMMANDS[case.launcher], cwd, text, *LIMITS)
+
+    def wait_until_held(self) -> None:
+        """Wait until both ranks, or the process that precedes them, have reached the stage."""
+        ranks = (0,) if self.case.stage in HOLDS_NO_RANK else (0, 1)
+        self.wait_until(self.case.stage, *ranks)
+
+    def process(self) -> int:
+        """Return the process id of the case's process."""
+        name = self.case.process
+        stage = self.case.stage
+        if name == "launcher":
+            return self.job.process.pid
+        if name == "store":
+            return self.process_at("store")
+        if name == "fork server":
+            if stage == "imports":
+                return self.process_at("imports")
+            return parent(self.process_at("store"))
+        rank = self.process_at(stage, int(name[-1]))
+        if not name.startswith("loader"):
+            return rank
+        wait_for(lambda: children(rank), timeout=10, what="a loader process")
+        return children(rank)[0]
+
+    def inject(self, number: signal.Signals) -> float:
+        """Send SIGKILL or SIGSTOP to the case's process; return when, by time.monotonic()."""
+        pid = self.process()
+        assert is_running(pid), f"process {pid} has ended before the signal:\n{self.job.text()}"
+        sent_at = time.monotonic()
+        os.kill(pid, number)
+        if number == signal.SIGSTOP:
+            wait_for(lambda: state(pid) == "T", timeout=5, what="the stop of the process")
+        elif self.case.process == "launcher":
+            self.job.process.wait(5)
+        else:
+            wait_for(lambda: not is_running(pid), timeout=5, what="the end of the process")
+        return sent_at
+
+    def is_over(self) -> bool:
+        """Whether the launcher and all other processes of the run have ended."""
+        return self.job.process.poll() is not None and not processes_in(self.cwd)
+
+    def has_restarted(self, before: set[int]) -> bool:
+        """Whether the launcher has restarted its workers, of which it had these `before`."""
+        if self.case.launcher != "torchrun":
+            return "\nrestart 1 of " in self.job.text()
+        now = set(self.job.workers())
+        return len(now) == len(before) and not now & before
+
+    def reason(self) -> str:
+        """Return the last line that says why the first attempt ended, preferably as expected."""
+        first_attempt = self.job.text().partition("\nrestart 1 of ")[0]
+        errors = [line for line in first_attempt.splitlines() if "error: " in line]
+        named = [line for line in errors if re.search(self.case.expectation, line)]
+        return (named or errors or [""])[-1]
+
+    def kill_all(self) -> None:
+        """SIGKILL what is left of the run."""
+        for pid in processes_in(self.cwd):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.job.process.wait(10)
+
+
+def parent(pid: int) -> int:
+    return int(status(pid)["PPid"])
+
+
+def state(pid: int) -> str:
+    """Return the letter of a process's state: T if it is stopped; "" once it has ended."""
+    return status(pid).get("State", "")[:1]
+
+
+def status(pid: int) -> dict[str, str]:
+    lines = read(pid, "status").splitlines()
+    return {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def describe(pid: int) -> str:
+    return f"{pid} {state(pid)} {read(pid, 'comm').strip()}"
+
+
+def in_time(condition: Any, timeout: float) -> bool:
+    """Wait for a condition; return whether it holds within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def last_bits(cwd: Path) -> tuple[str, dict[str, bytes]]:
+    """Return the last snapshot's name, and its tensor files: those of model and optimizer."""
+    run = cwd / "outputs" / "run"
+    last = max(run.glob("snapshots/step_*"), default=Path("none"))
+    return last.name, tensors(run) if last.exists() else {}
+
+
+def run_undisturbed(case: Case, cwd: Path) -> int:
+    """Run the command of a case without a fault; return its exit code."""
+    # bits do not depend on the launcher, and this one is the fastest
+    job = Job([*COMMANDS["forkserver"], *case.settings, "ddp.timeout_s=60"], cwd)
+    code = job.wait(60)
+    in_time(lambda: not processes_in(cwd), 5)
+    return code
+
+
+def add_to_report(outcome: Outcome) -> None:
+    if path := os.environ.get(REPORT):
+        with open(path, "a") as file:
+            print(json.dumps(asdict(outcome)), file=file)
