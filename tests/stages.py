@@ -34,8 +34,9 @@ GRACE_S = 2
 REPORT = "STAGES_REPORT"  # variable: the file to which each case adds a line of JSON
 
 TEXT = [*SETTINGS, "snapshot.every_steps=4"]
-DIGITS = [
-    "experiment=digits_convnet",
+# Of samples, which loader processes read; nothing is imported for them, unlike for the digits.
+TOY = [
+    "experiment=toy",
     "data.num_workers=1",
     "trainer.max_epochs=null",
     "trainer.max_steps=24",
@@ -147,15 +148,20 @@ class Case:
     signal: str  # KILL or STOP of that process; TERM or INT INT: to the launcher, it is stopped
     expectation: str = ""  # the line that names who, as a regular expression; "": no line
     launcher: str = "forkserver"
+    holds: bool = False  # the ranks stay at the stage: else they are done before anyone notices
 
     def __str__(self) -> str:
-        of = "" if self.launcher == "forkserver" else f", {self.launcher}"
-        return f"{self.signal} {self.process}, {self.stage}{of}"
+        words = [f"{self.signal} {self.process}", self.stage]
+        if self.launcher != "forkserver":
+            words.append(self.launcher)
+        if self.holds:
+            words.append("held")
+        return ", ".join(words)
 
     @property
     def settings(self) -> list[str]:
-        """Those of the run; a rank has loader processes for the digits only."""
-        return DIGITS if self.process.startswith("loader") else TEXT
+        """Those of the run; a rank has loader processes for samples only."""
+        return TOY if self.process.startswith("loader") else TEXT
 
 
 @dataclass
@@ -166,6 +172,7 @@ class Outcome:
     stage: str
     signal: str
     launcher: str
+    holds: bool
     seconds: float | None = None  # from the signal to the restart, or to the end
     ended: str = "hangs"  # restart, exit N, or gone: all processes have ended
     line: str = ""  # that says why
@@ -189,6 +196,7 @@ class HeldJob(PausedJob):
         """Wait until both ranks, or the process that precedes them, have reached the stage."""
         ranks = (0,) if self.case.stage in HOLDS_NO_RANK else (0, 1)
         self.wait_until(self.case.stage, *ranks)
+        assert "restart 1 of " not in self.job.text(), self.job.text()
 
     def process(self) -> int:
         """Return the process id of the case's process."""
