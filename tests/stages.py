@@ -143,7 +143,7 @@ AFTER_RESULT = ("complete", "exit")  # stages
 class Case:
     """A signal to a process at a stage of its run."""
 
-    process: str  # launcher, fork server, store, rank 0, loader of rank 0, ...
+    process: str  # launcher, fork server, store, rank 0, ranks (all), loader of rank 0, ...
     stage: str
     signal: str  # KILL or STOP of that process; TERM or INT INT: to the launcher, it is stopped
     expectation: str = ""  # the line that names who, as a regular expression; "": no line
@@ -175,7 +175,8 @@ class Outcome:
     holds: bool
     seconds: float | None = None  # from the signal to the restart, or to the end
     ended: str = "hangs"  # restart, exit N, or gone: all processes have ended
-    line: str = ""  # that says why
+    line: str = ""  # that says why, by the expectation if there is such a line
+    errors: list[str] = field(default_factory=list)  # all that the first attempt wrote
     exit_code: int | None = None  # of the launcher, at the end of all
     bits: bool | None = None  # whether the tensor files are those of the undisturbed run
     left: list[str] = field(default_factory=list)  # processes still running after the launcher
@@ -198,8 +199,13 @@ class HeldJob(PausedJob):
         self.wait_until(self.case.stage, *ranks)
         assert "restart 1 of " not in self.job.text(), self.job.text()
 
-    def process(self) -> int:
-        """Return the process id of the case's process."""
+    def processes(self) -> list[int]:
+        """Return the process ids of the case's process: of all ranks, if it is `ranks`."""
+        if self.case.process == "ranks":
+            return [self.process_at(self.case.stage, rank) for rank in (0, 1)]
+        return [self._process()]
+
+    def _process(self) -> int:
         name = self.case.process
         stage = self.case.stage
         if name == "launcher":
@@ -218,16 +224,19 @@ class HeldJob(PausedJob):
 
     def inject(self, number: signal.Signals) -> float:
         """Send SIGKILL or SIGSTOP to the case's process; return when, by time.monotonic()."""
-        pid = self.process()
-        assert is_running(pid), f"process {pid} has ended before the signal:\n{self.job.text()}"
+        pids = self.processes()
+        ended = [pid for pid in pids if not is_running(pid)]
+        assert not ended, f"processes {ended} have ended before the signal:\n{self.job.text()}"
         sent_at = time.monotonic()
-        os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            wait_for(lambda: state(pid) == "T", timeout=5, what="the stop of the process")
-        elif self.case.process == "launcher":
-            self.job.process.wait(5)
-        else:
-            wait_for(lambda: not is_running(pid), timeout=5, what="the end of the process")
+        for pid in pids:
+            os.kill(pid, number)
+        for pid in pids:
+            if number == signal.SIGSTOP:
+                assert in_time(lambda: state(pid) == "T", 5), describe(pid)  # noqa: B023
+            elif pid == self.job.process.pid:
+                self.job.process.wait(5)
+            else:
+                assert in_time(lambda: not is_running(pid), 5), describe(pid)  # noqa: B023
         return sent_at
 
     def is_over(self) -> bool:
@@ -241,12 +250,12 @@ class HeldJob(PausedJob):
         now = set(self.job.workers())
         return len(now) == len(before) and not now & before
 
-    def reason(self) -> str:
-        """Return the last line that says why the first attempt ended, preferably as expected."""
+    def explain(self, outcome: Outcome) -> None:
+        """Enter why the first attempt ended: all its errors, and the last one, if as expected."""
         first_attempt = self.job.text().partition("\nrestart 1 of ")[0]
-        errors = [line for line in first_attempt.splitlines() if "error: " in line]
-        named = [line for line in errors if re.search(self.case.expectation, line)]
-        return (named or errors or [""])[-1]
+        outcome.errors = [line for line in first_attempt.splitlines() if "error: " in line]
+        named = [line for line in outcome.errors if re.search(self.case.expectation, line)]
+        outcome.line = (named or outcome.errors or [""])[-1]
 
     def kill_all(self) -> None:
         """SIGKILL what is left of the run."""
