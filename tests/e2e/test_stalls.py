@@ -171,13 +171,13 @@ PATCHES["mingpt_ddp.data.dataloader"] = patch
 SLOW_COMMIT = """
 def patch_store(store):
     original = store.SnapshotStore.commit
-    def commit(self, step, *arguments):
+    def commit(self, step, *arguments, **named):
         if step == 8 and not (HERE / "failed").exists():
             touch("committing")
             while not (HERE / "failed").exists():
                 time.sleep(0.01)
             time.sleep(6)
-        return original(self, step, *arguments)
+        return original(self, step, *arguments, **named)
     store.SnapshotStore.commit = commit
 PATCHES["mingpt_ddp.snapshots.store"] = patch_store
 """

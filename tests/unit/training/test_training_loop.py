@@ -48,7 +48,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),
         metrics=parts.metrics,
-        runtime=SimpleNamespace(group=SimpleNamespace(store=None, timeout_s=9.0)),
+        runtime=SimpleNamespace(group=SimpleNamespace(set_activity=Mock())),
         trainable=SimpleNamespace(model="model", optimizer="optimizer"),
         interrupt=SimpleNamespace(exits="exits", deferred=False),
     )
@@ -137,7 +137,7 @@ def test_signals_are_deferred_while_a_run_trains():
 def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
     """The warm-up and two steps; later, other processes may have taken the memory."""
     trainer, parts = trainer_of(state=TrainState(step=2))
-    group = SimpleNamespace(store=None, timeout_s=9.0, rank=0, world_size=1)
+    group = SimpleNamespace(set_activity=Mock(), rank=0, world_size=1)
     strategy = SimpleNamespace(config=trainer.config)
     trainer.context.runtime = SimpleNamespace(group=group, strategy=strategy)
     parts.step.plan.micro_batch_size = 3
