@@ -111,8 +111,8 @@ def patch_command(train_job):
         before(train_job, "main", "forked")
 
 def patch_group(process_group):
-    before(process_group, "connect", "connects")
-    after(process_group, "join_attempt", "joined")
+    before(process_group, "join", "connects")
+    after(process_group, "join", "joined")
     close = process_group.ProcessGroup.close
     def paused(self):
         if self.world_size > 1:
