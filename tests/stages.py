@@ -96,10 +96,10 @@ def patch_store(local_store):
 def patch_workers(workers):
     original = workers.run_worker
     @functools.wraps(original)
-    def run_worker(environ, *arguments):
+    def run_worker(parent, environ, *arguments):
         os.environ["RANK"] = environ["RANK"]
         reach("forked")
-        original(environ, *arguments)
+        original(parent, environ, *arguments)
     workers.run_worker = run_worker
 
 def patch_launcher(launcher):
@@ -210,6 +210,8 @@ class HeldJob(PausedJob):
         stage = self.case.stage
         if name == "launcher":
             return self.job.process.pid
+        if name in ("store", "fork server") and stage != "imports":
+            self.wait_until("store")  # it may be about to write its process id
         if name == "store":
             return self.process_at("store")
         if name == "fork server":

@@ -68,8 +68,8 @@ def main(composed: DictConfig | None = None) -> None:
     # by default a third of the time in which torch is imported goes into collections
     gc.set_threshold(20_000)
     caller = os.environ.pop(CALLER, None)
-    if caller or has_parent_launcher():
-        die_with_parent(caller)
+    if composed is None and (caller or has_parent_launcher()):  # a local worker has done so
+        die_with_parent(int(caller) if caller else None)
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
     sweep = Sweep()

@@ -85,7 +85,7 @@ def cli_errors() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
 
 
-def die_with_parent(expected: str | None = None) -> None:
+def die_with_parent(expected: int | None = None) -> None:
     """Exit when the parent process dies.
 
     An orphaned worker must not train concurrently with its successor.
@@ -93,7 +93,7 @@ def die_with_parent(expected: str | None = None) -> None:
     Args:
         expected: the parent's process id; None: whichever it is now.
     """
-    parent = int(expected or os.getppid())
+    parent = expected or os.getppid()
 
     def wait_for_parent() -> None:
         launcher = multiprocessing.parent_process()

@@ -24,11 +24,6 @@ LENGTH_BYTES = 8  # before each value
 SHORT_BYTES = 1016  # of a value: most fit into the first message
 
 
-def digest(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, the same for dicts of any order."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a call ended with on this rank."""
@@ -103,7 +98,8 @@ class JsonCollectives:
         """Return whether every rank passes the same JSON value; only a digest is sent."""
         if self.world_size == 1:
             return True
-        number = int(digest(value), 16) % 2**63
+        content = json.dumps(value, sort_keys=True).encode()
+        number = int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
         extremes = torch.tensor([number, -number])
         with self._blocked():
             dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
@@ -120,35 +116,10 @@ class JsonCollectives:
             OSError: in place of any other error that is caught; names the rank, has its errno.
         """
         if per_node:
-            return self._run_on_every_node(work)
+            is_caller = self.env.local_rank == 0 or self.is_rank_zero
+            return self.decide_on_rank_zero(lambda: [work()] if is_caller else [], _common_value)
         own = self._attempt(work) if self.is_rank_zero else Outcome()
         return self._value_of(self.broadcast_json(own.packed), own)
-
-    def _run_on_every_node(self, work: Callable[[], T]) -> T:
-        own: list[T] = []  # of the first rank of a node
-
-        def digest_own() -> str:
-            if not self.is_rank_zero and self.env.local_rank != 0:
-                return ""
-            own.append(work())
-            return digest(own[0])
-
-        def refuse(of_ranks: list[list[T]]) -> T:
-            values = [*itertools.chain.from_iterable(of_ranks)]
-            raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
-
-        if len({*self.call_everywhere(digest_own)} - {""}) > 1:
-            return self.decide_on_rank_zero(lambda: own, refuse)
-        return self.broadcast_json(own)[0]
-
-    def call_everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Call `work` on every rank; return its small JSON values, in rank order. A collective.
-
-        Raises:
-            UserError, OSError: as `run_on_rank_zero`, of the first rank that failed.
-        """
-        own = self._attempt(work)
-        return [self._value_of(packed, own) for packed in self.all_gather(own.packed)]
 
     def decide_on_rank_zero(self, work: Callable[[], T], decide: Callable[[list[T]], D]) -> D:
         """Call `work` on every rank, and `decide` on rank zero with its JSON values. A collective.
@@ -216,6 +187,13 @@ class JsonCollectives:
                 parts = [torch.empty_like(padded) for _ in range(self.world_size)]
             dist.gather(padded, parts, dst=0, group=self._group)
         return [json.loads(_content(part, _length(part))) for part in parts or []]
+
+
+def _common_value(of_ranks: list[list[T]]) -> T:
+    values = [*itertools.chain.from_iterable(of_ranks)]
+    if any(value != values[0] for value in values):
+        raise RunError(f"the nodes have different texts or configurations: {values}"[:300])
+    return values[0]
 
 
 def _with_length(content: bytes, length: int) -> bytes:

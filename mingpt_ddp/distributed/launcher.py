@@ -263,10 +263,12 @@ class _Attempt:
         shared[STARTED_AT] = str(started_at)
         if launch.slot:
             shared.update(launch.slot.environ())
+        parent = (launch.config.ddp.launcher == "forkserver" and server_pid()) or os.getpid()
         workers = []
         for index in range(n):
             environ = {**shared, **worker_environ(first, index, n)}
-            arguments = (environ, launch.overrides, self.composed, channels.for_worker(index))
+            ends = channels.for_worker(index)
+            arguments = (parent, environ, launch.overrides, self.composed, ends)
             name = f"rank {first.rank + index}"
             workers.append(context.Process(target=run_worker, args=arguments, name=name))
         return workers

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import cache
@@ -196,52 +196,63 @@ class _Joining:
 
     def lead(self) -> str:
         """On rank zero, invite the others until a process of each has confirmed; return its id."""
-        store = self.store
         hellos = [f"hello/{rank}" for rank in range(1, self.env.world_size)]
-        ids: list[str] = []  # of the other ranks; some may be of dead processes
+        invited: set[str] = set()  # ids; some may be of dead processes
         while True:
-            store.add(LEADING, 1)
-            if store.check(hellos):
-                latest = [value.decode() for value in store.multi_get(hellos)]
-                self._send("invite", [each for each in latest if each not in ids], self.id)
-                ids = latest
-                if self._have_confirmed(ids):
-                    self._send("go", ids, self.id)
-                    return self.id
-            self._pause()
-            if self._is_late():
-                self._name_missing()
+            self.store.add(LEADING, 1)
+            is_late = self._is_late()
+            answers = self._read(hellos, is_late)
+            ids = [answer.partition(" ")[0] for answer in answers]
+            missing = []
+            for rank, answer in enumerate(answers, start=1):
+                if not answer.endswith(f" {self.id}"):
+                    missing.append(rank)
+            if not missing:
+                self._send("go", ids, self.id)
+                return self.id
+            new = {*ids} - invited - {""}
+            self._send("invite", new, self.id)
+            invited |= new
+            if not is_late:
+                self._pause()
+            elif new:
+                time.sleep(CONFIRM_S)
+            else:
+                error = _missing_error(", ".join(map(str, missing)))
+                self._send("invite", invited, f"{REFUSED}{error.args[0]}")
+                raise error
 
     def follow(self) -> str:
         """On another rank, confirm invitations until rank zero starts the attempt; return its id.
 
         A successor of rank zero may send the second one.
         """
-        store = self.store
         leader = ""
         while True:
-            invitation = get_now(store, f"invite/{self.id}")
+            invitation = get_now(self.store, f"invite/{self.id}")
             if invitation.startswith(REFUSED):
                 raise JoinError(invitation.removeprefix(REFUSED))
             if invitation != leader:
                 leader = invitation
-                store.set(f"confirm/{self.id}", leader)
-            if leader and get_now(store, f"go/{self.id}") == leader:
+                self.store.set(f"hello/{self.env.rank}", f"{self.id} {leader}")
+            if leader and get_now(self.store, f"go/{self.id}") == leader:
                 return leader
             self._pause()
             if self._is_late() and not self._is_led():
-                raise self._error("0")
+                raise _missing_error("0")
 
-    def _send(self, what: str, ids: list[str], value: str) -> None:
+    def _read(self, hellos: list[str], is_late: bool) -> list[str]:
+        """Return the ids of ranks, each with that of rank zero once it has confirmed, or "".
+
+        Before it is late, all are "" until every rank has one.
+        """
+        if self.store.check(hellos):
+            return [value.decode() for value in self.store.multi_get(hellos)]
+        return [get_now(self.store, hello) if is_late else "" for hello in hellos]
+
+    def _send(self, what: str, ids: Iterable[str], value: str) -> None:
         for each in ids:
             self.store.set(f"{what}/{each}", value)
-
-    def _have_confirmed(self, ids: list[str]) -> bool:
-        """Return whether these processes have confirmed, to this process of rank zero."""
-        keys = [f"confirm/{each}" for each in ids]
-        if not self.store.check(keys):
-            return False
-        return all(value.decode() == self.id for value in self.store.multi_get(keys))
 
     def _pause(self) -> None:
         """Wait before the store is asked again, which serves all ranks; end after fatal errors.
@@ -262,7 +273,7 @@ class _Joining:
         if time.monotonic() - self.began_at < self.limit_s:
             return False
         # Asked only now: before, it may be the successor of this process.
-        if get_now(self.store, f"hello/{self.env.rank}") != self.id:
+        if not get_now(self.store, f"hello/{self.env.rank}").startswith(self.id):
             raise RunError(
                 f"another process also has RANK={self.env.rank}; give every process its own rank"
             )
@@ -274,31 +285,9 @@ class _Joining:
         time.sleep(CONFIRM_S)
         return get_now(self.store, LEADING) != before
 
-    def _name_missing(self) -> None:
-        """On rank zero, raise an error on all ranks if some have not joined.
 
-        Raises:
-            JoinError: names them.
-        """
-        found = {}  # id by rank
-        for rank in range(1, self.env.world_size):
-            found[rank] = get_now(self.store, f"hello/{rank}")
-        ids = [each for each in found.values() if each]
-        self._send("invite", ids, self.id)
-        time.sleep(CONFIRM_S)
-        missing = []
-        for rank, each in found.items():
-            if not each or not self._have_confirmed([each]):
-                missing.append(str(rank))
-        if missing:
-            error = self._error(", ".join(missing))
-            self._send("invite", ids, f"{REFUSED}{error.args[0]}")
-            raise error
-
-    def _error(self, missing: str) -> JoinError:
-        return JoinError(
-            f"rank {missing} did not join in time; start all ranks, or raise ddp.timeout_s"
-        )
+def _missing_error(ranks: str) -> JoinError:
+    return JoinError(f"rank {ranks} did not join in time; start all ranks, or raise ddp.timeout_s")
 
 
 def get_now(store: Store, key: str) -> str:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from mingpt_ddp.distributed import failures
 from mingpt_ddp.distributed.exit import (
@@ -23,19 +23,18 @@ from mingpt_ddp.distributed.exit import (
     kill_stopped_siblings,
 )
 from mingpt_ddp.distributed.failures import FailureReports
+from mingpt_ddp.distributed.process_group import STARTING, ProcessGroup
 from mingpt_ddp.distributed.rendezvous import TIMEOUT_FRACTION, get_now
 from mingpt_ddp.torch_internals import clone_store
-
-if TYPE_CHECKING:
-    from mingpt_ddp.distributed.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
 HANG = "hang"  # key in the store: which rank hangs
+START_S = 60.0  # for which a rank may import and read, before its first batch
 UNRESPONSIVE = "; its process does not respond"
 PERIOD_S = 0.25  # between two heartbeats
 # Of a rank that has not written any.
-NO_HEARTBEAT = {"count": 0, "activity": "starting", "waiting": False, "beat": 0.0}
+NO_HEARTBEAT = {"count": 0, "activity": STARTING, "waiting": False, "beat": 0.0}
 # After a failure of another rank, for which a training thread stands still until it is known to be
 # blocked: the handler of its agent's SIGTERM, or an error of its collective, ends it earlier.
 BLOCKED_S = 2.0
@@ -44,7 +43,7 @@ BLOCKED_S = 2.0
 class Watchdog:
     """A thread that ends the process when a rank hangs; all ranks agree on which one."""
 
-    def __init__(self, group: "ProcessGroup", exits: ProcessExit) -> None:
+    def __init__(self, group: ProcessGroup, exits: ProcessExit) -> None:
         self.group = group
         self.exits = exits
         # earlier than the timeout of collectives, which would blame the waiting ranks
@@ -145,7 +144,10 @@ class Watchdog:
             silent_s[rank] = self._unchanged_s(rank, heartbeat, "beat")
             if silent_s[rank] > self.limit_s:
                 unresponsive.append(rank)
-            if idle_s[rank] > self.limit_s and not heartbeat["waiting"]:
+            limit_s = self.limit_s
+            if heartbeat["activity"] == STARTING:
+                limit_s = max(limit_s, START_S)
+            if idle_s[rank] > limit_s and not heartbeat["waiting"]:
                 stragglers.append(rank)
 
         if unresponsive or stragglers:

@@ -15,7 +15,7 @@ from types import FrameType
 from omegaconf import DictConfig
 
 from mingpt_ddp.distributed.channels import WorkerEnds, readable
-from mingpt_ddp.distributed.exit import FAILURE
+from mingpt_ddp.distributed.exit import FAILURE, die_with_parent
 from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS, start_process
 from mingpt_ddp.distributed.machine import threads_per_worker
 from mingpt_ddp.distributed.proc import STOPPED, read_state
@@ -172,13 +172,19 @@ async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
 
 
 def run_worker(
-    environ: dict[str, str], overrides: list[str], composed: DictConfig, ends: WorkerEnds
+    parent: int,
+    environ: dict[str, str],
+    overrides: list[str],
+    composed: DictConfig,
+    ends: WorkerEnds,
 ) -> None:
     """Train as one rank, in a process that has just been forked or started.
 
     Args:
+        parent: the process id of the fork server, or of the launcher.
         composed: the configuration of the overrides.
     """
+    die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's timer
     os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent

@@ -48,7 +48,7 @@ class ShardReader:
                 else:
                     weights[kind] = self.group.env.call_on_rank_zero(read)
 
-        self.group.call_everywhere(read_own)
+        self.group.decide_on_rank_zero(read_own, len)  # raises the error of any rank on all
         if not self.strategy.shards_model:
             for kind, named in weights.items():
                 weights[kind] = self.group.broadcast_tensors(named)

@@ -222,6 +222,7 @@ def test_the_run_restarts_in_time(case, tmp_path, undisturbed):
         assert in_time(is_noticed, NOTICED_S), job.job.text()
         outcome.seconds = round(time.monotonic() - sent_at, 1)
         job.explain(outcome)
+        job.resume()  # a rank that was held before it could notice the end of its parent
         assert job.wait(60) == 0, job.job.text()
         if case.process.startswith("rank") or outcome.ended == "restart":
             assert outcome.ended == "restart"
@@ -266,6 +267,8 @@ def test_sigterm_while_a_process_is_stopped(case, tmp_path, undisturbed):
 def check_exit_code(job: HeldJob, number: signal.Signals) -> None:
     """Check that the exit code is that after a signal; 0 if there was nothing left to do."""
     code = job.job.process.returncode
+    if job.case.stage == "imports" and code == -number:  # before the launcher handles it
+        return
     is_stopped_rank = job.case.process.startswith("rank")
     may_complete = job.case.stage in AFTER_RESULT or not is_stopped_rank
     assert code == 128 + number or (may_complete and code == 0), job.job.text()

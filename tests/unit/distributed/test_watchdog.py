@@ -67,12 +67,12 @@ def find(monkeypatch, log_lines):
         for rank, values in enumerate(ranks):
             if values is None:
                 continue
-            count, beat, waiting = values
+            count, beat, waiting, *activity = values
             heartbeat = {
                 "count": count,
                 "beat": beat,
                 "waiting": waiting,
-                "activity": "training",
+                "activity": activity[0] if activity else "training",
             }
             dog._store.set(f"heartbeat/{rank}", json.dumps(heartbeat))
         try:
@@ -129,6 +129,14 @@ def test_a_rank_that_reads_behind_a_late_rank_is_not_blamed(find):
     assert find(8.5, (1, 9, True), (2, 9, False), (1, 9, True)) == (None, [])
     reason, _ = find(9.5, (1, 10, True), (2, 10, False), (1, 10, True))
     assert reason == "rank 1 has stalled for 8 s while training"
+
+
+def test_a_rank_may_start_for_a_minute(find):
+    """It imports, on a busy machine; but a stopped one is found in time."""
+    assert find(0, (1, 1, True), (1, 1, False, "starting")) == (None, [])
+    assert find(60, (1, 61, True), (1, 61, False, "starting")) == (None, [])
+    reason, _ = find(60.5, (2, 62, True), (1, 62, False, "starting"))
+    assert reason == "rank 1 has stalled for 60 s while starting"
 
 
 def test_all_wait(find):
