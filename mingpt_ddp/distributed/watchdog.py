@@ -158,7 +158,9 @@ class Watchdog:
             is_silent = silent_s[rank] > self.limit_s / 2
             return f"{reason}{UNRESPONSIVE}" if is_silent else reason
         shortest_s = min(idle_s.values())
-        if len(heartbeats) == self.group.world_size and shortest_s > self.limit_s:
+        all_wait = all(heartbeat["waiting"] for heartbeat in heartbeats.values())
+        sees_all = len(heartbeats) == self.group.world_size
+        if sees_all and all_wait and shortest_s > self.limit_s:
             return (
                 f"all ranks have waited for each other for {shortest_s:.0f} s while "
                 f"{heartbeats[0]['activity']}: check the network"
