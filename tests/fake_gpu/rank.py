@@ -29,7 +29,9 @@ from mingpt_ddp.distributed.env import DistEnv
 class FakeGroup(process_group.ProcessGroup):
     """Every rank says what this one says; tensors of the GPU go to torch's fake process group."""
 
-    def _join(self, job_store: Any, devices: list[torch.device], ddp: DDPConfig) -> None:
+    def connect(self, devices: list[torch.device], ddp: DDPConfig) -> None:
+        if self.world_size == 1:
+            return
         self.transport = "nccl"
         dist.init_process_group(
             "fake", store=FakeStore(), rank=self.rank, world_size=self.world_size
@@ -48,6 +50,9 @@ class FakeGroup(process_group.ProcessGroup):
 
     def broadcast_json(self, value: Any) -> Any:
         return value
+
+    def _gather(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
 
     def all_gather(self, value: Any) -> list[Any]:
         if value == socket.gethostname():  # each node has its own
@@ -76,8 +81,7 @@ def _slice_mesh(mesh: DeviceMesh, name: Any) -> DeviceMesh:
 
 REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
     (DeviceMesh, "__getitem__", _slice_mesh),
-    (process_group, "connect", _returning(None)),
-    (process_group, "raise_if_fatal", _returning(None)),
+    (process_group, "join", _returning((None, None))),
     (runtime, "ProcessGroup", FakeGroup),
     # What of DDP reads values in C++, or needs a build with CUDA.
     (dist.Logger, "set_runtime_stats_and_log", _returning(None)),
