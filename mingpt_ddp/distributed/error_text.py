@@ -9,8 +9,16 @@ from mingpt_ddp.config.registry import MAX_ERROR_LENGTH, relative_path
 
 PACKAGE = f"{Path(__file__).parents[1]}/"
 # Parts of the names of files that are not the user's; the last two are of generated code.
-LIBRARIES = ("/site-packages/", "/dist-packages/", f"{sysconfig.get_path('stdlib')}/")
-GENERATED = ("/torchinductor", "<")
+OTHERS = (
+    "/site-packages/",
+    "/dist-packages/",
+    f"{sysconfig.get_path('stdlib')}/",
+    "/torchinductor",
+    "<",
+)
+# Most of their errors are OSErrors.
+NETWORK_LIBRARIES = ("aiohttp", "botocore", "httpcore", "httpx", "urllib3")
+MACHINE = re.compile(r"DataLoader worker (\(pid|was killed)|out of memory|CUDA error")
 # A call in a traceback, as the error of a DataLoader process has it in its message.
 CALL = re.compile(r'^ *File "(.+)", line (\d+), in ', re.MULTILINE)
 
@@ -40,7 +48,7 @@ def _locate(error: BaseException) -> str:
             location = f"{relative_path(Path(file))}:{line}"
             if file.startswith(PACKAGE):
                 of_package = of_package or location
-            elif not any(part in file for part in (*LIBRARIES, *GENERATED)):
+            elif not any(part in file for part in OTHERS):
                 return location
     return of_package
 
@@ -56,13 +64,20 @@ def _calls(error: BaseException | None) -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, line) for frame, line in calls]
 
 
-def may_pass(error: BaseException) -> bool:
-    """Return whether a restart may succeed although the error came twice: it is of the machine."""
-    if isinstance(error, OSError):
-        return not isinstance(error, FileNotFoundError)
-    return re.search(r"DataLoader worker (\(pid|was killed)", str(error)) is not None
+def is_transient(error: BaseException | None) -> bool:
+    """Return whether a restart may succeed although the error came twice.
+
+    So it is if a machine, its memory or a network caused it, or an error behind it.
+    """
+    if error is None:
+        return False
+    if isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError):
+        return True
+    if type(error).__module__.partition(".")[0] in NETWORK_LIBRARIES or MACHINE.search(str(error)):
+        return True
+    return is_transient(error.__cause__ or error.__context__)
 
 
-def comparable(text: str) -> str:
+def without_addresses(text: str) -> str:
     """Return the text without addresses and ids of objects, which differ between processes."""
     return re.sub(r"0x[0-9a-fA-F]+|\d{14,}", "", text)

@@ -5,6 +5,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.proc import stopped_children
+from mingpt_ddp.distributed.proc import kill_stopped_children
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     ConfigError,
@@ -117,11 +118,8 @@ def kill_stopped_siblings(env: DistEnv) -> None:
 
     The launcher of `ddp.nproc_per_node` does that itself.
     """
-    if not env.has_agent or multiprocessing.parent_process() is not None:
-        return
-    for pid in stopped_children(os.getppid()):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    if env.has_agent and multiprocessing.parent_process() is None:
+        kill_stopped_children(os.getppid())
 
 
 def signal_exit_code(env: DistEnv, code: int) -> int:
@@ -185,7 +183,7 @@ class ProcessExit:
 
         return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
 
-    def _log_peer_failure(self, failure: "Failure") -> None:
+    def log_peer_failure(self, failure: "Failure") -> None:
         """Log the failure of another rank; a user error as that rank would, and once per agent."""
         if not failure.kind:
             log.error("error: rank %d: %s", failure.rank, failure.message)
@@ -211,7 +209,7 @@ class ProcessExit:
             get_error_handler().record_exception(error)
         rank = self.env.rank
         self.log_traceback(f"rank {rank} failed", error)
-        if self._has_come_before(error, text):
+        if self._is_repeated(error, text):
             advice = "a restart would not help: mend it, then run the same command to resume"
             twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
             self.user_error(twice, may_be_of_all=False)  # before a peer exits: that is restarted
@@ -219,13 +217,14 @@ class ProcessExit:
             self.group.failures.report(text)
         exit_process(f"error: rank {rank}: {text}", FAILURE)
 
-    def _has_come_before(self, error: Exception, text: str) -> bool:
+    def _is_repeated(self, error: Exception, text: str) -> bool:
         """Return whether an earlier attempt had this error of the code in the same step."""
-        from mingpt_ddp.distributed.error_text import may_pass
+        from mingpt_ddp.distributed.error_text import is_transient
 
-        if self.group is None or not self.group.has_begun or may_pass(error):
+        if self.group is None or is_transient(error):
             return False
-        return self.group.failures.has_come_before(text)
+        has_step = re.search(r"step \d", self.group.heartbeat["activity"])
+        return bool(has_step) and self.group.failures.is_repeated(text)
 
     def describe(self, error: Exception) -> str:
         """Return the error, its file and line, and the activity of this rank, as one line."""
@@ -243,22 +242,13 @@ class ProcessExit:
         log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
         cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S)
         if cause is not None:
-            self._log_peer_failure(cause)
+            self.log_peer_failure(cause)
         else:
-            summary = " ".join(f"{type(error).__name__}: {error}".split())
-            log.error("error: rank %d lost another rank: %s", rank, summary[:200])
+            log.error("error: rank %d lost another rank: %s", rank, self.describe(error))
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
             time.sleep(AGENT_POLL_S)  # torchrun blames the first exit: let it be the failed rank
-        exit_process(None, FAILURE)
-
-    def blocked(self, cause: "Failure") -> NoReturn:
-        """Log why another rank failed, and exit while the training thread of this one is blocked.
-
-        Called from another thread: the handler of a signal would not run.
-        """
-        self._log_peer_failure(cause)
         exit_process(None, FAILURE)
 
     def on_signal(self, number: int, asks: bool = True) -> NoReturn:
@@ -270,7 +260,7 @@ class ProcessExit:
         try:
             cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) if asks else None
             if cause is not None:
-                self._log_peer_failure(cause)
+                self.log_peer_failure(cause)
             elif self.env.is_rank_zero:
                 name = signal.Signals(number).name
                 log.error("ended by %s; rerun the same command to resume", name)
@@ -283,7 +273,7 @@ class ProcessExit:
             return True
         if self.group is None or not self.group.failures.have_all_failed(str(error)):
             return False
-        self.group.closed.set()
+        self.group.leave()  # for the next job
         return True
 
     def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mingpt_ddp import errors
-from mingpt_ddp.distributed.error_text import comparable
+from mingpt_ddp.distributed.error_text import without_addresses
 from mingpt_ddp.distributed.rendezvous import ask_store, get_now
 from mingpt_ddp.errors import UserError
 
@@ -64,7 +64,7 @@ class FailureReports:
         failure = json.dumps(asdict(Failure(self.rank, kind, message)))
         ask_store(lambda: store.compare_set(FAILURE, "", failure), otherwise=b"")
 
-    def has_come_before(self, message: str) -> bool:
+    def is_repeated(self, message: str) -> bool:
         """Record an error for later attempts; return whether a rank had it in an earlier one."""
         job_store = self.job_store
         if job_store is None:
@@ -74,7 +74,7 @@ class FailureReports:
         def record() -> bool:
             attempt = self.store.compare_set("attempt", "", own_id) if self.store else b""
             attempt_id = attempt.decode() or own_id
-            key = f"error/{comparable(message)}"
+            key = f"error/{without_addresses(message)}"
             return job_store.compare_set(key, "", attempt_id).decode() != attempt_id
 
         return ask_store(record, otherwise=False)
@@ -95,10 +95,7 @@ class FailureReports:
         return ask_store(poll, otherwise=None, wait_s=wait_s)
 
     def have_all_failed(self, message: str) -> bool:
-        """Return whether every rank failed with the same error.
-
-        If so, destroy the process group for the next job.
-        """
+        """Return whether every rank failed with the same error."""
         store = self.store
         if store is None:
             return True
@@ -112,10 +109,7 @@ class FailureReports:
             store.wait([ARE_ALIKE], timedelta(seconds=ALL_FAILED_TIMEOUT_S))
             return store.get(ARE_ALIKE) == b"True"
 
-        are_alike = ask_store(compare, otherwise=False, wait_s=ALL_FAILED_TIMEOUT_S)
-        if are_alike:
-            dist.destroy_process_group()
-        return are_alike
+        return ask_store(compare, otherwise=False, wait_s=ALL_FAILED_TIMEOUT_S)
 
 
 def pack_error(error: Exception) -> dict[str, Any]:

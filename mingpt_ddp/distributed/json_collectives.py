@@ -20,8 +20,8 @@ from mingpt_ddp.errors import RunError, UserError
 T = TypeVar("T")
 D = TypeVar("D")
 
-LENGTH_BYTES = 8  # before each value
-SHORT_BYTES = 1016  # of a value: most fit into the first message
+SIZE_BYTES = 8  # before a value that is broadcast
+SHORT_BYTES = 1016  # of it, in the first message
 
 
 @dataclass(frozen=True)
@@ -63,36 +63,31 @@ class JsonCollectives:
         """Return the small JSON value of every rank, in rank order."""
         if self.world_size == 1:
             return [value]
-        content = json.dumps(value).encode()
-        start = _with_length(content[:SHORT_BYTES], len(content))
         with self._blocked():
-            starts = self._all_gather_bytes(start, LENGTH_BYTES + SHORT_BYTES)
-            sizes = [_length(start) for start in starts]
-            rests = [torch.empty(0, dtype=torch.uint8)] * len(starts)
-            if max(sizes) > SHORT_BYTES:
-                rests = self._all_gather_bytes(content[SHORT_BYTES:], max(sizes) - SHORT_BYTES)
-        values = []
-        for first, rest, size in zip(starts, rests, sizes, strict=True):
-            end = max(0, size - SHORT_BYTES)  # copies of the whole padding could fill the memory
-            values.append(json.loads(_content(first, size) + rest[:end].numpy().tobytes()))
-        return values
+            own = self._padded(value)
+            parts = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.all_gather(parts, own, group=self._group)
+        return [_decode(part) for part in parts]
 
     def broadcast_json(self, value: T) -> T:
-        """Return rank zero's JSON value on every rank; what the others pass is ignored."""
+        """Return rank zero's JSON value on every rank; what the others pass is ignored.
+
+        Most values fit into the first message, which says how long the value is.
+        """
         if self.world_size == 1:
             return value
         content = json.dumps(value).encode() if self.is_rank_zero else b""
-        start = _with_length(content[:SHORT_BYTES], len(content))
-        first = _padded(start, LENGTH_BYTES + SHORT_BYTES)
+        size = len(content).to_bytes(SIZE_BYTES, "little")
+        first = _tensor(size + content[:SHORT_BYTES], SIZE_BYTES + SHORT_BYTES)
         with self._blocked():
             dist.broadcast(first, src=0, group=self._group)
-            size = _length(first)
-            rest = b""
-            if size > SHORT_BYTES:
-                received = _padded(content[SHORT_BYTES:], size - SHORT_BYTES)
-                dist.broadcast(received, src=0, group=self._group)
-                rest = received.numpy().tobytes()
-        return json.loads(_content(first, size) + rest)
+            parts = [first[SIZE_BYTES:]]
+            left = int.from_bytes(first[:SIZE_BYTES].numpy().tobytes(), "little") - SHORT_BYTES
+            if left > 0:
+                rest = _tensor(content[SHORT_BYTES:], left)
+                dist.broadcast(rest, src=0, group=self._group)
+                parts.append(rest)
+        return _decode(torch.cat(parts))
 
     def all_agree(self, value: Any) -> bool:
         """Return whether every rank passes the same JSON value; only a digest is sent."""
@@ -104,6 +99,11 @@ class JsonCollectives:
         with self._blocked():
             dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
         return extremes.tolist() == [number, -number]
+
+    def check_agreement(self, value: T, refuse: Callable[[list[T]], None]) -> None:
+        """Call `refuse` on rank zero with the values of all ranks, unless they agree."""
+        if not self.all_agree(value):
+            self.decide_on_rank_zero(lambda: value, refuse)
 
     def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
         """Call `work` on rank 0, or on the first rank of every node.
@@ -166,27 +166,24 @@ class JsonCollectives:
         """Return a context in which this rank waits for others."""
         return nullcontext()
 
-    def _all_gather_bytes(self, content: bytes, size: int) -> list[Tensor]:
-        """Return the content of every rank (size), padded with zeros."""
-        padded = _padded(content, size)
-        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(parts, padded, group=self._group)
-        return parts
+    def _padded(self, value: Any) -> Tensor:
+        """Return a JSON value, as long as the longest of all ranks. A collective."""
+        content = json.dumps(value).encode()
+        size = torch.tensor([len(content)])
+        dist.all_reduce(size, dist.ReduceOp.MAX, self._group)
+        return _tensor(content, int(size))
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the JSON value of every rank on rank zero; [] on the others."""
         if self.world_size == 1:
             return [value]
-        content = json.dumps(value).encode()
-        size = torch.tensor([LENGTH_BYTES + len(content)])
         with self._blocked():
-            dist.all_reduce(size, dist.ReduceOp.MAX, self._group)
-            padded = _padded(_with_length(content, len(content)), int(size))
+            own = self._padded(value)
             parts = None
             if self.is_rank_zero:
-                parts = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.gather(padded, parts, dst=0, group=self._group)
-        return [json.loads(_content(part, _length(part))) for part in parts or []]
+                parts = [torch.empty_like(own) for _ in range(self.world_size)]
+            dist.gather(own, parts, dst=0, group=self._group)
+        return [_decode(part) for part in parts or []]
 
 
 def _common_value(of_ranks: list[list[T]]) -> T:
@@ -196,19 +193,11 @@ def _common_value(of_ranks: list[list[T]]) -> T:
     return values[0]
 
 
-def _with_length(content: bytes, length: int) -> bytes:
-    return length.to_bytes(LENGTH_BYTES, "little") + content
+def _tensor(content: bytes, size: int) -> Tensor:
+    """Return bytes (size), padded with spaces."""
+    return torch.frombuffer(bytearray(content.ljust(size)), dtype=torch.uint8)
 
 
-def _length(received: Tensor) -> int:
-    return int.from_bytes(received[:LENGTH_BYTES].numpy().tobytes(), "little")
-
-
-def _content(received: Tensor, length: int) -> bytes:
-    """Return what follows the length, at most as much as was received."""
-    return received[LENGTH_BYTES : LENGTH_BYTES + length].numpy().tobytes()
-
-
-def _padded(content: bytes, size: int) -> Tensor:
-    """Return bytes (size), padded with zeros."""
-    return torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8)
+def _decode(content: Tensor) -> Any:
+    """Return the JSON value of padded bytes: the parser skips spaces."""
+    return json.loads(content.numpy().tobytes())

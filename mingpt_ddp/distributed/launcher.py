@@ -4,14 +4,13 @@ An event loop waits, so that one process can run several jobs of a sweep at a ti
 """
 
 import asyncio
-import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -110,15 +109,13 @@ async def run_workers(
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_rank_zero and not env.is_standalone:
         await asyncio.to_thread(_host_store, env, config.timeout_s)
-    store = LocalStore(config.launcher) if env.is_standalone else None
-    attempt = _Attempt(launch, composed, first, forwarder, store)
+    attempt = _Attempt(launch, composed, first, forwarder)
     try:
         code, interrupted = await _run_with_restarts(
             attempt.run, started_at, config, launch.directory
         )
     finally:
-        if store is not None:
-            store.stop()
+        attempt.store.stop()
     if code and env.is_rank_zero and not env.is_standalone:
         await asyncio.sleep(STORE_LINGER_S)
     return Ended(code, interrupted, attempt.last_line)
@@ -180,24 +177,18 @@ class _Attempt:
     """
 
     def __init__(
-        self,
-        launch: Launch,
-        composed: DictConfig,
-        first: DistEnv,
-        forwarder: SignalForwarder,
-        store: LocalStore | None,
+        self, launch: Launch, composed: DictConfig, first: DistEnv, forwarder: SignalForwarder
     ) -> None:
         """
         Args:
             composed: the configuration of the workers.
             first: the ranks of the first worker.
-            store: of workers that are all on this machine; None: another process hosts it.
         """
         self.launch = launch
         self.composed = composed
         self.first = first
         self.forwarder = forwarder
-        self.store = store
+        self.store = LocalStore(launch.config.ddp.launcher)  # if all workers are on this machine
         self.last_line = ""
 
     async def run(self, started_at: float) -> tuple[int, int]:
@@ -218,9 +209,10 @@ class _Attempt:
         watch = ProcessWatch(self.forwarder, config.ddp.timeout_s, grace_s)
         with watch, Channels(self.launch.report, self.launch.slot is None) as channels:
             try:
-                with self._started(channels, watch, started_at) as workers:
-                    joined = join_workers(workers, grace_s, preempted_code, watch.store)
-                    code, failed = await channels.serve(joined, workers)
+                watch.workers = self._workers(channels, watch, started_at)
+                with self.forwarder.started(watch.workers):
+                    joined = join_workers(watch.workers, grace_s, preempted_code, watch.store)
+                    code, failed = await channels.serve(joined, watch.workers)
             except (EOFError, ConnectionError):  # the fork server died before it had forked all
                 code = SERVER_DIED
             self.last_line = channels.last_line()
@@ -240,21 +232,15 @@ class _Attempt:
                 log.error("error: the fork server of the workers was killed")
         return code, number
 
-    @contextlib.contextmanager
-    def _started(
+    def _workers(
         self, channels: Channels, watch: ProcessWatch, started_at: float
-    ) -> Iterator[list[BaseProcess]]:
-        """Start the workers; before them their store, if all of them are on this machine."""
+    ) -> list[BaseProcess]:
+        """Return the workers, not started yet; start their store, if all are on this machine."""
         first = self.first
-        if self.store is not None:
+        if first.is_standalone:
             self.store.ensure_running()
             watch.store = self.store.process
             first = replace(first, master_address=("localhost", self.store.port))
-        watch.workers = self._workers(channels, first, started_at)
-        with self.forwarder.started(watch.workers):
-            yield watch.workers
-
-    def _workers(self, channels: Channels, first: DistEnv, started_at: float) -> list[BaseProcess]:
         launch = self.launch
         n = launch.workers
         context: Any = multiprocessing.get_context(launch.config.ddp.launcher)

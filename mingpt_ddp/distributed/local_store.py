@@ -50,8 +50,12 @@ class LocalStore:
 def _host(listener: socket.socket) -> None:
     """Host the store until SIGKILL, with the other signals blocked as the parent has them."""
     die_with_parent()
-    from mingpt_ddp.distributed.rendezvous import loopback_store  # imports torch
+    from torch.distributed import TCPStore
 
-    _store = loopback_store(listener)  # as long as this function runs
+    port = listener.getsockname()[1]
+    listening = listener.detach()  # by default it would listen on all interfaces
+    _store = TCPStore(  # as long as this function runs
+        "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening
+    )
     while True:
         signal.pause()

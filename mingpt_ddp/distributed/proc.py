@@ -1,10 +1,11 @@
 """What Linux's /proc says of a process."""
 
-from collections.abc import Iterator
+import contextlib
+import os
+import signal
 from pathlib import Path
 
-STOPPED = "T"  # by SIGSTOP
-ZOMBIE = "Z"
+STOPPED = "T"  # the state of a process after SIGSTOP
 
 
 def read_stat(pid: int | str) -> list[str]:
@@ -28,12 +29,19 @@ def read_state(pid: int | None, parents: set[int | None] | None = None) -> str:
         state, parent, *_ = read_stat(pid or 0)
     except (OSError, ValueError):
         return ""
-    return state if parents is None or int(parent) in parents else ""
+    is_other = parents is not None and int(parent) not in parents
+    return "" if is_other or state == "Z" else state  # Z: only its exit code is left
 
 
-def stopped_children(parent: int) -> Iterator[int]:
-    """Yield the process ids of the stopped children of a process."""
+def kill_stopped_children(parent: int) -> None:
+    """SIGKILL the stopped children of a process."""
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
         if read_state(pid, {parent}) == STOPPED:
-            yield pid
+            kill(pid)
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process, unless it has ended."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)

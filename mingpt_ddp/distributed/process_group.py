@@ -26,6 +26,7 @@ from mingpt_ddp.errors import ConfigError
 SMALL_BYTES = 1 << 20  # of tensors that share a message
 WAITING = "waiting for other ranks"  # name of the profiler's events
 STARTING = "starting"  # the activity until the first batch or evaluation
+FIRST_HEARTBEAT = {"count": 0, "activity": STARTING, "waiting": False}
 
 
 def check_ranks(ddp: DDPConfig, world_size: int) -> None:
@@ -86,7 +87,7 @@ class ProcessGroup(JsonCollectives):
         self.transport = "none"  # of the gradients: shared memory, or a backend of torch
         # The training thread's activity, which the watchdog reads to find the straggler: a new dict
         # at every change.
-        self.heartbeat: dict[str, Any] = {"count": 0, "activity": STARTING, "waiting": False}
+        self.heartbeat: dict[str, Any] = FIRST_HEARTBEAT
         # Whether this rank's snapshot thread writes what it has staged, or waits for the others.
         self.is_writing = False
         self._job_store: dist.Store | None = None  # shared by all attempts under one agent
@@ -149,13 +150,18 @@ class ProcessGroup(JsonCollectives):
                 self._copy_group = group
 
     def close(self) -> None:
-        """Destroy the process group on all ranks together.
+        """Destroy the process group. A collective.
 
         An early exit would stall the launcher's exit barrier.
         """
         if dist.is_initialized():
             self.set_activity("ending")
             self.barrier()
+        self.leave()
+
+    def leave(self) -> None:
+        """Destroy this rank's part of the process group, which also ends its watchdog."""
+        if dist.is_initialized():
             dist.destroy_process_group()
         if self.shared_memory is not None:
             self.shared_memory.close()
@@ -208,10 +214,11 @@ class ProcessGroup(JsonCollectives):
             else:
                 received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
         small = [tensor for tensor in received.values() if tensor.nbytes <= SMALL_BYTES]
-        with self._blocked():
-            for tensor in received.values():
-                if tensor.nbytes > SMALL_BYTES:
+        for tensor in received.values():
+            if tensor.nbytes > SMALL_BYTES:
+                with self._blocked():  # each, or many large ones would look like a hang
                     dist.broadcast(tensor, src=0)
+        with self._blocked():
             self._broadcast_packed(small)
         return received
 
@@ -244,11 +251,6 @@ class ProcessGroup(JsonCollectives):
         if self._job_store is None:
             return make()
         return self._job_store.compare_set(key, "", make()).decode()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether this rank has begun to train or to evaluate."""
-        return bool(self.heartbeat["activity"] != STARTING)
 
     def set_activity(self, activity: str, waiting: bool = False) -> None:
         """Update the heartbeat: the activity of this rank, and whether it waits for others."""

@@ -1,15 +1,13 @@
 """End the processes of an attempt that nothing else would end: stopped ones, and after a signal."""
 
-import contextlib
 import logging
 import os
-import signal
 import threading
 import time
 from multiprocessing.process import BaseProcess
 
 from mingpt_ddp.distributed.fork_server import server_pid
-from mingpt_ddp.distributed.proc import STOPPED, ZOMBIE, read_state
+from mingpt_ddp.distributed.proc import STOPPED, kill, read_state
 from mingpt_ddp.distributed.workers import SignalForwarder
 
 log = logging.getLogger(__name__)
@@ -39,10 +37,9 @@ class ProcessWatch:
         self.store: BaseProcess | None = None
         self._stopped_s: dict[int, float] = {}  # by process id: for how long it has been stopped
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="process watch", daemon=True)
 
     def __enter__(self) -> "ProcessWatch":
-        self._thread.start()
+        threading.Thread(target=self._run, name="process watch", daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -67,10 +64,8 @@ class ProcessWatch:
         named[server] = SERVER
         alive = {}
         for pid, name in named.items():
-            if pid is None:  # not started
-                continue
             state = read_state(pid, {os.getpid(), server})
-            if state not in ("", ZOMBIE):
+            if pid and state:
                 alive[pid] = (name, state)
         return alive
 
@@ -81,7 +76,7 @@ class ProcessWatch:
         self._stopped_s[pid] = self._stopped_s.get(pid, 0.0) + elapsed_s
         if self._stopped_s[pid] > self.limit_s:
             log.error("error: %s has been stopped for %.0f s", name, self._stopped_s.pop(pid))
-            _kill(pid)
+            kill(pid)
 
     def _end_all(self, alive: dict[int, tuple[str, str]]) -> None:
         """Kill the workers that are alive after a signal, and the fork server if it blocks."""
@@ -89,11 +84,6 @@ class ProcessWatch:
         for pid, (name, state) in alive.items():
             if name in workers:
                 log.error("error: %s has not ended in time after a signal and is killed", name)
-                _kill(pid)
+                kill(pid)
             elif name == SERVER and (state == STOPPED or self.forwarder.is_interrupted_twice):
-                _kill(pid)
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+                kill(pid)

@@ -33,7 +33,7 @@ LONGEST_PAUSE_S = 0.25
 STORE_CALL_S = 5e-5  # in which the store answers a call
 CONFIRM_S = 1.0  # in which a process that is joining confirms an invitation
 STORE_TIMEOUT_S = 5.0  # for one response of the store on a busy machine
-LEADING = "leading"  # key in the store: a counter that rank zero increases while it joins
+STARTER = "starter"  # key in the store: a counter that rank zero increases while it joins
 REFUSED = "!"  # an invitation with a reason why there is none
 FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 
@@ -51,7 +51,8 @@ def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
     timeout = timedelta(seconds=timeout_s)
     try:
         if env.is_rank_zero and not env.has_agent:
-            store = _host(host, port, timeout)
+            store = _host(host, port)
+            store.set_timeout(timeout)
         else:
             _wait_for_host(host, port, timeout_s)
             store = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
@@ -78,18 +79,8 @@ def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
 
 
 @cache  # per process: other ranks may connect for the next job while this rank finishes the last
-def _host(host: str, port: int, timeout: timedelta) -> TCPStore:
-    return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False)
-
-
-def loopback_store(listener: socket.socket) -> TCPStore:
-    """Host a store for local workers on a socket of the loopback interface.
-
-    By default a TCPStore listens on all interfaces.
-    """
-    port = listener.getsockname()[1]
-    fd = listener.detach()
-    return TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+def _host(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
 def call_with_timeout(work: Callable[[], T], timeout_s: float) -> T:
@@ -160,13 +151,19 @@ def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]
     """
     limit_s = TIMEOUT_FRACTION * timeout_s
 
-    def connect_and_join() -> tuple[Store, Store | None]:
+    def connect_to_job() -> Store:
         store = connect(env, job, limit_s)
         raise_if_fatal(store)
-        return store, join_attempt(store, env, limit_s) if env.world_size > 1 else None
+        return store
 
-    try:  # rank zero may have begun later, and is yet to name the missing ranks
-        return call_with_timeout(connect_and_join, timeout_s + STORE_TIMEOUT_S)
+    try:
+        store = call_with_timeout(connect_to_job, limit_s + STORE_TIMEOUT_S)
+        if env.world_size == 1:
+            return store, None
+        # Rank zero may begin as late as another rank gives up, and then waits as long.
+        return store, call_with_timeout(
+            lambda: join_attempt(store, env, limit_s), 2 * limit_s + STORE_TIMEOUT_S
+        )
     except TimeoutError as error:
         host, port = env.master_address
         raise JoinError(f"rank {env.rank}: the store at {host}:{port} does not respond") from error
@@ -179,8 +176,8 @@ def join_attempt(store: Store, env: DistEnv, limit_s: float) -> Store:
         JoinError: names a rank that did not join within `limit_s` seconds.
     """
     joining = _Joining(store, env, limit_s)
-    leader = joining.lead() if env.is_rank_zero else joining.follow()
-    return PrefixStore(f"attempt/{leader}", store)
+    attempt = joining.start() if env.is_rank_zero else joining.wait_for_start()
+    return PrefixStore(f"attempt/{attempt}", store)
 
 
 class _Joining:
@@ -194,12 +191,12 @@ class _Joining:
         self.limit_s = limit_s
         store.set(f"hello/{env.rank}", self.id)
 
-    def lead(self) -> str:
+    def start(self) -> str:
         """On rank zero, invite the others until a process of each has confirmed; return its id."""
         hellos = [f"hello/{rank}" for rank in range(1, self.env.world_size)]
         invited: set[str] = set()  # ids; some may be of dead processes
         while True:
-            self.store.add(LEADING, 1)
+            self.store.add(STARTER, 1)
             is_late = self._is_late()
             answers = self._read(hellos, is_late)
             ids = [answer.partition(" ")[0] for answer in answers]
@@ -222,23 +219,24 @@ class _Joining:
                 self._send("invite", invited, f"{REFUSED}{error.args[0]}")
                 raise error
 
-    def follow(self) -> str:
+    def wait_for_start(self) -> str:
         """On another rank, confirm invitations until rank zero starts the attempt; return its id.
 
         A successor of rank zero may send the second one.
         """
-        leader = ""
+        attempt = ""
         while True:
             invitation = get_now(self.store, f"invite/{self.id}")
             if invitation.startswith(REFUSED):
                 raise JoinError(invitation.removeprefix(REFUSED))
-            if invitation != leader:
-                leader = invitation
-                self.store.set(f"hello/{self.env.rank}", f"{self.id} {leader}")
-            if leader and get_now(self.store, f"go/{self.id}") == leader:
-                return leader
+            if invitation != attempt:
+                attempt = invitation
+                self.store.set(f"hello/{self.env.rank}", f"{self.id} {attempt}")
+            if attempt and get_now(self.store, f"go/{self.id}") == attempt:
+                return attempt
             self._pause()
-            if self._is_late() and not self._is_led():
+            if self._is_late() and not self._is_starting():
+                self.store.set(f"hello/{self.env.rank}", "")  # this process leaves
                 raise _missing_error("0")
 
     def _read(self, hellos: list[str], is_late: bool) -> list[str]:
@@ -279,11 +277,11 @@ class _Joining:
             )
         return True
 
-    def _is_led(self) -> bool:
+    def _is_starting(self) -> bool:
         """Return whether rank zero is joining, too: then it names the missing ranks, or starts."""
-        before = get_now(self.store, LEADING)
+        before = get_now(self.store, STARTER)
         time.sleep(CONFIRM_S)
-        return get_now(self.store, LEADING) != before
+        return get_now(self.store, STARTER) != before
 
 
 def _missing_error(ranks: str) -> JoinError:

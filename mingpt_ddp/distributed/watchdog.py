@@ -23,20 +23,19 @@ from mingpt_ddp.distributed.exit import (
     kill_stopped_siblings,
 )
 from mingpt_ddp.distributed.failures import FailureReports
-from mingpt_ddp.distributed.process_group import STARTING, ProcessGroup
+from mingpt_ddp.distributed.process_group import FIRST_HEARTBEAT, STARTING, ProcessGroup
 from mingpt_ddp.distributed.rendezvous import TIMEOUT_FRACTION, get_now
 from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)
 
 HANG = "hang"  # key in the store: which rank hangs
-START_S = 60.0  # for which a rank may import and read, before its first batch
+START_S = 120.0  # for which a rank may import, read and lock, before its first batch
 UNRESPONSIVE = "; its process does not respond"
 PERIOD_S = 0.25  # between two heartbeats
-# Of a rank that has not written any.
-NO_HEARTBEAT = {"count": 0, "activity": STARTING, "waiting": False, "beat": 0.0}
-# After a failure of another rank, for which a training thread stands still until it is known to be
-# blocked: the handler of its agent's SIGTERM, or an error of its collective, ends it earlier.
+NO_HEARTBEAT = {**FIRST_HEARTBEAT, "beat": 0.0}  # of a rank that has not written any
+# After a failure of another rank, for which a training thread makes no progress until it is known
+# to be blocked: the handler of its agent's SIGTERM, or an error of its collective, ends it earlier.
 BLOCKED_S = 2.0
 
 
@@ -54,7 +53,7 @@ class Watchdog:
         self._latest: dict[tuple[int, str], tuple[float, float]] = {}
         self._are_written = False  # the heartbeats that this rank looks at
         # After a failure: the heartbeat of this rank, and since when it has been that.
-        self._still: tuple[dict[str, Any], float] | None = None
+        self._unchanged_since: tuple[dict[str, Any], float] | None = None
 
     def start(self) -> None:
         """Start the thread, which ends with the group; a single rank needs none."""
@@ -85,15 +84,16 @@ class Watchdog:
             return
         now = time.monotonic()
         heartbeat = self.group.heartbeat  # a new one at every change
-        if self._still is None or self._still[0] is not heartbeat:
-            self._still = (heartbeat, now)
-        if now - self._still[1] < BLOCKED_S or self.group.is_writing:
+        if self._unchanged_since is None or self._unchanged_since[0] is not heartbeat:
+            self._unchanged_since = (heartbeat, now)
+        if now - self._unchanged_since[1] < BLOCKED_S or self.group.is_writing:
             return
         failure = FailureReports(self._store, self.group.rank, self.group.world_size).first(0.0)
         if failure is None or failure.rank == self.group.rank or self.group.closed.is_set():
             return
         self._log_stack("is blocked here after another rank failed")
-        self.exits.blocked(failure)
+        self.exits.log_peer_failure(failure)  # a signal handler would not run
+        exit_process(None, FAILURE)
 
     def _log_stack(self, what: str) -> None:
         """Log where the training thread is."""

@@ -74,9 +74,7 @@ class CopyCheck:
             if difference := find_difference(by_rank):
                 raise DamageError(f"{difference}, at step {step}")
 
-        # else a copy is damaged, or ranks hold different tensors, as with fsdp
-        if not group.all_agree(own):
-            group.decide_on_rank_zero(lambda: own, refuse)
+        group.check_agreement(own, refuse)  # with fsdp, say, ranks hold different tensors
         self.agreed_step = step
 
     def may_return_to(self, step: int) -> bool:

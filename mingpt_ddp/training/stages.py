@@ -152,8 +152,6 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     """Refuse ranks that were started by hand with different overrides."""
     values = config.to_dict()
     values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
-    if runtime.group.all_agree(values):
-        return
 
     def refuse(configs: list[dict[str, Any]]) -> None:
         for rank, other in enumerate(configs):
@@ -162,7 +160,7 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
                     f"rank {rank} has another configuration than rank 0: {'; '.join(differences)}"
                 )
 
-    runtime.group.decide_on_rank_zero(lambda: values, refuse)
+    runtime.group.check_agreement(values, refuse)
 
 
 def snapshot_urls(config: Config, directory: Path) -> list[str]:

@@ -257,9 +257,8 @@ class Trainer:
         return step == self.steps or (every is not None and step % every == 0)
 
     def _finish(self) -> None:
-        """Put into the heartbeat that this rank is between two steps, where most calls wait."""
-        group = self.context.runtime.group
-        group.set_activity(f"finishing step {self.state.step}", waiting=True)
+        """Put into the heartbeat that this rank is between two steps."""
+        self.context.runtime.group.set_activity(f"finishing step {self.state.step}")
 
     def _log(self) -> None:
         state = self.saves.update_wall_time()

@@ -111,6 +111,18 @@ def test_one_process_per_rank(tmp_path, uninterrupted):
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
 
 
+@pytest.mark.parametrize("timeout_s", ["600", "10"])
+def test_a_sweep_of_one_process_per_rank(tmp_path, timeout_s):
+    """Rank zero hosts one store for all jobs, and for what the sweep itself exchanges."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    sweep = ["-m", "optimizer.lr=0.001,0.002", f"ddp.timeout_s={timeout_s}"]
+    command = [*python_main(), *sweep, *SETTINGS[:-1]]
+    jobs = [Job(command, tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
+    results = [*(tmp_path / "outputs").rglob("result.json")]
+    assert [json.loads(path.read_text())["status"] for path in results] == ["complete"] * 2
+
+
 def test_two_machines_under_torchrun(tmp_path, uninterrupted):
     """Two ranks and one rank share a directory, with a log per global rank; test_hosts.py covers
     rdzv_backend=c10d.

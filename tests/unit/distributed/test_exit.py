@@ -106,5 +106,5 @@ def test_the_end_of_a_process_deletes_its_sockets(tmp_path, monkeypatch):
     ],
 )
 def test_a_peer_s_failure_is_a_user_error_by_its_class_not_by_its_text(failure, expected, caplog):
-    ProcessExit()._log_peer_failure(failure)
+    ProcessExit().log_peer_failure(failure)
     assert caplog.messages == [expected]

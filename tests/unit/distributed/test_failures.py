@@ -23,9 +23,9 @@ def test_an_error_comes_again_in_another_attempt_alone():
     job = dist.HashStore()
     first, second = (dist.PrefixStore(name, job) for name in ("first", "second"))
     ranks = [FailureReports(first, rank, 2, job) for rank in range(2)]
-    assert [rank.has_come_before("boom at 0x7f01") for rank in ranks] == [False, False]
+    assert [rank.is_repeated("boom at 0x7f01") for rank in ranks] == [False, False]
     later = FailureReports(second, 1, 2, job)
-    assert later.has_come_before("boom at 0x7f02")
-    assert not later.has_come_before("another")
-    assert not FailureReports(None, 0, 1).has_come_before("boom at 0x7f01")
-    assert FailureReports(None, 0, 1, job).has_come_before("boom at 0x7f01")
+    assert later.is_repeated("boom at 0x7f02")
+    assert not later.is_repeated("another")
+    assert not FailureReports(None, 0, 1).is_repeated("boom at 0x7f01")
+    assert FailureReports(None, 0, 1, job).is_repeated("boom at 0x7f01")

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit
@@ -131,12 +130,12 @@ def test_a_rank_that_reads_behind_a_late_rank_is_not_blamed(find):
     assert reason == "rank 1 has stalled for 8 s while training"
 
 
-def test_a_rank_may_start_for_a_minute(find):
+def test_a_rank_may_start_for_two_minutes(find):
     """It imports, on a busy machine; but a stopped one is found in time."""
     assert find(0, (1, 1, True), (1, 1, False, "starting")) == (None, [])
-    assert find(60, (1, 61, True), (1, 61, False, "starting")) == (None, [])
-    reason, _ = find(60.5, (2, 62, True), (1, 62, False, "starting"))
-    assert reason == "rank 1 has stalled for 60 s while starting"
+    assert find(120, (1, 61, True), (1, 61, False, "starting")) == (None, [])
+    reason, _ = find(120.5, (2, 62, True), (1, 62, False, "starting"))
+    assert reason == "rank 1 has stalled for 120 s while starting"
 
 
 def test_all_wait(find):
@@ -158,7 +157,7 @@ def leaves(monkeypatch):
     def exit_process(message: str | None, code: int) -> None:
         raise Exited(code)
 
-    monkeypatch.setattr(exit_module, "exit_process", exit_process)
+    monkeypatch.setattr(watchdog, "exit_process", exit_process)
     group = SimpleNamespace(
         timeout_s=10.0,
         store=None,
