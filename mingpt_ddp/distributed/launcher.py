@@ -221,6 +221,8 @@ class _Attempt:
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
         received = self.forwarder.received
         number = received[-1] if received and can_tell else 0
+        if code == -number < 0:  # the workers did not handle it yet
+            log.error("ended by %s; rerun the same command", signal.Signals(number).name)
         if code < 0 and not number:  # it could not log this itself
             self.last_line = f"error: {failed} was killed by {signal.Signals(-code).name}"
             if self.launch.slot is None:  # else the sweep names the job too

@@ -83,7 +83,8 @@ class ProcessWatch:
         workers = {worker.name for worker in self.workers}
         for pid, (name, state) in alive.items():
             if name in workers:
-                log.error("error: %s has not ended in time after a signal and is killed", name)
+                why = "is stopped" if state == STOPPED else "has not ended in time after a signal"
+                log.error("error: %s %s and is killed", name, why)
                 kill(pid)
             elif name == SERVER and (state == STOPPED or self.forwarder.is_interrupted_twice):
                 kill(pid)

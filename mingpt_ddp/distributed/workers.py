@@ -185,6 +185,7 @@ def run_worker(
         composed: the configuration of the overrides.
     """
     die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it trains: Python's has a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's timer
     os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent

@@ -287,5 +287,6 @@ def test_the_second_ctrl_c_ends_everything(case, tmp_path, undisturbed):
         with contextlib.suppress(ProcessLookupError):  # one was enough
             os.killpg(job.job.process.pid, signal.SIGINT)
         check_gone(job, outcome, sent_at, INTERRUPTED_S)
+        assert "Traceback" not in job.job.text()
         check_exit_code(job, signal.SIGINT)
         check_end(job, outcome, reference)

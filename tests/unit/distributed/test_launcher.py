@@ -249,10 +249,19 @@ def test_a_process_that_stays_stopped_is_killed(log_lines, monkeypatch):
     assert re.fullmatch("ERROR error: rank 0 has been stopped for [12] s", log_lines[0])
 
 
+LATE = "has not ended in time after a signal"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize(
-    ("signals", "grace_s"), [([signal.SIGTERM], 0.5), ([signal.SIGINT, signal.SIGINT], 60.0)]
+    ("signals", "grace_s", "why"),
+    [
+        ([signal.SIGTERM], 0.5, LATE),
+        ([signal.SIGTERM], 0.5, "is stopped"),
+        ([signal.SIGINT, signal.SIGINT], 60.0, LATE),
+    ],
 )
-def test_what_does_not_end_after_a_signal_is_killed(signals, grace_s, log_lines, monkeypatch):
+def test_what_does_not_end_after_a_signal_is_killed(signals, grace_s, why, log_lines, monkeypatch):
     monkeypatch.setattr(workers_module, "INTERRUPT_S", 0.5)
     [worker] = processes(("ignores signals", 60))
     forwarder = SignalForwarder()
@@ -260,10 +269,12 @@ def test_what_does_not_end_after_a_signal_is_killed(signals, grace_s, log_lines,
     with forwarder.installed(), watch, forwarder.started([worker]):
         watch.workers = [worker]
         time.sleep(0.3)  # until it ignores them
+        if why == "is stopped":
+            os.kill(worker.pid, signal.SIGSTOP)
         for number in signals:
             os.kill(os.getpid(), number)
         assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGKILL, "rank 0")
-    assert log_lines == ["ERROR error: rank 0 has not ended in time after a signal and is killed"]
+    assert log_lines == [f"ERROR error: rank 0 {why} and is killed"]
 
 
 def test_signals_that_are_ignored_stay_so():
