@@ -10,8 +10,10 @@ import re
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from launching import wait_for
 
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.distributed import process_watch
@@ -249,6 +251,12 @@ def test_a_process_that_stays_stopped_is_killed(log_lines, monkeypatch):
     assert re.fullmatch("ERROR error: rank 0 has been stopped for [12] s", log_lines[0])
 
 
+def ignores(pid: int, number: int) -> bool:
+    """Return whether a process ignores a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(re.search(r"SigIgn:\t(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
 LATE = "has not ended in time after a signal"
 
 
@@ -268,7 +276,7 @@ def test_what_does_not_end_after_a_signal_is_killed(signals, grace_s, why, log_l
     watch = ProcessWatch(forwarder, 60.0, grace_s)
     with forwarder.installed(), watch, forwarder.started([worker]):
         watch.workers = [worker]
-        time.sleep(0.3)  # until it ignores them
+        wait_for(lambda: ignores(worker.pid, signal.SIGINT))  # which it does last
         if why == "is stopped":
             os.kill(worker.pid, signal.SIGSTOP)
         for number in signals:
