@@ -282,6 +282,8 @@ class Chaos:
         time.sleep(self.generator.uniform(0.2, 2))
         self._ends("disk full")
         self.kill()
+        self.checker.read(self.run / "main.rank0.log")
+        self.checker.disk_is_full()  # also of an attempt that has begun since then
         self.disk.free()
 
     def _start_on(self, kind: str) -> None:
