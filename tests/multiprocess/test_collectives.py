@@ -402,7 +402,9 @@ def failing_jobs(config: dict[str, Any], messages: list[str]) -> list[bool]:
     for job, message in enumerate(messages):
         runtime = Runtime(from_mapping(config), read_env(), job)
         alike.append(runtime.group.failures.have_all_failed(message.format(runtime.group.rank)))
-        if not alike[-1]:
+        if alike[-1]:
+            runtime.group.leave()
+        else:
             runtime.close()
         del runtime
     return alike
