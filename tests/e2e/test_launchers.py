@@ -277,9 +277,16 @@ def test_the_server_is_killed_before_it_forks(tmp_path):
     job = UnforkedJob([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
     wait_for(lambda: server_of(job) is not None, what="the fork server")
     os.kill(server_of(job), signal.SIGSTOP)  # while it imports torch
-    # The launcher blocks signals while it starts workers, and sleeps when it waits for the server.
-    asked = re.compile(r"State:\tS.*SigBlk:\t\w+[13579bdf]\n", re.DOTALL)
-    wait_for(lambda: asked.search(read(job.process.pid, "status")), what="a request")
+    # While it starts processes, the launcher has a second thread; it sleeps when it waits for the
+    # server.
+    asleep = [False]
+
+    def waits() -> bool:
+        threads = len([*Path(f"/proc/{job.process.pid}/task").iterdir()])
+        asleep.append(threads > 1 and "\nState:\tS" in read(job.process.pid, "status"))
+        return len(asleep) > 50 and all(asleep[-50:])
+
+    wait_for(waits, what="a request")
     os.kill(server_of(job), signal.SIGKILL)
     assert job.wait() == 0, job.text()
     assert "error: the fork server of the workers was killed\nrestart 1 of " in job.text()
