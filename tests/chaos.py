@@ -345,6 +345,7 @@ class Chaos:
 
     def wait_for_steps(self) -> None:
         """Wait until the run has trained some more steps."""
+        self.checker.read(self.run / "main.rank0.log")  # all of the attempt before
         wanted = self.checker.logged + self.generator.randint(1, 40)
         self.until(lambda: self.checker.logged >= wanted, "more steps")
 
