@@ -16,7 +16,7 @@ OTHERS = (
     "/torchinductor",
     "<",
 )
-# Most of their errors are OSErrors.
+# Some of their errors are no OSErrors.
 NETWORK_LIBRARIES = ("aiohttp", "botocore", "httpcore", "httpx", "urllib3")
 MACHINE = re.compile(r"DataLoader worker (\(pid|was killed)|out of memory|CUDA error")
 # A call in a traceback, as the error of a DataLoader process has it in its message.

@@ -31,9 +31,9 @@ class SignalHandler:
         # A scheduler's signal may arrive twice, the second time from the launcher: only a second
         # Ctrl-C counts.
         repeated_interrupt = not first and number == signal.SIGINT
-        # After a failure of another rank a collective save would hang.
         if repeated_interrupt:
             self.exits.on_signal(number, asks=False)
+        # After a failure of another rank a collective save would hang.
         if (first and not self.deferred) or self.exits.peer_failure():
             self.exits.on_signal(number)
         if first:
