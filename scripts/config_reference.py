@@ -42,9 +42,21 @@ Made from `mingpt_ddp/config/schema.py` by `python scripts/config_reference.py`.
 `group.key=value`, and a line in a YAML file. The presets in `conf/` say only what differs from the defaults here; ???
 stands for what every preset says itself.
 
-**Numbers:** whether another value trains other numbers. Such a key is part of the hash in the name of a run without
-`run.name`, unless it has its default: a key that a later version adds renames no run. No key of `ddp` counts, so that
-a run can go on on other machines: they change the order of sums, and `ddp.comm_hook` their precision.
+**In the name:** the key is part of the hash in the name of a run without `run.name`, unless it has its default: a key that
+a later version adds renames no run. Almost no key of `ddp` is, so that a run can go on on other machines.
+
+**Changes:** what another value changes.
+
+| changes | what | two seeds that differ in it |
+| --- | --- | --- |
+| training | what a step computes | do not compare as replicates |
+| rounding | the last bits of that alone | are replicates |
+| end | the step at which the run ends | do not compare as replicates |
+| measurement | what evaluations measure | are replicates, unless `trainer.eval_steps` differs |
+| nothing | no result: where files are, what is logged and saved, how long to wait | are replicates |
+
+[Reports](sweeps.md#tell-a-difference-from-noise) ask for the second mark, and so do replays of
+[recorded steps](fault-tolerance.md). The keys of your own classes enter the name and change the training.
 """  # noqa: E501
 OTHERS = """## Coming from nanoGPT, Lightning or Hugging Face
 
@@ -125,12 +137,12 @@ def page() -> str:
         lines += [f"## {heading}", "", text, ""]
         if keys:
             lines += [
-                "| key | type | unit | default | meaning | numbers |",
-                "| --- | --- | --- | --- | --- | --- |",
+                "| key | type | unit | default | meaning | in the name | changes |",
+                "| --- | --- | --- | --- | --- | --- | --- |",
             ]
         for key, schema in keys.items():
             cells = [type_of(schema).replace("|", "\\|"), schema["unit"], f"`{default_of(schema)}`"]
-            cells += [schema["description"], "yes" if schema["numerics"] else ""]
+            cells += [schema["description"], "yes" if schema["in_name"] else "", schema["changes"]]
             lines.append(f"| `{key}` | {' | '.join(cells)} |")
         lines += [""] if keys else []
     rows = []

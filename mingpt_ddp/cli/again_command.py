@@ -5,7 +5,8 @@
 RUN         a local run directory; its newest config.yaml counts, however the presets have changed since
 key=value   the changes; also presets and options of Hydra, as main.py takes them
 
-A change of the numbers is another run: in a directory of its own, named like any unnamed run, or by run.name=NAME.
+A change of a key that enters its name is another run: in a directory of its own, named like any unnamed run, or by
+run.name=NAME.
 Without one the run itself goes on: to print its result, to raise trainer.max_steps, or with another logging.
 
 The command that trains is printed. What a record should not decide is left out unless you type it: your Python files
@@ -28,9 +29,11 @@ from mingpt_ddp.config.config import (
     COMMAND_KEYS,
     DEFAULT_CHOICE,
     LIMITS,
+    PLACES,
     default_values,
     flatten,
-    numeric_keys,
+    named_keys,
+    with_defaults,
 )
 from mingpt_ddp.config.hydra_utils import config_directory, key_of
 from mingpt_ddp.config.schema import GROUPS, selected
@@ -42,8 +45,7 @@ from mingpt_ddp.storage.run_dir import recorded_config
 from mingpt_ddp.sweeps.runs import hydra_value
 
 # A run that a stranger wrote could send files to itself, or run programs.
-STORAGE = ("run.resume", "snapshot.path", "snapshot.fallback_path", "data.cache_dir")
-LEFT_OUT = (*COMMAND_KEYS, *STORAGE, "tracker.entity", "tracker.uri")
+LEFT_OUT = (*COMMAND_KEYS, *PLACES, "run.resume", "tracker.entity", "tracker.uri")
 NAMES = ("run.root", "run.name")  # from the directory itself
 
 
@@ -76,6 +78,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     recorded = recorded_config(directory) if "://" not in run else None
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")
+    recorded = with_defaults(recorded)
     for group in recorded.values():
         for key in group:
             is_name = str(key).isidentifier()
@@ -183,7 +186,7 @@ def _directory_words(
     """Return run.root, and run.name if the run itself goes on, unless they are typed."""
     depth = str(recorded["run"].get("name") or "").count("/") + 1  # sweep/job has 2 parts
     names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
-    if _changes_numbers(recorded, typed):
+    if _is_another_run(recorded, typed):
         del names["name"]
     words = []
     for key, value in names.items():
@@ -192,12 +195,12 @@ def _directory_words(
     return words
 
 
-def _changes_numbers(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
-    """Return whether the command line makes it another run."""
+def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
+    """Return whether the command line gives the run another name."""
     if {*GROUPS, "experiment"} & typed.keys():  # a preset
         return True
     flat = flatten(recorded)
-    for key in numeric_keys(recorded).keys() & typed.keys():
+    for key in named_keys(recorded).keys() & typed.keys():
         if parse_value(typed[key]) != flat.get(key):
             return True
     return False

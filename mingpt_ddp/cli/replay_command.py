@@ -22,7 +22,7 @@ from mingpt_ddp.cli.again_command import LEFT_OUT, command_words
 from mingpt_ddp.cli.api import train
 from mingpt_ddp.cli.arguments import echo
 from mingpt_ddp.cli.recorded_run import Interval, Recorded, choose_interval, read_snapshot
-from mingpt_ddp.config.config import CODE_LOCATION_KEYS
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, decides_bits
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name
 from mingpt_ddp.snapshots.ledger import LEDGER, Hashes, Ledger, hash_snapshot
@@ -35,15 +35,11 @@ UNDECIDED = 3  # as exit codes; 2 is an error
 NAME = "replay"  # of the run that repeats the steps
 SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)  # of a replay
 MAX_SAVES = 4  # of a replay for each hash that it is compared with
-# What a replay leaves out: none of it changes the weights.
+# Groups of which a replay takes the defaults where a key changes no step.
+QUIET_GROUPS = ("trainer", "snapshot", "tracker")
 QUIET = (
-    *("trainer.eval_every=null", "trainer.eval_steps=1", "trainer.sample_every=null"),
-    *("trainer.norms_every=null", "trainer.profile=null", "trainer.patience=null"),
-    *("trainer.verify_every=0", "snapshot.every_epochs=null", "snapshot.every_minutes=null"),
-    *("snapshot.keep_last=1", "snapshot.keep_every=null", "snapshot.keep_best=false"),
-    *("snapshot.path=null", "snapshot.fallback_path=null", "trainer.max_epochs=null"),
-    *("tracker.tensorboard=false", "tracker.csv=false", "tracker.wandb=false"),
-    *("tracker.mlflow=false", "tracker.trackio=false"),
+    *("trainer.eval_every=null", "trainer.eval_steps=1"),
+    *("snapshot.keep_last=1", "snapshot.keep_best=false"),
 )
 
 
@@ -181,7 +177,10 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     for group, keys in config.items():
         kept[group] = {}
         for key, value in keys.items():
-            if f"{group}.{key}" not in LEFT_OUT and key not in CODE_LOCATION_KEYS:
+            name = f"{group}.{key}"
+            if name in LEFT_OUT or key in CODE_LOCATION_KEYS:
+                continue
+            if group not in QUIET_GROUPS or decides_bits(name, value):
                 kept[group][key] = value
     directory.mkdir()
     (directory / "config.yaml").write_text(yaml.safe_dump(kept))

@@ -31,7 +31,9 @@ class UserCodeConfig:
     """A group that users can extend with their own Python file (mingpt_ddp/config/registry.py)."""
 
     code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
-    code_sha256: str | None = neutral(None, "SHA-256 of that file; null: any content")
+    code_sha256: str | None = neutral(
+        None, "SHA-256 of that file; null: any content", changes="training"
+    )
 
     def __post_init__(self) -> None:
         """Check what several keys must satisfy together; subclasses override this."""
@@ -65,7 +67,7 @@ class ModelConfig(UserCodeConfig):
         ..., "the registered model to build: gpt, modern, convnet, toy or your own"
     )
     devices: PositiveInt = neutral(
-        1, "GPUs that share the blocks of each rank's model; on a CPU pretended"
+        1, "GPUs that share the blocks of each rank's model; on a CPU pretended", changes="rounding"
     )
 
 
@@ -176,7 +178,7 @@ class DataConfig(UserCodeConfig):
         "these weights",
     )
     val_paths: dict[str, str] | None = neutral(
-        None, "further validation texts by name, as {wiki: wiki.txt}"
+        None, "further validation texts by name, as {wiki: wiki.txt}", changes="measurement"
     )
     max_expansion: Annotated[float, Field(ge=1, le=1e6)] = neutral(
         100.0, "most bytes of a decompressed text per byte of its file; 64 MiB are always allowed"

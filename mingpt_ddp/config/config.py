@@ -11,10 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
-from mingpt_ddp.config.fields import changes_numbers
-from mingpt_ddp.config.hints import suggest
+from mingpt_ddp.config.fields import Effect, effect, enters_name
+from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.schema import (
+    BASES,
     GROUPS,
     DDPConfig,
     RunConfig,
@@ -32,6 +33,16 @@ CODE_LOCATION_KEYS = ("code", "code_sha256")
 COMMAND_KEYS = ("run.on_end", "run.on_failure")
 DEFAULT_CHOICE = {"task": "language_model"}
 REMOVED_KEYS = {"trainer": ("prune", "prune_after")}  # by group; recorded runs have them
+LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}  # which the first versions lacked
+KEYS = known_keys()  # of the schema, without those of users
+# Where the files of a run are: no two runs share all of them.
+PLACES = (
+    "run.root",
+    "run.name",
+    "data.cache_dir",
+    "snapshot.path",
+    "snapshot.fallback_path",
+)
 OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
 
 
@@ -57,17 +68,17 @@ class Config:
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
-        """Return 8 hexadecimal digits of the SHA-256 of `numeric_values`.
+        """Return 8 hexadecimal digits of the SHA-256 of `named_values`.
 
         Args:
             extra: further JSON values to hash, under names that are not keys.
         """
-        text = json.dumps({**numeric_values(self.to_dict()), **(extra or {})}, sort_keys=True)
+        text = json.dumps({**named_values(self.to_dict()), **(extra or {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that change the numbers, with their defaults; None for a required key.
+def named_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that enter a run's name, with their defaults; None for a required key.
 
     Args:
         values: a configuration as plain values; its model, optimizer and reader determine the keys.
@@ -78,26 +89,13 @@ def numeric_keys(values: dict[str, Any]) -> dict[str, Any]:
         cls = classes[choice or DEFAULT_CHOICE.get(group)]
         known = default_values(cls)
         for field in fields(cls):
-            if changes_numbers(field):
+            if enters_name(field):
                 defaults[f"{group}.{field.name}"] = known.get(field.name)
     return defaults
 
 
-def neutral_keys(group: str, values: dict[str, Any]) -> set[str]:
-    """Return the keys of a group that do not change the numbers; of a user's group only its file.
-
-    Args:
-        values: of the group; its class need not be registered.
-    """
-    _, choice = selected(group, values)
-    cls = GROUPS[group][1].get(choice or DEFAULT_CHOICE.get(group)) if group in GROUPS else None
-    if cls is None or not cls.__module__.startswith("mingpt_ddp."):
-        return {*CODE_LOCATION_KEYS}
-    return {field.name for field in fields(cls) if not changes_numbers(field)}
-
-
-def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values that determine the numbers of a run, as the input of its name's hash.
+def named_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that enter a run's name, as the input of its hash.
 
     Keys at their default are omitted, so that a key added later renames no run. Storage, limits,
     distribution, saving and logging do not count. The seed does: two seeds are two runs. The
@@ -105,10 +103,49 @@ def numeric_values(values: dict[str, Any]) -> dict[str, Any]:
     """
     flat = flatten(values)
     changed = {}
-    for key, default in numeric_keys(values).items():
+    for key, default in named_keys(values).items():
         if flat.get(key, default) != default:
             changed[key] = flat[key]
     return changed
+
+
+def effect_of(key: str) -> Effect:
+    """Return what a key of a recorded configuration, `group.key`, changes.
+
+    The keys of users and of later versions change the training.
+    """
+    return effect(KEYS[key]) if key in KEYS else "training"
+
+
+def decides_bits(key: str, value: Any) -> bool:
+    """Return whether a step may have other bits than without this recorded key.
+
+    A key that does not enter a name counts only if it has not its default.
+    """
+    if effect_of(key) not in ("training", "rounding"):
+        return False
+    return key not in KEYS or enters_name(KEYS[key]) or value != KEYS[key].default
+
+
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration as this version would have recorded it.
+
+    Keys added since have their defaults, removed ones are gone. A user's class need not be
+    registered: then the keys of its base are added.
+    """
+    filled = {}
+    for group, keys in {**values, **LATER_GROUPS, **values}.items():
+        if group not in GROUPS:
+            filled[group] = keys
+            continue
+        selector, choice = selected(group, keys)
+        base = BASES["dataset" if selector == "dataset" else group] if selector else None
+        cls = base
+        if choice is None or isinstance(choice, str):
+            cls = GROUPS[group][1].get(choice or DEFAULT_CHOICE.get(group), base)
+        recorded = without_removed(group, keys)
+        filled[group] = recorded | (default_values(cls) if cls else {}) | recorded
+    return filled
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
@@ -173,8 +210,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
     for key in values:
         if key not in GROUPS:
             raise ConfigError(f"{key} is not a key{suggest(str(key))}")
-    # a recorded run has no sweep; one of an earlier version is a language model without trackers
-    values = {"task": {}, "tracker": {}, "sweep": {}, **values}
+    values = {**LATER_GROUPS, "sweep": {}, **values}  # a recorded run has no sweep
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -16,26 +16,44 @@ DecayFactor = Annotated[float, Field(ge=0, lt=1)]  # of a moving average, per st
 LearningRate = Annotated[PositiveFloat, Field(ge=1e-30, le=1e30)]  # fp32 holds its products
 
 
-def key(default: Any, description: str, unit: str = "", *, numerics: bool = True) -> Any:
+# What a key changes: a run's results, their last bits, or none of them.
+Effect: TypeAlias = Literal["training", "rounding", "end", "measurement", "nothing"]
+
+
+def key(
+    default: Any,
+    description: str,
+    unit: str = "",
+    *,
+    in_name: bool = True,
+    changes: Effect = "training",
+) -> Any:
     """Describe a key, as in `log_every: PositiveInt = key(10, "between two log lines", "steps")`.
 
     Args:
         default: ... if the key is required.
-        numerics: whether it changes the numbers of a run, and therefore the name of an unnamed run.
+        in_name: whether it enters the name of an unnamed run.
+        changes: "training": what a step computes; "rounding": the last bits of that alone; "end":
+            the step at which the run ends; "measurement": what its evaluations measure; "nothing".
     """
-    extra = {"unit": unit, "numerics": numerics}
+    extra = {"unit": unit, "in_name": in_name, "changes": changes}
     return dataclasses.field(
         default=dataclasses.MISSING if default is ... else default,
         metadata={"description": description, "json_schema_extra": extra},
     )
 
 
-neutral = partial(key, numerics=False)
+neutral = partial(key, in_name=False, changes="nothing")
 
 
-def changes_numbers(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a key changes the numbers of a run; keys that users register do."""
-    return bool(field.metadata.get("json_schema_extra", {"numerics": True})["numerics"])
+def enters_name(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a key enters the name of an unnamed run; keys that users register do."""
+    return bool(field.metadata.get("json_schema_extra", {"in_name": True})["in_name"])
+
+
+def effect(field: dataclasses.Field[Any]) -> Effect:
+    """Return what a key changes; keys that users register change the training."""
+    return field.metadata.get("json_schema_extra", {"changes": "training"})["changes"]
 
 
 def describe(metadata: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
-from mingpt_ddp.config.schema import COMM_HOOKS, GROUPS, DDPConfig
+from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 
@@ -37,15 +37,6 @@ __all__ = [
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-# What can be registered, by kind: the class that its configuration must inherit from.
-BASES: dict[str, type] = {
-    "task": TaskConfig,
-    "model": ModelConfig,
-    "optimizer": OptimizerConfig,
-    "dataset": DatasetConfig,  # of samples, in the group data
-    "data": DataConfig,  # readers of text
-    "comm_hook": DDPConfig,
-}
 # The registered configurations of each kind by name.
 CONFIGS: dict[str, dict[str | None, type]] = {
     "task": GROUPS["task"][1],

@@ -36,7 +36,12 @@ from mingpt_ddp.config.fields import (
     key,
     neutral,
 )
-from mingpt_ddp.config.optimizer_config import AdamWConfig, MuonConfig, SGDConfig
+from mingpt_ddp.config.optimizer_config import (
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
@@ -62,7 +67,9 @@ class RunConfig:
     )
     root: str = neutral("outputs", "local directory of all runs")
     resume: str = neutral(
-        "auto", "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL"
+        "auto",
+        "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL",
+        changes="training",
     )
     init_from: str | None = key(
         None,
@@ -110,40 +117,51 @@ class DDPConfig:
     """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
 
     strategy: StrategyName = neutral(
-        "auto", "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp"
+        "auto",
+        "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp",
+        changes="rounding",
     )
     reduction: Literal["fast", "canonical"] = key(
         "fast",
         "canonical: gradients are added in the order of micro-batches, with the same bits on any "
         "number of ranks",
+        changes="rounding",
     )
     launcher: Literal["forkserver", "spawn"] = neutral(
         "forkserver", "how workers start: forked, or new interpreters"
     )
     backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral(
-        "auto", "auto: nccl on GPUs, else gloo or shared memory"
+        "auto", "auto: nccl on GPUs, else gloo or shared memory", changes="rounding"
     )
     timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(
         600.0, "how long a rank waits for the others", "seconds"
     )
     nproc_per_node: NonNegativeInt | Literal["gpu"] | None = neutral(
-        None, "local workers to start; null or 0: this process trains; gpu: one per visible GPU"
+        None,
+        "local workers to start; null or 0: this process trains; gpu: one per visible GPU",
+        changes="rounding",
     )
     max_restarts: NonNegativeInt = neutral(3, "of the nproc_per_node workers")
     preempted_exit_code: Annotated[int, Field(ge=0, le=255)] = neutral(
         0, "after a preemption; 143 in pods to start again"
     )
-    bucket_cap_mb: PositiveFloat = neutral(25.0, "gradients per all-reduce", "MiB")
+    bucket_cap_mb: PositiveFloat = neutral(
+        25.0, "gradients per all-reduce", "MiB", changes="rounding"
+    )
     gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
-    static_graph: bool = neutral(False, "the same parameters are used in every step")
-    find_unused_parameters: bool = neutral(False, "for models with parameters that get no gradient")
+    static_graph: bool = neutral(
+        False, "the same parameters are used in every step", changes="rounding"
+    )
+    find_unused_parameters: bool = neutral(
+        False, "for models with parameters that get no gradient", changes="rounding"
+    )
     tensor_parallel: PositiveInt = neutral(
-        1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head"
+        1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head", changes="rounding"
     )
     comm_hook: str = neutral(
-        "none", "how gradients are averaged: none, fp16, bf16, ring or your own"
+        "none", "how gradients are averaged: none, fp16, bf16, ring or your own", changes="training"
     )
-    sync_batchnorm: bool = neutral(False, "batch normalization over all ranks")
+    sync_batchnorm: bool = neutral(False, "batch normalization over all ranks", changes="training")
 
     @property
     def local_workers(self) -> int:
@@ -267,6 +285,15 @@ class TrackerConfig:
             check_url("tracker.uri", self.uri)
 
 
+# What can be registered, by kind: the class that its configuration must inherit from.
+BASES: dict[str, type] = {
+    "task": TaskConfig,
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "dataset": DatasetConfig,  # of samples, in the group data
+    "data": DataConfig,  # readers of text
+    "comm_hook": DDPConfig,
+}
 # The registered values of ddp.comm_hook; none of them has keys of its own.
 COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16", "ring"), DDPConfig)
 # Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a

@@ -22,10 +22,10 @@ class TrainerConfig:
     """The training loop: limits, batch sizes, precision, reports (mingpt_ddp/training)."""
 
     max_epochs: PositiveInt | None = neutral(
-        4, "limit of passes over the text; if typed alone, the only limit", "epochs"
+        4, "limit of passes over the text; if typed alone, the only limit", "epochs", changes="end"
     )
     max_steps: PositiveInt | None = neutral(
-        None, "limit of optimizer steps; if typed alone, the only limit", "steps"
+        None, "limit of optimizer steps; if typed alone, the only limit", "steps", changes="end"
     )
     batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
     batch_size_per_rank: PositiveInt | None = key(
@@ -42,6 +42,7 @@ class TrainerConfig:
         "auto",
         "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models "
         "on one GPU",
+        changes="rounding",
     )
     grad_norm_clip: PositiveFloat | None = key(
         1.0, "largest global gradient norm; null: no clipping"
@@ -51,7 +52,10 @@ class TrainerConfig:
         250, "between evaluations; there is always a final one", "steps"
     )
     eval_steps: PositiveInt | None = neutral(
-        None, "evaluate this many steps' windows; null: the whole split", "steps"
+        None,
+        "evaluate this many steps' windows; null: the whole split",
+        "steps",
+        changes="measurement",
     )
     norms_every: PositiveInt | None = neutral(
         None, "between two measurements of each layer's norms; null: none", "steps"
@@ -73,9 +77,11 @@ class TrainerConfig:
     verify_every: NonNegativeInt = neutral(
         0, "between two comparisons of the copies that ranks hold; 0: none", "steps"
     )
-    deterministic: bool = key(False, "bit-identical results on a GPU too, slower there")
+    deterministic: bool = key(
+        False, "bit-identical results on a GPU too, slower there", changes="rounding"
+    )
     activation_checkpointing: bool = neutral(
-        False, "recompute activations: less memory, a third more time"
+        False, "recompute activations: less memory, a third more time", changes="rounding"
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = key(
         None,
@@ -83,10 +89,10 @@ class TrainerConfig:
         "exported; null: none",
     )
     patience: PositiveInt | None = neutral(
-        None, "stop after this many without a lower loss", "evaluations"
+        None, "stop after this many without a lower loss", "evaluations", changes="end"
     )
     min_delta: NonNegativeFloat = neutral(
-        0.0, "patience: a loss is lower if it is so by more than this", "nats"
+        0.0, "patience: a loss is lower if it is so by more than this", "nats", changes="end"
     )
 
     def __post_init__(self) -> None:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.config import DEFAULT_CHOICE, default_values
 from mingpt_ddp.storage.storage import read_regular
 
 # keys of data that determine a text
@@ -17,8 +15,6 @@ TEXT_KEYS = ("path", "reader", "sources", "sha256", "truncate", "train_split", "
 TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
 MAX_TOKENIZER_BYTES = 1 << 26
 WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
-DEFAULTS = {f"data.{key}": value for key, value in default_values(DataConfig).items()}  # of a text
-DEFAULTS |= {"task.name": DEFAULT_CHOICE["task"]}
 
 
 @dataclass(frozen=True)
@@ -66,10 +62,9 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
     """
     if not is_text(config):
         return None
-    values = {**DEFAULTS, **config}
-    kind = values["data.tokenizer"]
-    source = values.get("run.init_from")
-    if source is not None and values.get("run.init_sha256") is None:  # recorded by the first start
+    kind = config["data.tokenizer"]
+    source = config.get("run.init_from")
+    if source is not None and config.get("run.init_sha256") is None:  # recorded by the first start
         return "that of the weights", frozen(source)
     if kind in ("char", "byte"):
         return str(kind)
@@ -79,7 +74,7 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
             return hashlib.sha256(content).hexdigest()
     trained_on = []
     if kind == "bpe":
-        trained_on = [values.get(f"data.{key}") for key in ("vocab_size", *TEXT_KEYS)]
+        trained_on = [config.get(f"data.{key}") for key in ("vocab_size", *TEXT_KEYS)]
     return frozen([kind, source, *trained_on])
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.config import neutral_keys
+from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.metrics.jsonl import append_line
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
@@ -33,6 +33,15 @@ log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
 MAX_BYTES = 1 << 28  # of a ledger that is read: a million snapshots
+# What these have become is in the environment of a state.json; where it resumed changes no step.
+IN_ENVIRONMENT = (
+    "ddp.strategy",
+    "ddp.backend",
+    "ddp.nproc_per_node",
+    "ddp.tensor_parallel",
+    "ddp.comm_hook",
+    "run.resume",
+)
 DIGEST = re.compile("[0-9a-f]{64}")
 Hashes = dict[str, str]  # by kind
 
@@ -76,10 +85,13 @@ def hash_snapshot(snapshot: Snapshot) -> Hashes:
 
 def digest_settings(state: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all in a state.json that the bits of its attempt depend on."""
-    config = {}
+    config: dict[str, dict[str, Any]] = {}
     for group, values in state.get("config", {}).items():
-        neutral = neutral_keys(group, values)
-        config[group] = {key: value for key, value in values.items() if key not in neutral}
+        config[group] = {}
+        for key, value in values.items():
+            name = f"{group}.{key}"
+            if name not in IN_ENVIRONMENT and decides_bits(name, value):
+                config[group][key] = value
     settings: dict[str, Any] = {
         "config": config,
         "environment": state.get("environment"),

@@ -1,10 +1,9 @@
 """Notes on the comparison of jobs: what ranks them, what makes their values incomparable."""
 
 from collections.abc import Hashable, Iterable
-from typing import Any
 
+from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.metrics.objective import (
-    DEFAULTS,
     LOSS,
     TEXT_KEYS,
     WHY_BITS_PER_BYTE,
@@ -12,11 +11,10 @@ from mingpt_ddp.metrics.objective import (
     loss_unit,
 )
 from mingpt_ddp.sweeps.formats import cut
-from mingpt_ddp.sweeps.groups import SEED, Group
-from mingpt_ddp.sweeps.runs import Job, identity, number, varying
+from mingpt_ddp.sweeps.groups import Group, pooled_keys
+from mingpt_ddp.sweeps.runs import Job, identity, number
 from mingpt_ddp.sweeps.statistics import Estimate
 
-DATA_KINDS = ("task.name", "data.dataset")
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # how many windows are measured, of which length
 WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
@@ -44,6 +42,10 @@ def comparison_notes(jobs: list[Job]) -> list[str]:
             f"the jobs were measured on different {kind} ({', '.join(keys)}): their results "
             "do not compare"
         )
+    if _differing(measured, ("task.name",)):
+        notes.append(
+            "the jobs have different tasks, each of which defines its own loss (task.name)"
+        )
     if keys := _different_parts(measured):
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
@@ -55,17 +57,7 @@ def comparison_notes(jobs: list[Job]) -> list[str]:
 
 def group_notes(groups: list[Group]) -> list[str]:
     """Return in what replicates differ besides the seed, and whether chance may order the best."""
-    notes = []
-    keys = dict[str, None]()
-    for group in groups:
-        keys |= dict.fromkeys(key for key in varying(group.jobs) if key != SEED)
-    if keys:
-        notes.append(
-            f"replicates differ in {cut(', '.join(keys), 200)}, which changes results by rounding "
-            "alone"
-        )
-    if any(len(_world_sizes(group)) > 1 for group in groups):
-        notes.append("replicates ran on different numbers of ranks: results differ by rounding")
+    notes = pooling_notes(groups)
     best, *others = groups
     close = [group for group in others if _overlap(best.estimate, group.estimate)]
     if close:
@@ -75,6 +67,27 @@ def group_notes(groups: list[Group]) -> list[str]:
             "`python -m mingpt_ddp.report DIR compare` tests"
         )
     return notes
+
+
+def pooling_notes(groups: list[Group]) -> list[str]:
+    """Return in what replicates differ besides the seed."""
+    keys = pooled_keys(groups)
+    rounding = [key for key in keys if effect_of(key) == "rounding"]
+    others = [key for key in keys if key not in rounding]
+    notes = []
+    if others:
+        notes.append(f"replicates differ in {_cut(others)}, which changes no loss")
+    if rounding:
+        notes.append(
+            f"replicates differ in {_cut(rounding)}, which changes results by rounding alone"
+        )
+    if any(len(_world_sizes(group)) > 1 for group in groups):
+        notes.append("replicates ran on different numbers of ranks: results differ by rounding")
+    return notes
+
+
+def _cut(keys: list[str]) -> str:
+    return cut(", ".join(keys), 200)
 
 
 def _world_sizes(group: Group) -> set[float]:
@@ -91,11 +104,10 @@ def _overlap(one: Estimate | None, other: Estimate | None) -> bool:
 
 def _different_data(jobs: list[Job]) -> list[str]:
     """List the keys by which the jobs differ in the data that measures them."""
-    kinds = _differing(jobs, DATA_KINDS)
-    if "data.dataset" in kinds:  # which have other keys
+    if kinds := _differing(jobs, ("data.dataset",)):  # which have other keys
         return kinds
-    keys = [*kinds, *_differing(jobs, DATA_KEYS)]
-    digests = {identity(_get(job, "data.sha256")) for job in jobs}
+    keys = _differing(jobs, DATA_KEYS)
+    digests = {identity(job.config.get("data.sha256")) for job in jobs}
     # one of them is null: any content
     if len(digests - {identity(None)}) < 2 and "data.sha256" in keys:
         keys.remove("data.sha256")
@@ -113,9 +125,9 @@ def _different_parts(jobs: list[Job]) -> list[str]:
 
 def _part(job: Job) -> Hashable:
     """Return what identifies the part; None if it is the whole split."""
-    if _get(job, WINDOWS[0]) is None:
+    if job.config.get(WINDOWS[0]) is None:
         return None
-    steps, batch_size, block_size = (_get(job, key) for key in WINDOWS)
+    steps, batch_size, block_size = (job.config.get(key) for key in WINDOWS)
     windows = None
     if isinstance(steps, int) and isinstance(batch_size, int):
         windows = steps * batch_size
@@ -125,12 +137,7 @@ def _part(job: Job) -> Hashable:
 def _differing(jobs: Iterable[Job], keys: Iterable[str]) -> list[str]:
     differing = []
     for key in keys:
-        values = {identity(_get(job, key)) for job in jobs}
+        values = {identity(job.config.get(key)) for job in jobs}
         if len(values) > 1:
             differing.append(key)
     return differing
-
-
-def _get(job: Job, key: str) -> Any:
-    """Return a value, or its default for a text whose configuration is older than the key."""
-    return job.config.get(key, DEFAULTS.get(key) if is_text(job.config) else None)

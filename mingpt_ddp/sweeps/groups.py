@@ -3,31 +3,17 @@
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from mingpt_ddp.config.config import PLACES, effect_of
 from mingpt_ddp.metrics.objective import Objective
-from mingpt_ddp.sweeps.runs import NO_PARAMETERS, Job, Value, identity, number
+from mingpt_ddp.sweeps.runs import Job, Value, identity, number, varying
 from mingpt_ddp.sweeps.statistics import Estimate, estimate
 
 SEED = "run.seed"
-# Keys that change no number beyond rounding: who computes, saves, logs.
-OPERATION = ("ddp.", "snapshot.", "trackers.", "sweep.")
-OPERATION_KEYS = (
-    "run.on_end",
-    "run.on_failure",
-    "trainer.log_every",
-    "trainer.sample_every",
-    "trainer.norms_every",
-    "trainer.profile",
-    "trainer.activation_checkpointing",
-    "data.num_workers",
-    "data.pin_memory",
-    "data.max_expansion",
-    "model.devices",
-)
-NUMERICS = ("ddp.comm_hook", "ddp.sync_batchnorm")  # of these groups, those that do change numbers
 # what differs between the directories of replicates in a sweep
 OF_ONE_JOB = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
 Recipe = tuple[tuple[str, Hashable], ...]
@@ -38,7 +24,7 @@ class Group:
     """Jobs of one recipe with different seeds; one job is a group too."""
 
     jobs: list[Job]  # at least one, in the order of `read_jobs`
-    config: dict[str, Value]  # what they share and makes the numbers: without run.seed
+    config: dict[str, Value]  # what they share and makes their results: without run.seed
 
     @property
     def first(self) -> Job:
@@ -124,8 +110,9 @@ class Group:
 def replicates(jobs: Iterable[Job]) -> list[Group]:
     """Group the jobs that differ in `run.seed` alone; sort by mean, those without one last.
 
-    Keys that change no number (where files are, how ranks share the work) do not count, unless
-    they have been swept: two jobs of the same recipe and seed differ in them.
+    Keys that change at most the last bits of a result (where files are, how ranks share the work,
+    what is logged) do not count, unless they have been swept: jobs of the same recipe differ in
+    them for two seeds at least.
     """
     jobs = [*jobs]
     swept = _swept(jobs)
@@ -167,30 +154,38 @@ def best_group(groups: list[Group]) -> Group | None:
     return groups[0] if groups and groups[0].estimate else None
 
 
-def is_operation(key: str) -> bool:
-    """Return whether a key changes no number of a run beyond rounding."""
-    if key in NO_PARAMETERS or key in OPERATION_KEYS:
+def pooled_keys(groups: Iterable[Group]) -> list[str]:
+    """List the keys, besides the seed, in which replicates differ."""
+    keys = dict[str, None]()
+    for group in groups:
+        keys |= dict.fromkeys(key for key in varying(group.jobs) if key != SEED)
+    return [*keys]
+
+
+def _makes_results(job: Job, key: str) -> bool:
+    """Return whether a key changes the final loss of a job by more than its last bits."""
+    if key == "trainer.eval_steps":  # which windows the loss is of; other texts are not in it
         return True
-    return key.startswith(OPERATION) and key not in NUMERICS
+    if key == "trainer.eval_every":  # patience counts evaluations
+        return job.config.get("trainer.patience") is not None
+    return key != SEED and effect_of(key) in ("training", "end")
 
 
 def _swept(jobs: list[Job]) -> set[str]:
-    """Return the keys in which jobs of the same recipe and seed differ, storage apart."""
-    values: dict[Hashable, dict[str, set[Hashable]]] = {}
+    """Return the keys in which jobs of the same recipe and seed differ, of two seeds at least."""
+    values: dict[tuple[Recipe, str, str], set[Hashable]] = {}
     for job in jobs:
-        found = values.setdefault((_recipe(job, set()), seed_of(job)), {})
+        recipe = _recipe(job, set())
         for key, value in job.config.items():
-            if is_operation(key) and key not in NO_PARAMETERS:
-                found.setdefault(key, set()).add(identity(value))
-    swept = set()
-    for found in values.values():
-        swept |= {key for key, distinct in found.items() if len(distinct) > 1}
-    return swept
+            if key not in PLACES:
+                values.setdefault((recipe, key, seed_of(job)), set()).add(identity(value))
+    seeds = Counter((recipe, key) for (recipe, key, _), each in values.items() if len(each) > 1)
+    return {key for (_, key), count in seeds.items() if count > 1}
 
 
 def _keys(job: Job, swept: set[str]) -> list[str]:
     """List the keys that make the recipe of a job."""
-    return [key for key in job.config if key in swept or (key != SEED and not is_operation(key))]
+    return [key for key in job.config if key in swept or _makes_results(job, key)]
 
 
 def _recipe(job: Job, swept: set[str]) -> Recipe:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import LIMITS, Config, flatten, numeric_keys, numeric_values
+from mingpt_ddp.config.config import LIMITS, Config, flatten, named_keys, named_values
 from mingpt_ddp.metrics.objective import Objective
 from mingpt_ddp.storage.run_dir import (
     RunStatus,
@@ -38,7 +38,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     """
     plain = config.to_dict()
     values = flatten(plain)
-    covered = {*numeric_keys(plain), "model", "optimizer", "data"}  # including presets
+    covered = {*named_keys(plain), "model", "optimizer", "data"}  # including presets
     extra = {}
     for key, text in swept.items():
         if key not in covered:
@@ -73,7 +73,7 @@ def _final_value(directory: Path, config: Config, objective: Objective) -> float
         is_pruned = result["status"] == RunStatus.PRUNED  # whatever the limits
         if not is_pruned and not _has_reached_limits(result, recorded, config):
             return None
-        if numeric_values(recorded) != numeric_values(config.to_dict()):
+        if named_values(recorded) != named_values(config.to_dict()):
             return None
         loss = result["val_loss"]
         if type(loss) not in (int, float) or not math.isfinite(loss):

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+from mingpt_ddp.config.config import PLACES, with_defaults
 from mingpt_ddp.config.hydra_utils import config_flags
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
@@ -31,14 +32,6 @@ from mingpt_ddp.storage.storage import open_regular, read_regular
 
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
-NO_PARAMETERS = (
-    "run.name",
-    "run.root",
-    "run.resume",
-    "data.cache_dir",
-    "snapshot.path",
-    "snapshot.fallback_path",
-)
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
 LARGEST = 1e100  # larger numbers are not drawn
 MAX_JSON_CHARS = 1000  # of a value that is not a scalar
@@ -179,7 +172,7 @@ def varying(jobs: Sequence[Configured]) -> list[str]:
     keys = []
     for key, by_preset in values.items():
         is_varied = any(len(found) > 1 for found in by_preset.values())
-        if is_varied and key not in NO_PARAMETERS:
+        if is_varied and key not in PLACES:
             keys.append(key)
     return keys
 
@@ -213,9 +206,11 @@ def _read(path: Path, name: str) -> Job:
     except (DataError, OSError) as error:
         notes.append(str(error))
     flat = {}
-    for group, keys in config.items():
+    for group, keys in (with_defaults(config) if config else {}).items():
         for key, value in keys.items():
             flat[f"{plain(group)}.{plain(key)}"] = plain(value)
+    if flat.get("run.resume") == "never":  # another directory, the same training
+        flat["run.resume"] = "auto"
     return Job(name, path, _status(path, result), flat, result, history, notes)
 
 

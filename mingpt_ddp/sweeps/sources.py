@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from hydra.core.override_parser.types import Override
 
-from mingpt_ddp.config.config import Config, numeric_values
+from mingpt_ddp.config.config import Config, named_values
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
@@ -178,7 +178,7 @@ def source_of(
     fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
     swept = [each for each in overrides if each.is_sweep_override()]
     shared = {}
-    for key, value in numeric_values(first.to_dict()).items():
+    for key, value in named_values(first.to_dict()).items():
         if not any(key == each.get_key_element() or _is_in(key, each) for each in swept):
             shared[key] = value
     listed = None

@@ -8,7 +8,8 @@ from typing import Any
 from mingpt_ddp.errors import RunError, printable
 from mingpt_ddp.metrics.objective import LOSS, is_text
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.sweeps.comparison import comparison_notes
+from mingpt_ddp.sweeps.comparison import comparison_notes, pooling_notes
+from mingpt_ddp.sweeps.groups import replicates
 from mingpt_ddp.sweeps.runs import Job, read_jobs
 from mingpt_ddp.sweeps.sides import Comparison, Side, compare, sides_of
 from mingpt_ddp.sweeps.significance import LEVEL, MOST_SEEDS, POWER, Difference
@@ -104,7 +105,7 @@ def _objective(jobs: list[Job]) -> str:
 
 def _notes(jobs: list[Job], sides: list[Side], comparisons: list[Comparison]) -> list[str]:
     """Return what the comparison leaves out, or takes together."""
-    notes = comparison_notes(jobs)
+    notes = [*comparison_notes(jobs), *pooling_notes(replicates(jobs))]
     for job in jobs:
         notes += job.notes
     for side in sides:

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import (
     NotRegisteredError,
     flatten,
     from_mapping,
-    numeric_keys,
+    named_keys,
 )
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt
 from mingpt_ddp.config.validation import build
@@ -264,7 +264,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
 def identity_keys(config: dict[str, Any]) -> list[str]:
     """List the keys whose values must match for a run to resume from a snapshot."""
     keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
-    for key in numeric_keys(config):
+    for key in named_keys(config):
         if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS:
             keys.append(key)
     return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]

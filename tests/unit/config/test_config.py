@@ -12,7 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, numeric_keys, to_plain
+from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, named_keys, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, to_config
 from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, selected
 from mingpt_ddp.config.trainer_config import TrainerConfig
@@ -316,14 +316,14 @@ def test_a_key_at_its_default_or_added_later_renames_no_run(default, monkeypatch
     assert run_name(changed(later, "trainer.newer", 4)) != run_name(default)
 
 
-def test_each_key_says_whether_it_changes_the_numbers(default):
-    """Except the keys of users, which always change them."""
-    assert {*IN_THE_NAME} <= numeric_keys(default.to_dict()).keys()
-    assert not {*NOT_IN_THE_NAME} & numeric_keys(default.to_dict()).keys()
+def test_each_key_says_whether_it_enters_the_name_and_what_it_changes(default):
+    """Except the keys of users, which enter the name and change the training."""
+    assert {*IN_THE_NAME} <= named_keys(default.to_dict()).keys()
+    assert not {*NOT_IN_THE_NAME} & named_keys(default.to_dict()).keys()
     for _, classes in GROUPS.values():
         for cls in classes.values():
             described = [
-                {"unit", "numerics"} == field.metadata["json_schema_extra"].keys()
+                {"unit", "in_name", "changes"} == field.metadata["json_schema_extra"].keys()
                 for field in dataclasses.fields(cls)
             ]
             assert all(described), cls

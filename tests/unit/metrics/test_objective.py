@@ -12,7 +12,12 @@ from mingpt_ddp.config.config import flatten, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS, loss_unit, objective_of
 
-TEXT = {"data.path": "a.txt", "data.truncate": 1.0, "run.init_from": None}
+TEXT = {
+    "data.path": "a.txt",
+    "data.tokenizer": "char",
+    "data.truncate": 1.0,
+    "run.init_from": None,
+}
 BPE = {**TEXT, "data.tokenizer": "bpe", "data.vocab_size": 300}
 
 
@@ -86,7 +91,7 @@ def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
 )
 def test_any_value_of_a_yaml_file_has_a_unit(value):
     for config in (
-        {"data.path": value},
+        {**TEXT, "data.path": value},
         {**BPE, "data.tokenizer": value},
         {**BPE, "run.init_from": value},
     ):

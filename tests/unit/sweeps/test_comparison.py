@@ -14,6 +14,7 @@ from fake_runs import fake_run
 from mingpt_ddp.sweeps.sweep_report import report
 
 RANKED = "note: ranked by bits per byte: losses per token of different tokenizers do not compare"
+DIFFERENT_TASKS = "the jobs have different tasks, each of which defines its own loss (task.name)"
 
 
 def notes(directory: Path) -> list[str]:
@@ -195,11 +196,16 @@ def test_different_data(tmp_path):
     fake_run(tmp_path / "a")
     digits = {"data.dataset": "digits", "data.path": "elsewhere", "task.name": "classification"}
     fake_run(tmp_path / "b", digits)
-    expected = (
-        "the jobs were measured on different data (task.name, data.dataset): their "
-        "results do not compare"
-    )
-    assert notes(tmp_path) == [expected]
+    assert notes(tmp_path) == [
+        "the jobs were measured on different data (data.dataset): their results do not compare",
+        DIFFERENT_TASKS,
+    ]
+
+
+def test_tasks_on_one_text_are_not_on_different_texts(tmp_path):
+    fake_run(tmp_path / "a")
+    fake_run(tmp_path / "b", {"task.name": "zloss"})
+    assert notes(tmp_path) == [DIFFERENT_TASKS]
 
 
 @pytest.mark.parametrize(

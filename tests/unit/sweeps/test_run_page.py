@@ -107,7 +107,7 @@ def test_the_rest_is_shown_without_a_file(file, damage, run):
     report([run], run / "report.html")
     figures, body = read_page(run / "report.html")
     for name, part in {
-        "metrics.jsonl": "grad_norm",
+        "metrics.jsonl": "tokens_per_s",
         "result.json": "wall_seconds",
         "config.yaml": "lr: 0.001",
         "main.rank0.log": "resuming from",

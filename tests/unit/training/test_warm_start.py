@@ -18,7 +18,7 @@ from torch import Tensor
 from mingpt_ddp.cli.evaluate_command import EvaluateConfig, evaluate
 from mingpt_ddp.cli.export_command import ExportConfig, export
 from mingpt_ddp.config.components import GPTConfig
-from mingpt_ddp.config.config import from_mapping, numeric_values
+from mingpt_ddp.config.config import from_mapping, named_values
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -345,7 +345,7 @@ def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
 
 def test_the_name_depends_on_the_source_only_if_there_is_one():
     plain = from_mapping(configure(*TINY))
-    assert "init" not in json.dumps(numeric_values(plain.to_dict()))
+    assert "init" not in json.dumps(named_values(plain.to_dict()))
     names = {
         run_name(from_mapping(configure(*TINY, *words)))
         for words in ([], ["run.init_from=a"], ["run.init_from=b"])

@@ -1,0 +1,170 @@
+"""Keys that are said to change nothing leave the weights as they are; others their last bits."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from torch import Tensor
+
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.fields import effect
+from mingpt_ddp.config.hints import known_keys
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.training.run import run
+
+TOLERANCE = 1e-4
+STEPS = 6
+TEXT = ["data.path={texts}/text.txt", "model=gpt_nano", "data.block_size=16"]
+DIGITS = ["task=classification", "model=convnet", "data=digits"]
+# Another value of each key. Nothing else is changed, except what a value needs to be valid.
+OTHERS = {
+    "run.name": ["run.name=other"],
+    "run.root": ["run.root={tmp}/elsewhere"],
+    "run.on_end": ["run.on_end='true'"],
+    "run.on_failure": ["run.on_failure='true'"],
+    "model.name": ["model.name=label"],
+    "model.devices": ["model.devices=2"],
+    "data.name": ["data.name=label"],
+    "data.cache_dir": ["data.cache_dir={tmp}/cache"],
+    "data.val_paths": ["data.val_paths={{other: {texts}/other.txt}}"],
+    "data.max_expansion": ["data.max_expansion=2"],
+    "data.num_workers": ["data.num_workers=1"],
+    "data.pin_memory": ["data.pin_memory=false"],
+    "ddp.strategy": ["ddp.strategy=ddp"],
+    "ddp.reduction": ["ddp.reduction=canonical"],
+    "ddp.launcher": ["ddp.launcher=spawn"],
+    "ddp.backend": ["ddp.backend=gloo"],
+    "ddp.timeout_s": ["ddp.timeout_s=30"],
+    "ddp.max_restarts": ["ddp.max_restarts=0"],
+    "ddp.preempted_exit_code": ["ddp.preempted_exit_code=143"],
+    "ddp.bucket_cap_mb": ["ddp.bucket_cap_mb=0.01"],
+    "ddp.gradient_as_bucket_view": ["ddp.gradient_as_bucket_view=false"],
+    "ddp.static_graph": ["ddp.static_graph=true"],
+    "ddp.find_unused_parameters": ["ddp.find_unused_parameters=true"],
+    "trainer.compile": ["trainer.compile=true"],
+    "trainer.log_every": ["trainer.log_every=1"],
+    "trainer.eval_every": ["trainer.eval_every=2"],
+    "trainer.eval_steps": ["trainer.eval_steps=1"],
+    "trainer.norms_every": ["trainer.norms_every=2"],
+    "trainer.profile": ["trainer.profile=[2,3]"],
+    "trainer.sample_every": ["trainer.sample_every=2"],
+    "trainer.verify_every": ["trainer.verify_every=2"],
+    "trainer.deterministic": ["trainer.deterministic=true"],
+    "trainer.activation_checkpointing": ["trainer.activation_checkpointing=true"],
+    "snapshot.path": ["snapshot.path={tmp}/snapshots"],
+    "snapshot.every_steps": ["snapshot.every_steps=2"],
+    "snapshot.mtbf_hours": ["snapshot.mtbf_hours=1"],
+    "snapshot.every_epochs": ["snapshot.every_epochs=1"],
+    "snapshot.every_minutes": ["snapshot.every_minutes=0.001"],
+    "snapshot.keep_last": ["snapshot.keep_last=1"],
+    "snapshot.keep_best": ["snapshot.keep_best=false"],
+    "snapshot.keep_every": ["snapshot.keep_every=2"],
+    "snapshot.background": ["snapshot.background=false"],
+    "snapshot.max_failures": ["snapshot.max_failures=0"],
+    "snapshot.fallback_path": ["snapshot.fallback_path={tmp}/fallback"],
+    "snapshot.grace_seconds": ["snapshot.grace_seconds=1"],
+    "tracker.tensorboard": ["tracker.tensorboard=true"],
+    "tracker.csv": ["tracker.csv=true"],
+    "tracker.project": ["tracker.project=other"],
+    "tracker.entity": ["tracker.entity=other"],
+    "tracker.uri": ["tracker.uri=file:{tmp}/mlruns"],
+}
+# What they have in common with the undisturbed run, where the default would hide their effect.
+SHARED = {
+    "snapshot.mtbf_hours": ["snapshot.every_steps=auto"],
+    "ddp.reduction": ["trainer.micro_batch_size=3"],
+    "ddp.bucket_cap_mb": ["ddp.strategy=ddp"],
+    "ddp.gradient_as_bucket_view": ["ddp.strategy=ddp"],
+    "ddp.static_graph": ["ddp.strategy=ddp"],
+    "ddp.find_unused_parameters": ["ddp.strategy=ddp"],
+    "model.devices": ["trainer.compile=false"],
+}
+# Keys that need what another test has: other processes, accounts, your files.
+ELSEWHERE = {
+    "run.init_sha256": "tests/unit/training/test_warm_start.py",
+    "ddp.nproc_per_node": "tests/e2e/test_elastic.py",
+    "ddp.tensor_parallel": "tests/multiprocess/test_tensor_parallel.py",
+    "tracker.wandb": "tests/e2e/test_trackers.py",
+    "tracker.mlflow": "tests/e2e/test_trackers.py",
+    "tracker.trackio": "tests/e2e/test_trackers.py",
+    **{
+        f"{group}.code": "tests/e2e/test_user_code.py"
+        for group in ("task", "model", "optimizer", "data")
+    },
+}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
+    """Train in this process; return the tensors of the last snapshot by kind and name."""
+    values = configure(f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", *words)
+    config = from_mapping(values)
+    runtime = Runtime(config, DistEnv())
+    run(config, runtime, {})
+    runtime.close()
+    (manifest,) = directory.rglob(f"step_{STEPS:08d}/manifest.json")
+    snapshot = load(str(manifest.parent))
+    tensors = {f"model {name}": tensor for name, tensor in snapshot.model.items()}
+    return tensors | {f"optimizer {name}": tensor for name, tensor in snapshot.optimizer.items()}
+
+
+def settings(key: str) -> tuple[str, ...]:
+    """Return what a run has besides another value of a key."""
+    base = DIGITS if key in ("data.num_workers", "data.pin_memory") else TEXT
+    defaults = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
+    return (*base, *defaults, *SHARED.get(key, []))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("texts")
+    (directory / "text.txt").write_text("To be, or not to be: that is the question.\n" * 100)
+    (directory / "other.txt").write_text("to be is the question\n" * 20)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str, Tensor]]:
+    """Return the tensors of a run with some words, which is trained once."""
+
+    @functools.cache
+    def trained(words: tuple[str, ...]) -> dict[str, Tensor]:
+        tmp = tmp_path_factory.mktemp("undisturbed")
+        return train([word.format(texts=texts, tmp=tmp) for word in words], tmp)
+
+    return trained
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbed, tmp_path):
+    changes = effect(known_keys()[key])
+    assert changes in ("nothing", "measurement", "rounding")
+    if key == "trainer.compile" and not shutil.which("g++"):
+        pytest.skip("torch.compile needs g++")
+    words = [*settings(key), *OTHERS[key]]
+    found = train([word.format(texts=texts, tmp=tmp_path) for word in words], tmp_path)
+    expected = undisturbed(settings(key))
+    assert found.keys() == expected.keys()
+    tolerance = TOLERANCE if changes == "rounding" else 0.0
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
+
+
+def test_every_such_key_is_trained():
+    """Except those of a sweep, which a single run does not have."""
+    found = set()
+    for key, field in known_keys().items():
+        is_swept = key.startswith("sweep.")
+        if not is_swept and effect(field) in ("nothing", "measurement", "rounding"):
+            found.add(key)
+    assert found == {*OTHERS, *ELSEWHERE}
+    for path in {*ELSEWHERE.values()}:
+        assert (ROOT / path).is_file(), path

@@ -1,0 +1,220 @@
+"""What each key of the schema changes: its name, its replicates, its notes, its replay.
+
+That the keys which are said to change nothing do so is trained in tests/e2e/test_effects.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import yaml
+from fake_runs import fake_run
+
+from mingpt_ddp.cli.again_command import command_words
+from mingpt_ddp.cli.replay_command import write_config
+from mingpt_ddp.config.config import (
+    OMITTED_IF_NULL,
+    PLACES,
+    default_values,
+    named_values,
+    with_defaults,
+)
+from mingpt_ddp.config.fields import effect, enters_name
+from mingpt_ddp.config.hints import known_keys
+from mingpt_ddp.config.schema import GROUPS, selected
+from mingpt_ddp.config.validation import adapter
+from mingpt_ddp.snapshots.ledger import IN_ENVIRONMENT, digest_settings
+from mingpt_ddp.sweeps.comparison import pooling_notes
+from mingpt_ddp.sweeps.groups import replicates
+from mingpt_ddp.sweeps.runs import hydra_value, read_jobs
+
+CHOSEN: dict[str, str | None] = {
+    "task": "language_model",
+    "model": "gpt",
+    "optimizer": "adamw",
+    "data": None,
+}
+# What another value of a text is: one that every key with a format accepts.
+OTHER_TEXTS = {"code_sha256": "0" * 64, "sha256": "0" * 64, "init_sha256": "0" * 64}
+
+
+def values_of(**chosen: str | None) -> dict[str, dict[str, Any]]:
+    """Return a recorded configuration with a value for every key of the chosen classes."""
+    values = {}
+    for group, (selectors, classes) in GROUPS.items():
+        if group == "sweep":  # is not recorded
+            continue
+        choice = {**CHOSEN, **chosen}.get(group)
+        cls = classes[choice]
+        values[group] = default_values(cls)
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING:
+                is_text = field.type in (str, "str")
+                values[group][field.name] = "x" if is_text else 4
+        if choice is not None:
+            values[group][selectors[0]] = choice
+        if group in CHOSEN:  # null otherwise, and then not recorded
+            values[group] |= {"code": "mine.py", "code_sha256": "1" * 64}
+    return values
+
+
+def other_value(schema: dict[str, Any], key: str, value: Any) -> Any:
+    """Return a value of a key's type that is not its default."""
+    for option in schema.get("anyOf", [schema]):
+        if "enum" in option:
+            return next(each for each in option["enum"] if each != value)
+        if "const" in option and option["const"] != value:
+            return option["const"]
+        if option.get("type") == "boolean":
+            return not value
+        if option.get("type") in ("integer", "number"):
+            return value + 1 if isinstance(value, (int, float)) else 1
+        if option.get("type") == "string":
+            return OTHER_TEXTS.get(key, "other")
+        if option.get("type") == "array":
+            return [["other.txt", 1.0]] if key == "sources" else [3, 4]
+        if option.get("type") == "object":
+            return {"other": "other.txt"}
+    raise AssertionError(schema)
+
+
+def cases() -> list[Any]:
+    """Return each key of each class, with a configuration and another value."""
+    found = {}
+    for group, (_, classes) in GROUPS.items():
+        for choice, cls in classes.items():
+            schemas = adapter(cls).json_schema()["properties"]
+            for field in dataclasses.fields(cls):
+                if group == "sweep":
+                    continue
+                values = values_of(**({group: choice} if choice else {}))
+                value = values[group].get(field.name)
+                other = other_value(schemas[field.name], field.name, value)
+                key = f"{group}.{field.name}"
+                found[f"{key} {choice or ''}"] = pytest.param(
+                    values, key, field, other, id=f"{key} {choice or ''}".strip()
+                )
+    return [*found.values()]
+
+
+def with_value(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    group, _, name = key.partition(".")
+    return {**values, group: {**values[group], name: value}}
+
+
+def is_pooled(key: str, field: dataclasses.Field[Any]) -> bool:
+    """Return whether seeds that differ in a key are replicates, as docs/configuration.md says."""
+    if key == "trainer.eval_steps":
+        return False
+    return effect(field) in ("nothing", "rounding", "measurement")
+
+
+@pytest.mark.parametrize(("values", "key", "field", "other"), cases())
+def test_every_question_about_a_key_has_the_answer_of_the_schema(
+    values, key, field, other, tmp_path, monkeypatch
+):
+    group, _, name = key.partition(".")
+    selectors, classes = GROUPS[group]
+    if name in selectors:
+        monkeypatch.setitem(classes, other, classes[selected(group, values[group])[1]])
+    changed = with_value(values, key, other)
+    assert changed != values
+    assert (named_values(changed) != named_values(values)) == enters_name(field)
+
+    bits = effect(field) in ("training", "rounding") and key not in IN_ENVIRONMENT
+    before, after = ({"config": each, "steps": 10} for each in (values, changed))
+    if key != "optimizer.schedule_steps":  # the number of steps stands for it
+        assert (digest_settings(before) != digest_settings(after)) == bits
+
+    for seed, config in enumerate((values, changed), start=1):
+        seeded = config if key == "run.seed" else with_value(config, "run.seed", seed)
+        directory = fake_run(tmp_path / f"run{seed}")
+        (directory / "config.yaml").write_text(yaml.safe_dump(seeded))
+    groups = replicates(read_jobs([tmp_path]))
+    if key == "run.seed":
+        assert len(groups) == 1
+        return
+    assert len(groups) == (1 if is_pooled(key, field) else 2)
+    is_named = any(key in note for note in pooling_notes(groups))
+    if name != "name":  # a preset's label
+        assert is_named == (is_pooled(key, field) and key not in PLACES)
+
+
+@pytest.mark.parametrize("group", [group for group in GROUPS if group != "sweep"])
+def test_a_recorded_run_without_a_key_has_its_default(group, tmp_path):
+    """Runs of earlier versions pool with those that have recorded every key."""
+    values = values_of()
+    for field in dataclasses.fields(GROUPS[group][1][CHOSEN.get(group)]):
+        older = {**values, group: {**values[group]}}
+        if field.name in OMITTED_IF_NULL:
+            continue
+        if field.default is dataclasses.MISSING or older[group].pop(field.name, ...) is ...:
+            continue
+        assert with_defaults(older) == with_defaults(values), field.name
+    assert with_defaults({**values, "trainer": {**values["trainer"], "prune": "none"}}) == values
+
+
+def test_keys_of_a_class_that_is_not_registered_change_the_training(tmp_path):
+    for seed, alpha in ((1, 0.5), (2, 0.7)):
+        optimizer = {"name": "mine", "lr": 0.1, "alpha": alpha}
+        config = {**values_of(), "optimizer": optimizer}
+        directory = fake_run(tmp_path / f"run{seed}")
+        (directory / "config.yaml").write_text(yaml.safe_dump(with_value(config, "run.seed", seed)))
+    one, _ = read_jobs([tmp_path])
+    assert one.config["optimizer.weight_decay"] == 0.1  # of the base class
+    assert len(replicates([one, _])) == 2
+
+
+def test_evaluations_end_a_run_that_has_patience(tmp_path):
+    for seed, every in ((1, 10), (2, 20)):
+        fake_run(
+            tmp_path / f"run{seed}",
+            {"run.seed": seed, "trainer.eval_every": every, "trainer.patience": 3},
+        )
+    assert len(replicates(read_jobs([tmp_path]))) == 2
+
+
+def test_marks_agree_between_the_classes_that_have_a_key():
+    for group, (_, classes) in GROUPS.items():
+        for cls in classes.values():
+            for field in dataclasses.fields(cls):
+                same = known_keys()[f"{group}.{field.name}"]
+                assert effect(field) == effect(same), (cls, field.name)
+                assert enters_name(field) == enters_name(same), (cls, field.name)
+
+
+def test_a_replay_takes_what_decides_the_bits(tmp_path):
+    values = values_of()
+    for key in ("trainer.log_every", "tracker.csv", "snapshot.every_minutes", "trainer.patience"):
+        values = with_value(values, key, 7)
+    for key in ("trainer.compile", "trainer.ema", "ddp.bucket_cap_mb", "data.max_expansion"):
+        values = with_value(values, key, 0.5)
+    write_config(tmp_path / "recorded", values)
+    kept = yaml.safe_load((tmp_path / "recorded" / "config.yaml").read_text())
+    assert kept["trainer"]["compile"] == kept["trainer"]["ema"] == 0.5
+    assert kept["ddp"]["bucket_cap_mb"] == kept["data"]["max_expansion"] == 0.5
+    assert {*kept["trainer"]} & {"log_every", "patience", "eval_every"} == set()
+    assert (kept["tracker"], kept["snapshot"]) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("word", "continues"),
+    [
+        ("trainer.log_every=7", True),
+        ("ddp.comm_hook=fp16", True),
+        ("trainer.eval_steps=3", True),
+        ("optimizer.weight_decay=0.1", True),  # its default, which an earlier version left out
+        ("optimizer.weight_decay=0.2", False),
+        ("ddp.reduction=canonical", False),
+    ],
+)
+def test_again_continues_a_run_that_keeps_its_name(word, continues, tmp_path):
+    values = with_value(values_of(), "model.name", "gpt_nano")
+    del values["optimizer"]["weight_decay"]
+    directory = tmp_path / "run"
+    directory.mkdir()
+    (directory / "config.yaml").write_text(yaml.safe_dump(values))
+    words = command_words(str(directory), [word])
+    assert (f"run.name={hydra_value('run')}" in words) == continues
