@@ -75,6 +75,22 @@ def test_a_swept_key_of_operation_is_a_parameter(tmp_path):
     assert varying(groups) == ["ddp.strategy"]
 
 
+def test_a_seed_that_was_run_twice_is_no_sweep(tmp_path):
+    for seed in (1, 2, 3):
+        fake_run(tmp_path / f"{seed}", {"run.seed": seed})
+    fake_run(tmp_path / "again", {"run.seed": 1, "tracker.csv": True})
+    (group,) = groups_in(tmp_path)
+    assert (len(group.jobs), group.seeds) == (4, 3)
+
+
+@pytest.mark.parametrize("value", ["never", "outputs/other"])
+def test_weights_of_another_run_are_another_recipe(tmp_path, value):
+    """A new directory for the same training is not."""
+    fake_run(tmp_path / "a", {"run.seed": 1, "run.resume": "auto"})
+    fake_run(tmp_path / "b", {"run.seed": 2, "run.resume": value})
+    assert len(groups_in(tmp_path)) == (1 if value == "never" else 2)
+
+
 @pytest.mark.parametrize(
     "key", ["trainer.max_steps", "trainer.eval_steps", "ddp.comm_hook", "data.path", "my.key"]
 )
