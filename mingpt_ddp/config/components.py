@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -138,6 +138,9 @@ class ConvNetConfig(ModelConfig):
     dropout: DecayFactor = key(0.0, "fraction of the features that dropout zeroes", "probability")
 
 
+TextFormat: TypeAlias = Literal["auto", "text"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(UserCodeConfig):
     """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py)."""
@@ -145,8 +148,13 @@ class DataConfig(UserCodeConfig):
     name: str | None = neutral(
         None, "a label for directories and logs; null: the file name of path"
     )
-    path: str = key(
-        ..., "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise"
+    path: str | None = key(
+        None, "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise"
+    )
+    format: TextFormat = neutral(
+        "auto",
+        "auto: refuse what does not look like text; text: take any UTF-8 as text",
+        changes="training",
     )
     sha256: str | None = key(
         None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content"
@@ -187,7 +195,12 @@ class DataConfig(UserCodeConfig):
     def __post_init__(self) -> None:
         sources = self.sources or []
         val_paths = self.val_paths or {}
-        check_url("data.path", self.path)
+        check(
+            not (self.path is None and self.sources is None and self.reader is None),
+            "data.path is missing; give a text, or several as data.sources",
+        )
+        if self.path is not None:
+            check_url("data.path", self.path)
         check_url("data.tokenizer", self.tokenizer)
         for i, (path, _) in enumerate(sources):
             check_url(f"data.sources[{i}]", path)
@@ -227,11 +240,16 @@ class DataConfig(UserCodeConfig):
         )
 
     @property
+    def source(self) -> str:
+        """The key that says where the one text is, with its value, for messages."""
+        return f"data.reader={self.reader}" if self.path is None else f"data.path={self.path}"
+
+    @property
     def label(self) -> str:
         """The name of the text in directories and logs."""
         if self.name:
             return self.name
-        paths = [path for path, _ in self.sources or ()] or [self.path]
+        paths = [path for path, _ in self.sources or ()] or [self.path or ""]
         stems = []
         for path in paths:
             without_query = path.removeprefix(BUILTIN_PREFIX).partition("?")[0]

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.data.archives import GZIP
 from mingpt_ddp.data.bpe import train_bpe
+from mingpt_ddp.data.content import BINARY, NOT_UTF8, Contents, kind_of, refusal
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
 from mingpt_ddp.data.text_cache import digest_of, file_sha256
 from mingpt_ddp.data.texts import (
     CHUNK_BYTES,
-    GZIP,
     OpenBytes,
     expanded_limit,
     expands_too_far,
@@ -45,6 +46,7 @@ class Source:
     config: DataConfig  # data.path is this text
     open: OpenBytes
     sha256: str
+    contents: Contents
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ def encode(
     if tokenizer is None:
         if len(distinct) < 2:
             raise DataError(
-                f"data.path={sources[0].config.path} has one distinct character; there is "
-                "nothing to learn"
+                f"{sources[0].config.source} has one distinct character; there is nothing to learn"
             )
         tokenizer = _make_tokenizer(config, distinct, splits[0])
     # the smallest unsigned type that holds every token
@@ -94,9 +95,7 @@ def encode(
         sizes = _write_tokens(tokens, splits, tokenizer, dtype)
         for source in sources:
             if file_sha256(source.open) != source.sha256:
-                raise DataError(
-                    f"data.path={source.config.path} changed while being read; run again"
-                )
+                raise DataError(f"{source.config.source} changed while being read; run again")
         encoded = EncodedText(
             directory=str(directory),
             sha256=sha256,
@@ -156,7 +155,7 @@ def _decode(source: Source) -> Iterator[str]:
         DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    path = source.config.path
+    name = source.config.source
     position = 0
     at_start = True
     with source.open() as raw:
@@ -171,16 +170,19 @@ def _decode(source: Source) -> Iterator[str]:
                 chunk = stream.read(CHUNK_BYTES)
                 position += len(chunk)
                 if position > limit:
-                    raise expands_too_far(path, int(limit))
+                    raise expands_too_far(name, int(limit))
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
+                kind = kind_of(chunk) if at_start else None
+                if kind not in (None, NOT_UTF8, BINARY):
+                    raise refusal(name, kind) from error
                 # what the decoder was given ends where the chunk ends
                 at = position - len(error.object) + error.start
                 raise DataError(
-                    f"data.path={path} is not UTF-8 at byte {at}; convert it with iconv"
+                    f"{name} is not UTF-8 at byte {at}; convert it with iconv"
                 ) from error
             except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"data.path={path} is not a whole gzip file: {error}") from error
+                raise DataError(f"{name} is not a whole gzip file: {error}") from error
             if at_start and text:
                 text = text.removeprefix("\ufeff")
                 at_start = False
@@ -213,7 +215,7 @@ def _count(sources: list[Source]) -> tuple[list[int], str]:
             seen[code_points(text)] = True
             length += len(text)
         if length == 0:
-            raise DataError(f"data.path={source.config.path} is empty")
+            raise DataError(f"{source.config.source} is empty")
         lengths.append(length)
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from mingpt_ddp.config.components import DigitsConfig, MNISTConfig
+from mingpt_ddp.data.archives import GZIP
 from mingpt_ddp.data.download import fetch, user_cache
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.data.samples import Datasets
-from mingpt_ddp.data.texts import GZIP, expanded_limit
+from mingpt_ddp.data.texts import expanded_limit
 from mingpt_ddp.errors import DataError
 
 # of 1,797 images

@@ -17,24 +17,36 @@ TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
 
 
 def prepare_all(
-    config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
+    config: DataConfig,
+    tokenizer: Tokenizer | None = None,
+    cache: TextCache | None = None,
+    known_sha256: str | None = None,
 ) -> dict[str, EncodedText]:
     """Return the training text as "", and those of `data.val_paths` by name.
 
-    The tokenizer of the training text encodes all of them. Args and Raises: as `prepare`.
+    The tokenizer of the training text encodes all of them.
+
+    Args:
+        known_sha256: of the training text of a snapshot, which goes on with its texts, whatever
+            they look like.
+
+    Other Args and Raises: as `prepare`.
     """
     cache = cache or TextCache(config)
     try:
         if tokenizer is not None:
             _check_same_tokenizer(config, tokenizer)
-        encoded = {"": prepare(config, tokenizer, cache)}
+        sources = _open_known(config, cache.root, known_sha256)
+        is_new = _sha256_of(sources) != known_sha256
+        encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
             text = replace(
                 config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0
             )
             try:
-                encoded[name] = prepare(text, tokenizer, cache)
+                sources = _open_all(text, cache.root)
+                encoded[name] = _prepare(sources, text, tokenizer, cache, is_new)
             except DataError as error:
                 raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
     except UserError:
@@ -58,7 +70,7 @@ def _check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
 def prepare(
     config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
 ) -> EncodedText:
-    """Find the text in the cache, or fetch and encode it.
+    """Find the text of a new run in the cache, or fetch and encode it.
 
     Args:
         tokenizer: the one of a snapshot; None: that of `data.tokenizer`.
@@ -66,14 +78,26 @@ def prepare(
 
     Raises:
         ConfigError: the tokenizer needs a library that is not installed.
-        DataError: a text cannot be read, has another SHA-256 than `data.sha256`, or cannot be
-            encoded; or there are no two distinct characters to learn.
+        DataError: a text cannot be read, does not look like a text, has another SHA-256 than
+            `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
     """
     cache = cache or TextCache(config)
-    paths = [path for path, _ in config.sources or ()] or [config.path]
-    sources = [_open(replace(config, path=path, sources=None), cache.root) for path in paths]
-    digests = [source.sha256 for source in sources]
-    sha256 = digests[0] if len(digests) == 1 else digest_of(digests)
+    return _prepare(_open_all(config, cache.root), config, tokenizer, cache, is_new=True)
+
+
+def _prepare(
+    sources: list[Source],
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    cache: TextCache,
+    is_new: bool,
+) -> EncodedText:
+    """Find texts in the cache, or encode them; those of a new run must look like texts."""
+    for source in sources:
+        if is_new and config.format == "auto":
+            source.contents.refuse()
+        source.contents.report()
+    sha256 = _sha256_of(sources)
     if tokenizer is None and config.tokenizer not in TRAINED:
         tokenizer = read_bpe(config.tokenizer)
     key = sha256
@@ -90,6 +114,27 @@ def prepare(
             return encode(sources, config, tokenizer, directory, sha256)
 
 
+def _sha256_of(sources: list[Source]) -> str:
+    digests = [source.sha256 for source in sources]
+    return digests[0] if len(digests) == 1 else digest_of(digests)
+
+
+def _open_known(config: DataConfig, cache: Path, known_sha256: str | None) -> list[Source]:
+    """Open the texts, with the files of a directory that a run has read before."""
+    if known_sha256 is not None and config.format != "text":
+        sources = _open_all(replace(config, format="text"), cache)
+        if _sha256_of(sources) == known_sha256:
+            return sources
+    return _open_all(config, cache)
+
+
+def _open_all(config: DataConfig, cache: Path) -> list[Source]:
+    """Open the one text, or those of `data.sources`."""
+    paths: list[str | None] = [path for path, _ in config.sources or ()]
+    paths = paths or [config.path]
+    return [_open(replace(config, path=path, sources=None), cache) for path in paths]
+
+
 def _open(config: DataConfig, cache: Path) -> Source:
     """Find a text and its SHA-256."""
 
@@ -97,16 +142,16 @@ def _open(config: DataConfig, cache: Path) -> Source:
         return _checked_sha256(opener(path), config)
 
     try:
-        open_text = open_source(config, cache, check)
-        return Source(config, open_text, _checked_sha256(open_text, config))
+        text = open_source(config, cache, check)
+        return Source(config, text.open, _checked_sha256(text.open, config), text.contents)
     except FileNotFoundError as error:
-        raise DataError(f"data.path={config.path}: there is no such file") from error
+        raise DataError(f"{config.source}: there is no such file") from error
     except UserError:
         raise
     except Exception as error:  # exceptions differ by protocol
         reason = str(error) or type(error).__name__
-        message = f"cannot read data.path={config.path} ({reason[:200]})"
-        if "://" in config.path:
+        message = f"cannot read {config.source} ({reason[:200]})"
+        if "://" in config.source:
             message += "; without a network, set data.path to a local copy"
         raise DataError(message) from error
 
@@ -116,7 +161,7 @@ def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
     sha256 = file_sha256(open_bytes)
     if config.sha256 not in (None, sha256):
         raise DataError(
-            f"data.path={config.path} has SHA-256 {sha256}, not data.sha256={config.sha256}; "
+            f"{config.source} has SHA-256 {sha256}, not data.sha256={config.sha256}; "
             "set data.sha256=null to use it anyway"
         )
     return sha256

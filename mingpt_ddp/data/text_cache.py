@@ -38,8 +38,9 @@ class TextCache:
         # deepest first
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         # files that are copied out of local archives, as zip://a.txt::b.zip; they are no downloads
-        urls = [config.path, *(url for url, _ in config.sources or [])]
-        urls += (config.val_paths or {}).values()
+        urls = [url for url, _ in config.sources or []] + [*(config.val_paths or {}).values()]
+        if config.path is not None:
+            urls.append(config.path)
         copies = [download_path(url, self.root) for url in urls if _is_in_local_archive(url)]
         self._copies = [path for path in copies if not path.exists()]
 

@@ -3,6 +3,7 @@
 Shapes: B sequences, T tokens, V = vocab_size.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -26,7 +27,7 @@ from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
 from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes
-from mingpt_ddp.tasks.task import Mean, Task
+from mingpt_ddp.tasks.task import Mean, Task, recorded_sha256
 
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
@@ -46,12 +47,19 @@ class LanguageModel(Task):
     _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
     _lengths: "_TokenLengths | None" = None  # of the tokenizer, once it is needed
 
-    def __init__(self, config: Config, group: ProcessGroup, state: Any = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        group: ProcessGroup,
+        state: Any = None,
+        known_sha256: str | None = None,
+    ) -> None:
         """Encode the texts once per node.
 
         Args:
             state: of a snapshot, untrusted, whose tokenizer is kept; None: that of
                 `data.tokenizer`.
+            known_sha256: of the text of a snapshot, which goes on with it.
 
         Raises:
             ConfigError: the configuration selects a dataset of samples.
@@ -73,7 +81,7 @@ class LanguageModel(Task):
         self._cache = TextCache(config.data)
 
         def encode() -> dict[str, Any]:
-            texts = prepare_all(config.data, tokenizer, self._cache)
+            texts = prepare_all(config.data, tokenizer, self._cache, known_sha256)
             return {name: asdict(text) for name, text in texts.items()}
 
         described = group.run_on_rank_zero(encode, per_node=True)
@@ -89,9 +97,10 @@ class LanguageModel(Task):
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
         """Keep a tokenizer that was trained or given: the source may be gone."""
-        if "tokenizer" in kept:
-            return cls(config, group, kept)
-        return cls(config, group)
+        known_sha256 = None
+        with contextlib.suppress(LookupError, TypeError):  # of weights without a text
+            known_sha256 = recorded_sha256(kept)
+        return cls(config, group, kept if "tokenizer" in kept else None, known_sha256)
 
     def discard(self) -> None:
         self._cache.discard()

@@ -80,7 +80,10 @@ def warm_start(
 
     def find() -> dict[str, Any]:
         if recorded is not None:
-            return _described(of_state(recorded), _recorded_sha256(url, recorded))
+            described = _described(of_state(recorded), _recorded_sha256(url, recorded))
+            if "text" in recorded:  # which the run goes on with
+                described["state"]["text"] = recorded["text"]
+            return described
         weights = read_initial_weights(url)
         tensors.update(weights.tensors)
         return _described(weights, weights.sha256())

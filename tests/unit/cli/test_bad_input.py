@@ -136,6 +136,11 @@ def cwd(tmp_path):
     (directory / "same.txt").write_text("a" * 5000)
     (directory / "short.txt").write_text("To be, or not to be")
     (directory / "not.gz").write_bytes(b"\x1f\x8b" + TEXT.encode())
+    (directory / "train.bin").write_bytes(bytes(range(60)) * 100)
+    (directory / "docs.jsonl").write_text('{"text": "to be"}\n' * 500)
+    (directory / "shards").mkdir()
+    (directory / "shards" / "a.parquet").write_bytes(b"PAR1\x15\x04" + b"\0" * 5000)
+    (directory / "shards" / "README.md").write_text("Two shards.\n")
     (directory / "half.gz").write_bytes(gzip.compress(TEXT.encode())[:-12])
     return directory
 
@@ -342,7 +347,26 @@ CASES = [
     ("run.resume=foo://bar", "config error: run.resume=foo://bar: no such protocol as foo://"),
     ("run.resume=nowhere", "snapshot error: there is no whole snapshot at nowhere"),
     # Texts
-    ("data=text_file", "config error: data.path is missing; give it a value"),
+    (
+        "data=text_file",
+        "config error: data.path is missing; give a text, or several as data.sources",
+    ),
+    (
+        text_file("train.bin"),
+        "data error: data.path=train.bin looks like binary data with NUL bytes, such as tokens,",
+    ),
+    (
+        text_file("docs.jsonl"),
+        "data error: data.path=docs.jsonl looks like JSON Lines, not text; read it with a reader",
+    ),
+    (
+        "data=text_file data.sources=[[good.txt,1],[docs.jsonl,1]]",
+        "data error: data.path=docs.jsonl looks like JSON Lines, not text; read it with a reader",
+    ),
+    (
+        text_file("shards"),
+        "data error: data.path=shards is mostly no text: skipped 1 Parquet ('a.parquet'), ",
+    ),
     (text_file("nowhere.txt"), "data error: data.path=nowhere.txt: there is no such file"),
     (text_file("/dev/null"), "data error: data.path=/dev/null is not a regular file"),
     (

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mingpt_ddp.data import texts
+from mingpt_ddp.data import archives, texts
 from mingpt_ddp.data.prepare import prepare, prepare_all
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
@@ -75,24 +75,28 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
     files = {
         **FILES,
         ".git/config": b"hidden",
-        "image.png": b"\x89PNG\0",
+        "image.png": b"\x89PNG\r\n\x1a\n",
         "latin.txt": b"\xe4bc",
-        "nul.txt": b"a\0",
+        "nul.bin": b"\1\0",
     }
     for path in every_form(tmp_path, files):
         caplog.clear()
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.INFO):
             assert text_of(settings(path)) == JOINED
-        lines = [record.getMessage() for record in caplog.records]
-        assert [line.partition("skipped ")[2] for line in lines] == [
-            "'.git/config', which is hidden",
-            "'image.png', which is not UTF-8 text",
-            "'latin.txt', which is not UTF-8 text",
-            "'nul.txt', which is not UTF-8 text",
-        ]
+        read, skipped = [record.getMessage() for record in caplog.records]
+        assert read == (
+            f"data.path={path}: reads 3 files of 25 bytes: 2 .txt ('a.txt', 'b/2.txt'), "
+            "1 .md ('b/10.md')"
+        )
+        assert skipped == (
+            f"data.path={path}: skipped 1 PNG ('image.png'), 1 hidden ('.git/config'), "
+            "1 not UTF-8 ('latin.txt'), 1 binary data with NUL bytes, such as tokens ('nul.bin')"
+        )
     for name in files.keys() & FILES.keys():
         (tmp_path / "texts" / name).unlink()
-    with pytest.raises(DataError, match="has no texts"):
+    with pytest.raises(
+        DataError, match=r"has no texts: skipped 1 PNG .*, 1 hidden .*; extract its text first"
+    ):
         prepare(settings(tmp_path / "texts"))
 
 
@@ -118,7 +122,7 @@ def test_bombs_are_bounded(make, settings, tmp_path, monkeypatch):
     path = make(tmp_path / "bomb", {f"{i}.txt": b"a" * (1 << 20) for i in range(4)})
     with pytest.raises(DataError, match="unpack it yourself"):
         prepare(settings(path))
-    monkeypatch.setattr(texts, "MAX_MEMBERS", 3)
+    monkeypatch.setattr(archives, "MAX_MEMBERS", 3)
     with pytest.raises(DataError, match="an archive may have 3 files"):
         prepare(settings(make(tmp_path / "many", {f"{i}.txt": b"ab" for i in range(4)})))
 

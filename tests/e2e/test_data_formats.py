@@ -1,0 +1,57 @@
+"""What is no text: refused as users launch it, and taken where they say so, also on resume."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from launching import TINY, call, python_main
+from user_code_page import PAGE
+
+SMALL = [*TINY, "data.truncate=1"]
+JSONL = "".join(json.dumps({"text": f"to be {i}, or not"}) + "\n" for i in range(400))
+
+
+def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
+    """Also one that starts from the weights of another run."""
+    (tmp_path / "docs.jsonl").write_text(JSONL)
+    text = ["data=text_file", "data.path=docs.jsonl"]
+    refused = call([*python_main(), *SMALL, *text, "trainer.max_steps=2"], tmp_path)
+    assert refused.returncode == 2
+    assert "looks like JSON Lines, not text" in refused.stdout
+    assert not (tmp_path / "outputs").exists()
+    for name, source in (("first", []), ("second", ["run.init_from=outputs/first"])):
+        command = [*python_main(), *SMALL, *text, *source, f"run.name={name}"]
+        begun = call([*command, "trainer.max_steps=2", "data.format=text"], tmp_path)
+        assert begun.returncode == 0, begun.stdout
+        done = call([*command, "trainer.max_steps=4"], tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert "resuming from the snapshot" in done.stdout
+        result = json.loads((tmp_path / "outputs" / name / "result.json").read_text())
+        assert result["step"] == 4
+
+
+def test_sources_need_no_path(tmp_path):
+    (tmp_path / "a.txt").write_text("to be, or not to be\n" * 200)
+    sources = ["data=text_file", "data.sources=[[a.txt,1]]", "trainer.max_steps=1"]
+    done = call([*python_main(), *SMALL, *sources, "run.name=mixed"], tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_reader_of_json_lines_on_the_page(tmp_path):
+    """With data.path, and with a constant of its own instead of one."""
+    reader = re.search(r'^```python\n(@register\("data", "jsonl".*?)^```', PAGE, re.M | re.S)[1]
+    imports = "import json\nfrom collections.abc import Iterator\n"
+    code = f"{imports}from mingpt_ddp.registry import DataConfig, register\n{reader}"
+    (tmp_path / "own" / "data").mkdir(parents=True)
+    lines = "defaults: [text_file]\nreader: jsonl\ncode: {}.py\n"
+    for name, content in (("mine", code), ("fixed", code.replace("config.path", "'docs.jsonl'"))):
+        (tmp_path / "own" / f"{name}.py").write_text(content)
+        (tmp_path / "own" / "data" / f"{name}.yaml").write_text(lines.format(name))
+    (tmp_path / "docs.jsonl").write_text(JSONL)
+    for words in (["data=mine", "data.path=docs.jsonl"], ["data=fixed"]):
+        command = [*python_main(), *SMALL, "--config-dir=own", *words, "trainer.max_steps=1"]
+        done = call(command, tmp_path)
+        assert done.returncode == 0, done.stdout
+        # the digits, "tobe,rn", a space and a line feed
+        assert ", 19 distinct" in done.stdout, done.stdout

@@ -1,0 +1,322 @@
+"""Files of other programs: what is no text is refused by name, prose and code never are."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import logging
+import lzma
+import pickle
+import random
+import sqlite3
+import struct
+import sysconfig
+import tarfile
+import zipfile
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save
+
+from mingpt_ddp.data.content import HEAD_BYTES, kind_of
+from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.errors import DataError
+
+PROSE = "Zwölf Boxkämpfer jagen Viktor, \U0001f600 quer über den Sylter Deich.\n" * 200
+ROWS = [{"id": i, "text": f"to be {i}\nor not"} for i in range(300)]
+JSONL = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+PARQUET = b"PAR1\x15\x04\x15\x90\x0c\x15" + zlib.compress(JSONL) + b"\0\0PAR1"
+# metadata of 0x98 bytes, as pyarrow and `datasets` write it
+ARROW_STREAM = b"\xff\xff\xff\xff\x98\0\0\0\x10\0\0\0\0\0\n\0" + JSONL
+PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(500)
+CHARS = sorted(set(PROSE))
+TOKENS = [CHARS.index(character) for character in PROSE]
+BPE_IDS = random.Random(1).choices([262, 11, 13, 198, 50256, 30000, 318, 0], k=9000)
+
+
+def written(write) -> bytes:
+    """Return what a function writes to a file."""
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def sqlite(path: Path) -> bytes:
+    with sqlite3.connect(path) as database:
+        database.execute("create table texts (text)")
+    database.close()
+    return path.read_bytes()
+
+
+NO_TEXT = {
+    "train.bin of nanoGPT, characters": (np.uint16(TOKENS).tobytes(), "binary data with NUL"),
+    "train.bin of nanoGPT, BPE": (np.uint16(BPE_IDS).tobytes(), "binary data with NUL"),
+    "floats": (np.linspace(0, 1, 999, dtype="f4").tobytes(), "binary data with NUL"),
+    "a NUL": (PROSE.encode() + b"\0", "binary data with NUL"),
+    "tokens of a byte": (bytes(1 + token % 60 for token in TOKENS), "binary data with control"),
+    "UTF-16": (PROSE.encode("utf-16"), "UTF-16"),
+    "UTF-16 LE": (PROSE.encode("utf-16-le"), "UTF-16LE without a byte order mark"),
+    "UTF-16 BE": (PROSE.encode("utf-16-be"), "UTF-16BE without a byte order mark"),
+    "UTF-16 Chinese": ("春眠不覚暁 処処聞啼鳥\n".encode("utf-16-le") * 99, "UTF-16LE without"),
+    "UTF-32": (PROSE.encode("utf-32"), "UTF-32"),
+    "UTF-32 LE": (PROSE.encode("utf-32-le"), "UTF-32LE without a byte order mark"),
+    "UTF-32 BE": (PROSE.encode("utf-32-be"), "UTF-32BE without a byte order mark"),
+    "latin": (PROSE.replace("\U0001f600", "").encode("latin-1"), "not UTF-8"),
+    "JSON Lines": (JSONL, "JSON Lines"),
+    "JSON Lines of Windows": (b"\xef\xbb\xbf" + JSONL.replace(b"\n", b"\r\n"), "JSON Lines"),
+    "JSON Lines that are cut off": (JSONL[:300], "JSON Lines"),
+    "JSON Lines, longer than what is looked at": (JSONL * 99, "JSON Lines"),
+    "JSON Lines of long lines": (json.dumps({"text": PROSE * 50}).encode(), "JSON Lines"),
+    "a JSON array": (json.dumps(ROWS).encode(), "a JSON array of objects"),
+    "an indented JSON array": (json.dumps(ROWS, indent=2).encode(), "a JSON array of objects"),
+    "a JSON array of a long object": (
+        json.dumps([{"text": PROSE * 50}]).encode(),
+        "a JSON array of objects",
+    ),
+    "Parquet": (PARQUET, "Parquet"),
+    "Arrow": (b"ARROW1\0\0" + ARROW_STREAM, "Arrow"),
+    "Feather 1": (b"FEA1\x10\0\0\0", "Arrow"),
+    "an Arrow stream": (ARROW_STREAM, "Arrow"),
+    "npy": (written(lambda file: np.save(file, np.arange(99))), "NumPy"),
+    "npz": (written(lambda file: np.savez(file, a=np.arange(99))), "zip"),
+    "safetensors": (save({"w": np.ones(99)}), "safetensors"),
+    "a state of torch": (written(lambda file: torch.save({"w": torch.ones(9)}, file)), "zip"),
+    "meta.pkl of nanoGPT": (pickle.dumps({"vocab_size": 65}), "a pickle"),
+    "PDF": (b"%PDF-1.4\n1 0 obj << /Type /Catalog >>\n", "PDF"),
+    "PNG": (PNG, "PNG"),
+    "JPEG": (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "JPEG"),
+    "GIF": (b"GIF89a\x01\0\x01\0", "GIF"),
+    "WebP": (b"RIFF\x24\0\0\0WEBPVP8 \xff\0", "WebP"),
+    "BMP": (b"BM" + struct.pack("<IHHI", 1078, 0, 0, 54) + bytes(40), "BMP"),
+    "TIFF": (b"II*\0\x08\0\0\0", "TIFF"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n\0\0", "HDF5"),
+    "ELF": (b"\x7fELF\x02\x01\x01\0", "an ELF program"),
+    "zstd": (b"\x28\xb5\x2f\xfd\x04\x58" + zlib.compress(JSONL), "zstd"),
+    "xz": (lzma.compress(JSONL), "xz"),
+    "bzip2": (bz2.compress(JSONL), "bzip2"),
+    "an empty bzip2": (bz2.compress(b""), "bzip2"),
+}
+
+TEXTS = {
+    "prose": PROSE,
+    "prose of Windows": "\ufeff" + PROSE.replace("\n", "\r\n"),
+    "nothing": "",
+    "a CSV": "id,text\n" + '1,"to be, or not"\n' * 99,
+    "a TSV": "id\ttext\n" + "1\tto be\n" * 99,
+    "a table": "| a | b |\n| --- | --- |\n" + "| 1, 2 | x |\n" * 99,
+    "an object that is not whole": '{"a": 1, b}',
+    "one JSON object on several lines": json.dumps(ROWS[0], indent=2),
+    "a JSON array of numbers": json.dumps([[1, 2]] * 99),
+    "a log of JSON that ends in a traceback": '{"level": "info"}\n' * 99 + "Traceback:\n",
+    "a template": '{"name"} of the {"place"}\n' * 99,
+    "sets": '{"a"}\n' * 99,
+    "code that begins with a brace": "{\n  int x = 1;\n}\n" * 99,
+    "a list of sets": "[{1, 2}, {3}]\n" * 99,
+    "brackets too deep for a parser": '{"a":' * 10_000,
+    "brackets in an array": '[{"a":' * 100,
+    "colours of a terminal": "\x1b[32mINFO\x1b[0m step 1\r\n" * 99,
+    "backspaces of a manual": "N\bNA\bAM\bME\bE\n" * 99,
+    "form feeds": "\x0c\nchapter\n" * 99,
+    "the end of a file of DOS": "yes\r\n\x1a",
+    "some control characters": (PROSE + "\x01") * 9,
+    "the name of a magic number": "PAR1 and ARROW1, BM and GIF89a are magic numbers.\n",
+    "a safetensors header as prose": '12345678{"a": 1}\n',
+    "the language reference": "\n\n".join(topics.values()),
+}
+
+
+@pytest.mark.parametrize("name", NO_TEXT)
+def test_what_is_no_text_is_named(name):
+    content, expected = NO_TEXT[name]
+    kind = kind_of(content[:HEAD_BYTES])
+    assert kind is not None and kind.name.startswith(expected)
+    assert kind.advice
+
+
+def test_a_database_is_named(tmp_path):
+    assert kind_of(sqlite(tmp_path / "x.db")).name == "SQLite"
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_a_text(name):
+    assert kind_of(TEXTS[name].encode()[:HEAD_BYTES]) is None
+
+
+def test_a_character_that_the_end_of_the_head_divides(tmp_path):
+    content = b"x" + "é".encode() * HEAD_BYTES
+    assert kind_of(content[:HEAD_BYTES]) is None
+
+
+def test_the_source_of_python_is_text():
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    assert len(paths) > 100
+    refused = [path for path in paths if kind_of(path.read_bytes()[:HEAD_BYTES])]
+    assert refused == []
+
+
+def test_compressed_data_is_never_sent_to_iconv():
+    for name in ("zstd", "xz", "bzip2"):
+        assert "decompress it first" in kind_of(NO_TEXT[name][0]).advice
+
+
+# Alone
+
+
+def test_a_new_run_refuses_what_is_no_text(settings, tmp_path):
+    """In the cache or not: the answer is the same."""
+    as_text = settings(JSONL, format="text")
+    assert prepare(as_text).length == len(JSONL)
+    for config in (as_text, settings(JSONL, cache_dir=str(tmp_path / "empty"))):
+        with pytest.raises(
+            DataError,
+            match=r"text.txt looks like JSON Lines, not text; read it with a reader of your own "
+            r"\(docs/your-own-model.md\), or as text with data.format=text",
+        ):
+            prepare_all(replace(config, format="auto"))
+    assert not (tmp_path / "empty").exists()
+    with pytest.raises(DataError, match="looks like JSON Lines"):
+        prepare(settings(gzip.compress(JSONL)))
+
+
+def test_text_is_still_utf8(settings):
+    for content, message in (
+        (lzma.compress(JSONL), "looks like xz, not text; decompress it first"),
+        (PROSE.encode("utf-16"), "convert it: iconv -f UTF-16 -t UTF-8"),
+        (b"\xff\0ab", "is not UTF-8 at byte 0; convert it with iconv"),
+        (b"ab\0ab", None),
+    ):
+        config = settings(content, format="text")
+        if message is None:
+            assert prepare(config).length == 5
+        else:
+            with pytest.raises(DataError, match=message):
+                prepare(config)
+
+
+def test_sources_and_validation_texts_are_looked_at(settings, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(JSONL)
+    prose = settings(PROSE)
+    sources = [(str(prose.path), 1.0), (str(tmp_path / "a.jsonl"), 1.0)]
+    mixed = replace(prose, path=None, sources=sources)
+    with pytest.raises(DataError, match=r"^data error: data.path=\S+a.jsonl looks like JSON"):
+        prepare_all(mixed)
+    assert prepare_all(replace(mixed, format="text"))[""].parts
+    measured = replace(prose, tokenizer="byte", val_paths={"other": str(tmp_path / "a.jsonl")})
+    with pytest.raises(DataError, match=r"data.val_paths.other: data.path=\S+ looks like JSON"):
+        prepare_all(measured)
+    assert prepare_all(replace(measured, format="text"))["other"].length == len(JSONL)
+
+
+# Several files
+
+
+def make(path: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def make_zip(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def make_tar(path: Path, files: dict[str, bytes]) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, caplog):
+    files = {
+        "a.txt": PROSE.encode(),
+        "b.txt.gz": gzip.compress(PROSE.encode()),
+        "c": b"",
+        "docs.jsonl": JSONL[:300],
+        "docs.jsonl.gz": gzip.compress(JSONL[:300]),
+        "wide.txt": PROSE[:100].encode("utf-16"),
+    }
+    for path in (make(tmp_path / "texts", files), make_tar(tmp_path / "x.tar.gz", files)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            encoded = prepare(settings(path, tokenizer="byte"))
+        lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
+        if path.is_dir():
+            assert encoded.length == 2 * len(PROSE.encode())
+            assert lines[0].startswith("reads 2 files of ")
+            assert "('a.txt')" in lines[0] and "('b.txt.gz')" in lines[0]
+        assert any("JSON Lines ('docs.jsonl'" in line for line in lines)
+        assert any("1 UTF-16 ('wide.txt')" in line for line in lines)
+
+
+@pytest.mark.parametrize("form", [make, make_zip, make_tar])
+def test_mostly_data_is_refused(form, settings, tmp_path):
+    """Of a directory of Parquet shards the README is not the text."""
+    files = {f"train-{i:05}.parquet": PARQUET * 9 for i in range(4)}
+    path = form(tmp_path / "shards", {"README.md": PROSE[:99].encode(), **files})
+    with pytest.raises(
+        DataError,
+        match=r"shards is mostly no text: skipped 4 Parquet \('train-00000.parquet', .*, \.\.\.\), "
+        r"[\d,]+ of [\d,]+ bytes; read it with a reader of your own .*, or name its texts alone",
+    ):
+        prepare(settings(path))
+    assert (
+        prepare(settings(path, format="text", tokenizer="byte")).length
+        == 100 + len(PROSE[:99].encode()) - 99
+    )
+
+
+def test_a_folder_of_save_to_disk(settings, tmp_path):
+    """However little of it is data."""
+    state = json.dumps({"note": "x" * 9000}, indent=2).encode()
+    names = ("dataset_info.json", "state.json", "data-00000-of-00001.arrow")
+    saved = dict(zip(names, (state, state, ARROW_STREAM[:99]), strict=True))
+    several = {f"train/{name}": content for name, content in saved.items()}
+    several["dataset_dict.json"] = state
+    for i, files in enumerate((saved, several)):
+        with pytest.raises(DataError, match="looks like a save_to_disk folder of Hugging Face"):
+            prepare(settings(make(tmp_path / str(i), files)))
+    (tmp_path / "0" / names[2]).unlink()
+    assert prepare(settings(tmp_path / "0"))
+
+
+def test_a_document_of_an_office(settings, tmp_path):
+    path = make_zip(tmp_path / "x.docx", {"[Content_Types].xml": b"<a/>", "word.xml": b"<b/>"})
+    with pytest.raises(DataError, match="looks like an Office document, not text; extract its"):
+        prepare(settings(path))
+
+
+# A run that has a snapshot
+
+
+def test_a_run_goes_on_with_its_texts(settings, tmp_path):
+    """As it read them, whether it took data as text or left it out; also further ones."""
+    files = {"a.txt": PROSE.encode(), "docs.jsonl": JSONL[:300]}
+    path = make(tmp_path / "texts", files)
+    auto = settings(path, tokenizer="byte", val_paths={"other": str(path)})
+    before = {config.format: prepare_all(config) for config in (auto, replace(auto, format="text"))}
+    assert before["auto"][""].sha256 != before["text"][""].sha256
+    make(path, {"new.png": PNG * 999, ".hidden": b"x"})  # now it would be refused
+    with pytest.raises(DataError, match="is mostly no text"):
+        prepare_all(auto)
+    for texts in before.values():
+        again = prepare_all(auto, known_sha256=texts[""].sha256)
+        assert again[""].sha256 == texts[""].sha256
+    data = settings(JSONL, tokenizer="byte")
+    known = prepare(replace(data, format="text"))
+    assert prepare_all(data, known_sha256=known.sha256)[""] == known
+    with pytest.raises(DataError, match="looks like JSON Lines"):
+        prepare_all(data, known_sha256="0" * 64)
