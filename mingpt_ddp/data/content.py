@@ -2,7 +2,7 @@
 
 Prose and code must never be refused: the magic number of a format counts only if other bytes say
 that this is no text, and lines of JSON only if all of them are objects. CSV stays a text: its
-rows cannot be told from prose with commas.
+rows look like prose with commas.
 """
 
 import codecs
@@ -228,12 +228,14 @@ class Contents:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Begin to count."""
         self.texts: dict[str, Share] = {}  # by the ends of their names
         self.skipped: dict[Kind, Share] = {}
 
     def add_text(self, name: str, size: int) -> None:
-        suffix = PurePosixPath(name).suffix[:MAX_NAME] or "without an extension"
+        suffix = PurePosixPath(name).suffix[:MAX_NAME]
+        if not suffix or not suffix.isprintable():
+            suffix = "without an extension"
         self.texts.setdefault(suffix, Share()).add(name, size)
 
     def skip(self, name: str, size: int, kind: Kind) -> None:
@@ -241,11 +243,11 @@ class Contents:
 
     def none_left(self) -> DataError:
         """Return the error of files that have no text among them."""
-        if not self.skipped:
-            return DataError(f"{self.source} has no texts")
-        kind, _ = self._largest()
-        why = f"{self.source} has no texts: skipped {_shown(self._skipped_names())}"
-        return DataError(f"{why}; {kind.advice}" if kind.advice else why)
+        why = f"{self.source} has no texts"
+        if self.skipped:
+            why = f"{why}: skipped {self._shown_skipped()}"
+        largest = self._largest()
+        return DataError(f"{why}; {largest.advice}" if largest.advice else why)
 
     def refuse(self) -> None:
         """Refuse what is no text.
@@ -258,10 +260,9 @@ class Contents:
         size = sum(share.size for kind, share in self.skipped.items() if kind != HIDDEN)
         total = size + sum(share.size for share in self.texts.values())
         if 2 * size > total:
-            kind, _ = self._largest()
             raise DataError(
-                f"{self.source} is mostly no text: skipped {_shown(self._skipped_names())}, "
-                f"{size:,} of {total:,} bytes; {kind.advice}, or name its texts alone by a glob"
+                f"{self.source} is mostly no text: skipped {self._shown_skipped()}, {size:,} of "
+                f"{total:,} bytes; {self._largest().advice}, or name its texts alone by a glob"
             )
 
     def report(self) -> None:
@@ -269,18 +270,19 @@ class Contents:
         if self.texts:
             count = sum(share.count for share in self.texts.values())
             size = sum(share.size for share in self.texts.values())
+            files = "1 file" if count == 1 else f"{count:,} files"
             shown = _shown(self.texts.items())
-            log.info(
-                "%s: reads %s files of %s bytes: %s", self.source, f"{count:,}", f"{size:,}", shown
-            )
+            log.info("%s: reads %s of %s bytes: %s", self.source, files, f"{size:,}", shown)
         if self.skipped:
-            log.warning("%s: skipped %s", self.source, _shown(self._skipped_names()))
+            log.warning("%s: skipped %s", self.source, self._shown_skipped())
 
-    def _largest(self) -> tuple[Kind, Share]:
-        return max(self.skipped.items(), key=lambda item: (item[0] != HIDDEN, item[1].size))
+    def _largest(self) -> Kind:
+        """Return the kind that has most of the skipped bytes, but for hidden files."""
+        sizes = {kind: share.size for kind, share in self.skipped.items() if kind != HIDDEN}
+        return max(sizes, key=sizes.__getitem__, default=HIDDEN)
 
-    def _skipped_names(self) -> Iterable[tuple[str, Share]]:
-        return [(kind.name, share) for kind, share in self.skipped.items()]
+    def _shown_skipped(self) -> str:
+        return _shown((kind.name, share) for kind, share in self.skipped.items())
 
 
 def refusal(source: str, kind: Kind) -> DataError:

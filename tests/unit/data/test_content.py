@@ -299,6 +299,17 @@ def test_a_document_of_an_office(settings, tmp_path):
         prepare(settings(path))
 
 
+def test_names_cannot_forge_lines_of_the_log(settings, tmp_path, caplog):
+    path = make_zip(tmp_path / "x.zip", {"a.b\nc": b"to be\n", "\n2.x\n": PNG[:9], "x" * 999: b"b"})
+    with caplog.at_level(logging.INFO):
+        with pytest.raises(DataError, match="mostly no text") as caught:
+            prepare(settings(path))
+        prepare(settings(path, format="text"))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all("\n" not in line and len(line) < 600 for line in [*lines, str(caught.value)])
+
+
 # A run that has a snapshot
 
 
