@@ -70,10 +70,26 @@ class DamageError(TrainingError):
     """Ranks hold unequal copies of a tensor: the memory of one was damaged."""
 
 
+class OutputError(UserError):
+    """Standard output cannot be written, as on a full disk."""
+
+    kind = "output error"
+
+
 class JobError(UserError):
     """A job of a sweep failed and logged why; the sweep continues."""
 
     kind = "job error"
+
+
+def reason(error: OSError) -> str:
+    """Return why a call failed: Python's own errors have a text, but no `strerror`."""
+    return error.strerror or " ".join(str(error).split()) or type(error).__name__
+
+
+def counted(number: int, noun: str) -> str:
+    """Return `1 job` or `2 jobs`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def printable(text: str) -> str:

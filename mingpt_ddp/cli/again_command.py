@@ -39,8 +39,8 @@ from mingpt_ddp.config.hydra_utils import config_directory, key_of
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.exit import cli_errors
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
+from mingpt_ddp.errors import LONGEST_LINE, ConfigError
 from mingpt_ddp.storage.run_dir import recorded_config
 from mingpt_ddp.sweeps.runs import hydra_value
 
@@ -55,12 +55,10 @@ def main() -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):  # a word may have bytes that are not UTF-8
             sys.stdout.reconfigure(errors="backslashreplace")
         if text := answer(__doc__, sys.argv[1:]):
-            print(text)
+            echo(text)
             return
         command = [sys.executable, "-m", "mingpt_ddp", *command_words(sys.argv[1], sys.argv[2:])]
-        read_env().call_on_rank_zero(
-            lambda: print(shlex.join(["python", *command[1:]]), flush=True)
-        )
+        read_env().call_on_rank_zero(lambda: echo(shlex.join(["python", *command[1:]])))
         os.execv(sys.executable, command)
 
 
@@ -102,7 +100,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
                 words.append(word)
     if omitted:
         message = f"not taken from {run}: {', '.join(omitted)}; type what you trust"
-        print(message[:1000], file=sys.stderr)
+        echo_error(message[:LONGEST_LINE])
     return [*words, *_directory_words(directory, recorded, keys), *typed]
 
 

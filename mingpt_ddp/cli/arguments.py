@@ -12,8 +12,7 @@ from mingpt_ddp import __version__
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import cli_errors
-from mingpt_ddp.errors import printable
+from mingpt_ddp.distributed.exit import cli_errors, echo
 from mingpt_ddp.storage.urls import check_url
 
 T = TypeVar("T")
@@ -112,11 +111,6 @@ def _split(words: list[str], known: Container[str]) -> Iterator[tuple[str, str |
         else:
             check(word[:1] != "-", f"{word} is not an option; write key=value or --key value")
             yield word, None, word
-
-
-def echo(text: str) -> None:
-    """Print untrusted text without terminal escapes."""
-    print(printable(text), flush=True)
 
 
 def human_size(size: int) -> str:

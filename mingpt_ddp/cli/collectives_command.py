@@ -33,13 +33,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv, read_env
-from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process
+from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, echo, echo_error, exit_process
 from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes
 from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.metrics.text_table import columns
@@ -182,8 +182,7 @@ def _exercise(config: CollectivesConfig, env: DistEnv, exits: ProcessExit) -> in
             rows.append(row)
             env.call_on_rank_zero(partial(echo, _line(row, group.transport)))
             if row.fault is not None:
-                message = f"error: {row.fault}"
-                env.call_on_rank_zero(partial(print, message, file=sys.stderr, flush=True))
+                env.call_on_rank_zero(partial(echo_error, f"error: {row.fault}"))
                 group.close()
                 return FAILURE
             if row.latency_s is None:

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, NotRegisteredError, from_mapping
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined, run_file
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
 from mingpt_ddp.storage.urls import check_url
 

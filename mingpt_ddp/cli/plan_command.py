@@ -24,14 +24,14 @@ from typing import Any, TypeAlias
 
 from omegaconf import DictConfig
 
-from mingpt_ddp.cli.arguments import answer, echo, human_size, parse_value
+from mingpt_ddp.cli.arguments import answer, human_size, parse_value
 from mingpt_ddp.cli.train_job import prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import cli_errors, exit_process
+from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.metrics.text_table import columns, table_lines
@@ -68,11 +68,13 @@ def main() -> None:
             _print_plan(cfg, form == "json", target)
 
         try:
-            hydra_utils.run_hydra(plan)
+            text = hydra_utils.run_hydra(plan)
         except Exception as error:
             if composed:  # not from Hydra
                 raise
             raise ConfigError(hydra_utils.explain(error)) from error
+        if text:
+            echo(text)
     exit_process(None, 0)
 
 
@@ -125,7 +127,7 @@ def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
             from mingpt_ddp.training.gpu_plan import make_gpu_plan
 
             plan = make_gpu_plan(config, target, typed, target.vocab_size)
-    echo(json.dumps(plan, indent=1) if as_json else describe(plan))
+        echo(json.dumps(plan, indent=1) if as_json else describe(plan))
 
 
 def describe(plan: dict[str, Any]) -> str:

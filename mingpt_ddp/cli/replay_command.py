@@ -10,7 +10,6 @@ import math
 import os
 import re
 import signal
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,10 +19,10 @@ import yaml
 
 from mingpt_ddp.cli.again_command import LEFT_OUT, command_words
 from mingpt_ddp.cli.api import train
-from mingpt_ddp.cli.arguments import echo
 from mingpt_ddp.cli.recorded_run import Interval, Recorded, choose_interval, read_snapshot
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, decides_bits
 from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.exit import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name
 from mingpt_ddp.snapshots.ledger import LEDGER, Hashes, Ledger, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -108,7 +107,7 @@ class StepLines(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if SHOWN_LINES.match(text):
-            sys.stderr.write(text)
+            echo_error(text.rstrip("\n"))
         return len(text)
 
 

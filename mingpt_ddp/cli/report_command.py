@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mingpt_ddp.cli.arguments import echo, run_command
+from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.sweeps.report_json import json_report
 from mingpt_ddp.sweeps.results import read_results
@@ -69,7 +70,7 @@ def _command(config: ReportConfig) -> int:
     if COMPARE in config.runs:
         echo(verdict(directories, as_json))
     elif as_json:
-        print(json_report(read_results(directories)), flush=True)
+        echo(json_report(read_results(directories)))
     else:
-        print(report(directories, page_path(directories)), flush=True)
+        echo(report(directories, page_path(directories)))
     return 0

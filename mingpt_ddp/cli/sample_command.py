@@ -24,7 +24,8 @@ from pydantic import Field
 
 from mingpt_ddp.cli.arguments import FREE_TEXT, run_command
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, UnitInterval
-from mingpt_ddp.errors import DataError, SnapshotError, printable
+from mingpt_ddp.distributed.exit import echo
+from mingpt_ddp.errors import DataError, SnapshotError
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ def _command(config: SampleConfig) -> int:
         reason = error if sys.stdin else "closed"
         raise DataError(f"prompt=- needs UTF-8 text on standard input: {reason}") from error
     for number, text in enumerate(sample(config, prompt)):
-        if sys.stdout and sys.stdout.isatty():
-            text = printable(text)
-        print(f"{'-' * 80}\n{text}" if number else text, flush=True)
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        echo(f"{'-' * 80}\n{text}" if number else text, verbatim=not is_terminal)
     return 0
 
 

@@ -35,10 +35,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mingpt_ddp.cli.arguments import echo, human_size, run_command
+from mingpt_ddp.cli.arguments import human_size, run_command
 from mingpt_ddp.cli.export_command import export
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.snapshots.format import (

@@ -34,6 +34,7 @@ from mingpt_ddp.distributed.exit import (
     USER_ERROR,
     ProcessExit,
     die_with_parent,
+    echo,
     exit_process,
 )
 from mingpt_ddp.distributed.launcher import train_on_workers
@@ -76,12 +77,13 @@ def main(composed: DictConfig | None = None) -> None:
     exits = ProcessExit()
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
-            print(text)
+            echo(text)
             exit_process(None, 0)
         prepare(exits.env)
         with sweep.active():
             if composed is None:
-                hydra_utils.run_hydra(train)
+                if text := hydra_utils.run_hydra(train):
+                    echo(text)
             else:
                 run_composed(train, composed)
     except JobError as error:
@@ -91,8 +93,6 @@ def main(composed: DictConfig | None = None) -> None:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
         exit_process("interrupted (SIGINT); rerun the same command to resume", 128 + signal.SIGINT)
-    except BrokenPipeError:  # stdout was closed early, e.g. --help piped into head
-        exit_process(None, 0)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if type(error).__module__.startswith(("submitit.", "ray.")):
             exits.user_error(RunError(str(error)))

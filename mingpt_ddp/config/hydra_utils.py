@@ -1,7 +1,10 @@
 """Hydra helpers: the command line, the composed configuration, a job's overrides, errors."""
 
+import contextlib
+import io
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
+PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in a sweep's jobs: the metric that they return
 OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
 FLAGS = (
@@ -82,15 +86,28 @@ def config_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "conf"
 
 
-def run_hydra(task: Callable[[DictConfig], Any]) -> None:
+def run_hydra(task: Callable[[DictConfig], Any]) -> str:
     """Compose the configuration of the command line and call `task` with it; with -m, for each job.
+
+    Returns:
+        What an option of Hydra, as --cfg, asks to print instead; "" if there is none.
 
     Raises:
         Exception: of `task`, or Hydra's, for `explain`.
     """
     options = VERSION_BASE if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
     directory = str(config_directory())
-    hydra_main(config_path=directory, config_name="config", **options)(task)()
+    run = hydra_main(config_path=directory, config_name="config", **options)(task)
+    if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
+        run()
+        return ""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            run()
+        except SystemExit as end:  # 0 after --hydra-help
+            if end.code:
+                raise
+    return printed.getvalue().rstrip("\n")
 
 
 def answer(argv: list[str]) -> str | None:

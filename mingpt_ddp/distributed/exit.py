@@ -1,4 +1,4 @@
-"""Process exit: the exit codes, the last log line, and os._exit."""
+"""What a command prints, and process exit: exit codes, the last log line, os._exit."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
@@ -21,9 +21,11 @@ from mingpt_ddp.errors import (
     LONGEST_LINE,
     ConfigError,
     JoinError,
+    OutputError,
     StorageUnavailableError,
     UserError,
     printable,
+    reason,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 # other code.
 FAILURE = 1  # a crash: a restart may succeed
 USER_ERROR = 2  # the last line says what to fix: a restart would fail too
+CLOSED_PIPE = 128 + signal.SIGPIPE  # nobody reads the rest, as in `... | head -1`
 EX_TEMPFAIL = 75  # of <sysexits.h>: storage is unavailable; a SLURM job asks to be requeued
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
@@ -72,18 +75,54 @@ def cli_errors() -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # stdout was closed early, e.g. piped into head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as error:
         if isinstance(error, UserError) and has_parent_launcher():
             ProcessExit().user_error(error)
         text = str(error)
         if not isinstance(error, UserError):
             text = f"error: {' '.join(text.split())}"
-        print(printable(text)[:LONGEST_LINE], file=sys.stderr)
+        echo_error(text[:LONGEST_LINE])
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def echo(text: str, *, verbatim: bool = False) -> None:
+    """Print a result on standard output; a process without one prints nothing.
+
+    Exit if its reader has ended, with the code of a program that SIGPIPE ends.
+
+    Args:
+        verbatim: with terminal escapes, which untrusted text may have.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    try:
+        _print(text if verbatim else printable(text), sys.stdout)
+    except BrokenPipeError:
+        sys.exit(CLOSED_PIPE)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write to standard output: {reason(error)}; free space, or send it elsewhere"
+        ) from error
+
+
+def echo_error(text: str) -> None:
+    """Print untrusted text on standard error; if that cannot be written, the exit code remains."""
+    with contextlib.suppress(OSError):
+        _print(printable(text), sys.stderr)
+
+
+def _print(text: str, stream: IO[str] | None) -> None:
+    if stream is None:  # closed
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        # Python writes what is buffered at its end, fails again, and exits with 120
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        raise
 
 
 def die_with_parent(expected: int | None = None) -> None:

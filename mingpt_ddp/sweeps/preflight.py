@@ -19,7 +19,7 @@ from mingpt_ddp.config.config import LIMITS, Config, flatten
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import count_cores
-from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.errors import ConfigError, UserError, counted
 from mingpt_ddp.metrics.objective import (
     LOSS,
     WHY_BITS_PER_BYTE,
@@ -93,7 +93,7 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
         source = env.call_on_rank_zero(open_source)  # again: another sweep may just have ended
         sweep.source = in_lock_step(source, sweep.planned, is_study(sweep.settings), env)
         env.call_on_rank_zero(partial(_begin, sweep, first))
-    log.info("a sweep of %d jobs, in %s", sweep.planned, sweep.directory)
+    log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), sweep.directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         for_jobs = config.hydra.overrides.hydra
         if objective is not LOSS:

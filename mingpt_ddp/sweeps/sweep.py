@@ -14,9 +14,15 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.distributed.env import DistEnv, read_env
-from mingpt_ddp.distributed.exit import FAILURE, ProcessExit, exit_process, signal_exit_code
+from mingpt_ddp.distributed.exit import (
+    FAILURE,
+    ProcessExit,
+    echo,
+    exit_process,
+    signal_exit_code,
+)
 from mingpt_ddp.distributed.slots import Slot
-from mingpt_ddp.errors import JobError, RunError
+from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.metrics.objective import (
     BITS_PER_BYTE,
     LOSS,
@@ -221,26 +227,43 @@ class Sweep:
         if self.launcher:
             self.env.call_on_rank_zero(self._report)
 
-    def _report(self) -> None:
+    def _print_table(self) -> OutputError | None:
+        """Write the page of the jobs and print their table; return why it cannot be printed.
+
+        The jobs are recorded: a table that nobody reads is no error, and changes no exit code.
+        """
         from mingpt_ddp.sweeps.sweep_report import PAGE, report
 
-        if self.is_over:
-            self.file.keep_limits(self.limits)
         is_own = self.lock and (self.done or self.uses_external_launcher)
         runs = [self.directory] if is_own else list(dict.fromkeys(self.done.values()))
         try:
-            if runs:
-                print(report(runs, self.directory / PAGE))
+            with contextlib.suppress(SystemExit):  # of a closed pipe
+                if runs:
+                    echo(report(runs, self.directory / PAGE))
+        except OutputError as error:
+            return error
         except RunError as error:  # e.g. no job has written a result that this machine can read
             log.warning("%s", error)
+        return None
+
+    def _report(self) -> None:
+        if self.is_over:
+            self.file.keep_limits(self.limits)
+        unwritten = self._print_table()
         failed = [*self.failed.values()]
         if self.uses_external_launcher and failed:
             exit_process(f"job error: {failed[0]}", FAILURE)
         if self.uses_external_launcher:
+            if unwritten is not None:
+                ProcessExit().user_error(unwritten)
             exit_process(None, 0)
         count = len(self.done) + len(failed)
-        already = self.n_done_before
-        log.info("sweep: %d jobs, %d already complete, %d failed", count, already, len(failed))
+        jobs = counted(count, "job")
+        log.info("sweep: %s, %d already complete, %d failed", jobs, self.n_done_before, len(failed))
+        if unwritten is not None and not failed:
+            ProcessExit().user_error(unwritten)
+        if unwritten is not None:
+            log.error("%s", unwritten)
         if not failed:
             return
         which = "; ".join(dict.fromkeys(failed))

@@ -5,7 +5,8 @@ import os
 import re
 from pathlib import Path
 
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.distributed.exit import echo
+from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.sweeps.results import read_results
 from mingpt_ddp.sweeps.table import table
@@ -67,6 +68,6 @@ def report(directories: list[Path], page: Path) -> str:
         document = render_run(title, first) if is_run else render_page(title, results)
         atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
-        print(text, flush=True)
-        raise RunError(f"cannot write {page}: {error.strerror}") from error
+        echo(text)
+        raise RunError(f"cannot write {page}: {reason(error)}") from error
     return f"{text}\nthe page is {page}"

@@ -11,6 +11,7 @@ import pytest
 from launching import ROOT, environment
 
 from mingpt_ddp.cli.arguments import FREE_TEXT, parse_arguments
+from mingpt_ddp.distributed.exit import CLOSED_PIPE
 from mingpt_ddp.errors import ConfigError
 
 
@@ -148,4 +149,4 @@ def test_a_reader_that_closed_the_pipe(args, tmp_path):
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (CLOSED_PIPE, "")

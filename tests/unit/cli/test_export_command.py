@@ -113,6 +113,21 @@ def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, m
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    "to", ["run/snapshots/step_00000099", "run/snapshots/a/b", "run/step_00000099", "elsewhere/a"]
+)
+def test_an_export_among_snapshots_is_refused(to, tmp_path, call):
+    """`list` would show it, and `prune` count it."""
+    filled(str(tmp_path / "run"), 4)
+    (tmp_path / "run" / "config.yaml").touch()
+    commit(SnapshotStore(str(tmp_path / "elsewhere")), model_snapshot(4))
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = call("export", tmp_path / "run", f"to={tmp_path / to}")
+    assert code == 2
+    assert err.startswith(f"config error: to={tmp_path / to} is among the snapshots of a run")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 # The model card
 
 

@@ -1,0 +1,146 @@
+"""Output that cannot be written, of every command: a full disk, a reader that has ended, a closed
+stream.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TINY, environment, python_main
+
+from mingpt_ddp.distributed.exit import CLOSED_PIPE
+from mingpt_ddp.storage.run_dir import read_result
+
+SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
+FULL = "output error: cannot write to standard output: No space left on device; "
+RUN = "outputs/job"
+COMMANDS = {
+    "train --help": ["mingpt_ddp", "--help"],
+    "train --version": ["mingpt_ddp", "--version"],
+    "train --cfg": ["mingpt_ddp", "--cfg", "job"],
+    "train --info": ["mingpt_ddp", "--info", "config"],
+    "train --hydra-help": ["mingpt_ddp", "--hydra-help"],
+    "train --shell-completion": ["mingpt_ddp", "--shell-completion", "install=bash"],
+    "sample": ["mingpt_ddp.sample", RUN, "max_new_tokens=9", "device=cpu"],
+    "evaluate": ["mingpt_ddp.evaluate", RUN, "device=cpu"],
+    "list": ["mingpt_ddp.snapshots", "list", RUN],
+    "verify": ["mingpt_ddp.snapshots", "verify", RUN],
+    "replay": ["mingpt_ddp.snapshots", "verify", RUN, "replay=4"],
+    "prune": ["mingpt_ddp.snapshots", "prune", RUN, "keep_last=9"],
+    "export": ["mingpt_ddp.snapshots", "export", RUN, "to=exported"],
+    "report": ["mingpt_ddp.report", RUN],
+    "report format=json": ["mingpt_ddp.report", RUN, "format=json"],
+    "plan": ["mingpt_ddp.plan", "model=gpt_nano", "vocab_size=9", "device=h100"],
+    "plan --cfg": ["mingpt_ddp.plan", "--cfg", "job"],
+    "again": ["mingpt_ddp.again", RUN, "trainer.max_steps=99"],
+}
+
+
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory) -> Path:
+    """A directory with a sweep of two jobs."""
+    cwd = tmp_path_factory.mktemp("output")
+    done = run([*python_main(), *SWEEP], cwd)
+    assert done.returncode == 0, done.stderr
+    (job,) = (cwd / "outputs/lr").glob("optimizer.lr=0.01-*")
+    (cwd / "outputs/job").symlink_to(job)
+    return cwd
+
+
+@pytest.fixture
+def full() -> Iterator[int]:
+    with open("/dev/full", "w") as file:
+        yield file.fileno()
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """A pipe whose reader has ended."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+def run(command: list[str], cwd: Path, **streams: int) -> subprocess.CompletedProcess[str]:
+    env = environment(cwd, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=120, **streams)
+
+
+def tool(name: str) -> list[str]:
+    return [sys.executable, "-m", *COMMANDS[name]]
+
+
+def test_results_are_on_standard_output_and_logs_on_standard_error(cwd):
+    single = run([*python_main(), *TINY, "run.name=single"], cwd)
+    assert (single.returncode, single.stdout) == (0, "")
+    assert "step 12/12: loss " in single.stderr
+    assert single.stderr.splitlines()[-1].startswith("done: validation loss ")
+    sweep = run([*python_main(), *SWEEP], cwd)
+    assert sweep.stdout.count("best: ") == 1 and "already complete" not in sweep.stdout
+    assert sweep.stderr.count("already complete") == 3 and "best: " not in sweep.stderr
+    evaluated = run(tool("evaluate"), cwd)
+    assert {*json.loads(evaluated.stdout)} > {"split", "loss"} and "loss" not in evaluated.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_output_is_one_line(name, cwd, full):
+    done = run(tool(name), cwd, stdout=full)
+    *before, last = done.stderr.splitlines()
+    assert (done.returncode, last.startswith(FULL)) == (2, True), done.stderr
+    assert not [line for line in before if "rror" in line or "Traceback" in line]
+    assert name != "again" or read_result(cwd / RUN)["step"] == 12
+
+
+@pytest.mark.parametrize(
+    "name", ["train --help", "train --cfg", "sample", "verify", "report", "plan", "again"]
+)
+def test_a_reader_that_has_ended_is_no_error(name, cwd, unread):
+    done = run(tool(name), cwd, stdout=unread)
+    assert done.returncode == CLOSED_PIPE, done.stderr
+    assert "rror" not in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("parallel", ["1", "2"])
+def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path, full):
+    """Its jobs are complete: they do not run again."""
+    command = [*python_main(), *SWEEP, f"sweep.parallel={parallel}"]
+    first = run(command, tmp_path, stdout=full)
+    *_, summary, last = first.stderr.splitlines()
+    assert (first.returncode, last.startswith(FULL)) == (2, True), first.stderr
+    assert summary == "sweep: 2 jobs, 0 already complete, 0 failed"
+    second = run(command, tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "sweep: 2 jobs, 2 already complete, 0 failed" in second.stderr
+    assert "best:" in second.stdout
+
+
+@pytest.mark.parametrize(("more", "code"), [((), 0), (("model.n_head=1,5",), 2)])
+def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd, unread):
+    words = [*TINY, "run.name=read", "model.n_head=1,2"] if not more else [*TINY, "run.name=bad"]
+    done = run([*python_main(), "-m", *words, *more], cwd, stdout=unread)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("stream", ["full", "unread"])
+@pytest.mark.parametrize(("name", "code"), [("evaluate", 0), ("sample", 2)])
+def test_standard_error_changes_no_exit_code(name, code, stream, cwd, request):
+    command = tool(name)
+    if code:
+        command.append("temperature=-1")
+    done = run(command, cwd, stderr=request.getfixturevalue(stream))
+    assert (done.returncode, done.stdout == "") == (code, code != 0)
+
+
+def test_an_error_without_standard_error_is_not_printed_as_a_result(cwd):
+    command = " ".join([*tool("sample"), "temperature=-1", "2>&-"])
+    done = run(["bash", "-c", command], cwd)
+    assert (done.returncode, done.stdout) == (2, "")
