@@ -176,7 +176,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     sources = hydra.runtime.config_sources
     directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
     with attribute_errors_to_user_code():
-        return from_mapping(run_code(values, directories))
+        return from_mapping(run_code(values, directories, hydra.runtime.choices))
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:

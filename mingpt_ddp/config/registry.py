@@ -11,7 +11,7 @@ import stat
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
-from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
+from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError, reason
 
 __all__ = [
     "DataConfig",
@@ -185,13 +185,16 @@ def uses_user_code(config: Config) -> bool:
     return any(is_user_defined(kind, name) for kind, name in chosen.items())
 
 
-def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, Any]:
+def run_code(
+    values: dict[str, Any], directories: list[Path], presets: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Run the files that a configuration names, and return it with their SHA-256.
 
     Args:
         values: a configuration composed from the command line, never one read from a run or
             snapshot.
-        directories: searched for the files, in this order.
+        directories: of presets, in Hydra's order.
+        presets: the chosen ones by group.
 
     Raises:
         CodeError: a file raised an exception; names the file and line.
@@ -202,22 +205,31 @@ def run_code(values: dict[str, Any], directories: Iterable[Path]) -> dict[str, A
         for entry in file.entries:
             entry.remove()
     values = dict(values)
-    directories = list(directories)
     for group in BASES:
         keys = values.get(group)
         if isinstance(keys, dict) and keys.get("code") is not None:
-            path = _find(keys["code"], f"{group}.code", directories)
+            folders = _folders(group, directories, presets or {})
+            path = _find(keys["code"], f"{group}.code", folders)
             sha256 = run_file(path, f"{group}.code", keys.get("code_sha256"))
             values[group] = {**keys, "code_sha256": sha256}
     return values
 
 
-def _find(code: Any, key: str, directories: list[Path]) -> Path:
+def _folders(group: str, directories: list[Path], presets: Mapping[str, Any]) -> list[Path]:
+    """Return where a file may be: next to its preset, then next to the recipe, then above both."""
+    folders = []
+    for each in (group, "experiment"):
+        preset = Path(each, str(presets.get(each)))  # perhaps in a subfolder
+        folders += [directory / preset.parent for directory in directories]
+    return [*dict.fromkeys([*filter(Path.is_dir, folders), *directories])]
+
+
+def _find(code: Any, key: str, folders: list[Path]) -> Path:
     _require_local_file(code, key)
-    for directory in directories:
-        if (directory / code).is_file():
-            return directory / code
-    looked = ", ".join(map(str, directories))
+    for folder in folders:
+        if (folder / code).is_file():
+            return folder / code
+    looked = ", ".join(map(str, folders))
     raise ConfigError(
         f"{key}={code} was not found in {looked}; put it next to the YAML file and pass "
         "--config-dir"
@@ -282,7 +294,7 @@ def _read_code(path: Path, key: str) -> bytes:
             raise OSError(f"it is not a file of at most {MAX_CODE_BYTES:,} bytes")
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key}={path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{key}={path} cannot be read: {reason(error)}") from error
 
 
 def _compile(content: bytes, path: Path) -> types.CodeType:

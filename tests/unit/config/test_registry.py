@@ -79,6 +79,30 @@ def test_a_builder_of_another_module(directory):
     assert known(directory, "three.py") == ("parts", ["three"])
 
 
+def test_a_file_is_looked_for_next_to_the_preset_then_the_recipe_then_on_top(tmp_path):
+    """Of several directories of presets the first wins, as it does for presets."""
+    places = ("a/model", "b/model", "b/model/deep", "a/experiment", "b/experiment", "a", "b")
+    for place in places:
+        (tmp_path / place).mkdir(parents=True, exist_ok=True)
+        (tmp_path / place / "mine.py").write_text(FILE.format(key=place.replace("/", "_")))
+    directories = [tmp_path / "a", tmp_path / "b"]
+
+    def found(**presets: str | None) -> str:
+        run_code({"model": {"code": "mine.py"}}, directories, presets)
+        return BUILDERS["model"]["mine"](None, 0, 0)
+
+    assert found(model="deep/mine") == "b_model_deep"
+    looked = []
+    for place in ("a/model", "b/model", "a/experiment", "b/experiment", "a", "b"):
+        assert found(model="mine", experiment="recipe") == place.replace("/", "_")
+        looked.append(tmp_path / place)
+        (looked[-1] / "mine.py").unlink()
+    with pytest.raises(ConfigError) as refused:
+        found(model="mine", experiment=None)
+    assert f"was not found in {', '.join(map(str, looked))}; put it" in str(refused.value)
+    run_code({}, [])
+
+
 @pytest.mark.parametrize("known_before", [False, True])
 def test_a_name_registered_twice_in_a_configuration(known_before, directory):
     if known_before:
