@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from mingpt_ddp.errors import UserError
 
 
+ERROR = re.compile(r"\b(\w+ error|error): (.*)")  # a line of a command
+
+
 def train(
     overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None
 ) -> dict[str, Any]:
@@ -72,9 +75,10 @@ def train(
 def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     """Run a command and print its output; return its exit code and its last line.
 
-    End it if this function is ended.
+    That is not printed if it is an error, for `_error`. End the command if this function is ended.
     """
     last = ""
+    held = ""  # a line that may be the error to raise, until it is known
     # In a session of its own: Ctrl-C on the terminal arrives once, from here.
     with subprocess.Popen(
         command,
@@ -88,16 +92,22 @@ def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     ) as process:
         try:
             for line in process.stdout or ():
-                print(line, end="", flush=True)
+                print(held, end="")
+                held = line if ERROR.search(line) else ""
+                if not held:
+                    print(line, end="", flush=True)
                 last = line.strip() or last
         except BaseException:
             process.send_signal(signal.SIGINT)  # saves
             with contextlib.suppress(OSError):
+                print(held, end="")
                 print(process.communicate()[0], end="", flush=True)
             raise
         finally:
             if process.poll() is None and sys.exc_info()[0]:
                 process.kill()
+    if process.returncode == 0:
+        print(held, end="", flush=True)
     return process.returncode, last
 
 
@@ -106,7 +116,7 @@ def _error(line: str) -> UserError:
     from mingpt_ddp.errors import UserError
 
     kinds = {kind.kind: kind for kind in UserError.__subclasses__()}
-    found = re.search(r"\b(\w+ error|error): (.*)", line)
+    found = ERROR.search(line)
     if found is None:
         return UserError(line)
     kind = kinds.get(found[1], UserError)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -145,6 +146,22 @@ def test_the_error_of_a_process(line, kind):
     error = api._error(line)
     assert type(error) is kind
     assert line.partition("error: ")[2] in str(error)
+
+
+def test_an_error_is_raised_and_not_printed(capsys):
+    """A script or a notebook shows the exception, once."""
+    with pytest.raises(ConfigError, match=r"run\.name=a/b/c must be a directory name"):
+        mingpt_ddp.train(["run.name=a/b/c"])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_other_lines_are_printed_in_order(capsys):
+    lines = ["a", "warning of an error: b", "c", "error: d"]
+    script = f"import sys; print(*{lines}, sep='\\n'); sys.exit(int(sys.argv[1]))"
+    for code, printed in ((0, lines), (2, lines[:-1])):
+        command = [sys.executable, "-c", script, str(code)]
+        assert api._run(command, {**os.environ}) == (code, "error: d")
+        assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_a_caller_that_is_interrupted_twice_kills_the_command(monkeypatch, capsys):
