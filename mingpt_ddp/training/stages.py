@@ -298,7 +298,7 @@ def record_start(
     if built.snapshot:
         log_changes(built.snapshot, config, prepared.runtime, prepared.loader.steps_per_epoch)
     else:
-        warn_of_lost_snapshots(prepared.directory)
+        warn_of_lost_snapshots(prepared.directory, opened.last)
 
 
 def open_reports(prepared: Prepared, built: Built, resources: contextlib.ExitStack) -> Reports:

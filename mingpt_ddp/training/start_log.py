@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
-from mingpt_ddp.config.config import LIMITS, Config
+from mingpt_ddp.config.config import LIMITS, Config, build_group
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import ConfigError, DataError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.storage.run_dir import difference
+from mingpt_ddp.storage.run_dir import Attempt, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.doubts import early_end, long_warmup
 from mingpt_ddp.training.train_step import count_steps
@@ -87,21 +87,27 @@ def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_
     recorded = snapshot.state["config"]
     limits = {key: recorded["trainer"][key] for key in LIMITS}
     optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
+    with contextlib.suppress(ConfigError):  # of a class that has other keys now
+        optimizer = build_group("optimizer", recorded["optimizer"])
     before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
     old_steps = _schedule_steps(before, steps_per_epoch)
     new_steps = _schedule_steps(config, steps_per_epoch)
     step = snapshot.step + 1
     scaled = scale_lr(config.optimizer, config.trainer.batch_size)
-    old_lr = get_lr(step, replace(scaled, schedule_steps=old_steps), old_steps)
     new_lr = get_lr(step, replace(scaled, schedule_steps=new_steps), new_steps)
-    if math.isclose(old_lr, new_lr, rel_tol=LR_TOLERANCE):
+    lr_of_old_length = get_lr(step, replace(scaled, schedule_steps=old_steps), old_steps)
+    if math.isclose(lr_of_old_length, new_lr, rel_tol=LR_TOLERANCE):
         return
+    old = scale_lr(optimizer, recorded["trainer"]["batch_size"])
+    old_lr = get_lr(step, replace(old, schedule_steps=old_steps), old_steps)
+    is_all = math.isclose(lr_of_old_length, old_lr, rel_tol=LR_TOLERANCE)
     log.info(
-        "the learning rate of step %d is %.2e instead of %.2e, because its schedule has %d steps "
+        "the learning rate of step %d is %.2e instead of %.2e, %sbecause its schedule has %d steps "
         "instead of %d; optimizer.schedule_steps=%d keeps the old one",
         step,
         new_lr,
         old_lr,
+        "" if is_all else "because of other settings, and ",
         new_steps,
         old_steps,
         old_steps,
@@ -130,13 +136,15 @@ def _schedule_steps(config: Config, steps_per_epoch: int) -> int:
     return config.optimizer.schedule_steps or count_steps(config, steps_per_epoch)
 
 
-def warn_of_lost_snapshots(directory: Path) -> None:
+def warn_of_lost_snapshots(directory: Path, last: Attempt) -> None:
     """Warn if a run has trained before but has no snapshot."""
+    again = "but there is no snapshot: it starts again at step 0"
     with contextlib.suppress(OSError, DataError, IndexError):
         step = read_history(directory / METRICS).rows[-1]["step"]
-        log.warning(
-            "%s is at step %d, but there is no snapshot: training starts at step 1", METRICS, step
-        )
+        log.warning("the run had reached step %d, %s", step, again)
+        return
+    if last.began:
+        log.warning("the run has trained before, %s", again)
 
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:

@@ -174,6 +174,13 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(log_lines):
         "schedule has 40 steps instead "
         "of 20; optimizer.schedule_steps=20 keeps the old one"
     ]
+    faster = replace(config(40), optimizer=replace(config(40).optimizer, lr=1e-2))
+    assert resumed(config(20), faster) == [
+        "INFO the learning rate of step 21 is 5.50e-03 instead of 1.00e-04, because of other "
+        "settings, and because its schedule has 40 steps instead of 20; "
+        "optimizer.schedule_steps=20 keeps the old one"
+    ]
+    assert resumed(config(20), replace(faster, trainer=config(20).trainer)) == []  # the keys say so
     assert len(resumed(config(40, epochs=1), config(100, epochs=2))) == 1  # 30 steps, then 60
     assert resumed(config(20), config(40, schedule_steps=20)) == []
     assert resumed(config(20, schedule_steps=50), config(40, schedule_steps=50)) == []
@@ -187,9 +194,22 @@ def test_deleted_snapshots_are_reported(log_lines):
     shutil.rmtree("run/snapshots")
     losses = train(NAME, STEPS)
     assert lines_with(log_lines, "WARNING") == [
-        "WARNING metrics.jsonl is at step 4, but there is no snapshot: training starts at step 1"
+        "WARNING the run had reached step 4, but there is no snapshot: it starts again at step 0"
     ]
     assert len(losses) == STEPS
+
+
+def test_a_kill_before_the_first_snapshot_is_reported(log_lines):
+    """Also one before the first line of metrics.jsonl, which has the step."""
+    shutil.rmtree("run/snapshots")
+    Path("run/metrics.jsonl").write_text('{"start": 1.0, "step": 0, "world_size": 1}\n')
+    Path("run/attempt.json").write_text(
+        '{"began": 1.0, "wasted_seconds": 0.0, "failures": 0, "launcher": ""}'
+    )
+    train(NAME, STEPS)
+    assert lines_with(log_lines, "WARNING") == [
+        "WARNING the run has trained before, but there is no snapshot: it starts again at step 0"
+    ]
 
 
 def test_a_new_run_reports_no_deleted_snapshots(log_lines):
