@@ -236,8 +236,11 @@ def build_group(group: str, values: Any) -> Any:
         if issubclass(cls, DatasetConfig) == (selector == "dataset"):
             names.append(name)
     if not (choice is None or isinstance(choice, str)) or choice not in names:
+        key = f"{group}.{selector}={str(choice)[:100]}"
+        if names == [None]:
+            raise NotRegisteredError(f"{key} is registered by no Python file named as code")
         known = ", ".join("null" if name is None else name for name in names)
-        raise NotRegisteredError(f"{group}.{selector}={str(choice)[:100]} must be one of {known}")
+        raise NotRegisteredError(f"{key} must be one of {known}")
     known_keys = field_types(classes[choice])
     values = without_removed(group, values)
     for key in values:

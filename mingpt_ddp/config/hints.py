@@ -11,6 +11,7 @@ from mingpt_ddp.config.fields import describe
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import did_you_mean, hint_at
 
+MIN_SIMILARITY = 0.75  # of a key in any group, where the word may belong to no key at all
 # What a key of ours is, where another program's has another meaning.
 FORMULAS = {
     "gradient_accumulation_steps": "trainer.batch_size / (ranks x gradient_accumulation_steps)",
@@ -42,15 +43,15 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
             meaning = f" ({describe(known[ours].metadata)})" if ours in known else ""
             formula = f" = {FORMULAS[name]}" if name in FORMULAS else ""
             return f"; did you mean {ours}{meaning}{formula}?"
-    for other in known:
-        if other.endswith(f".{name}"):
-            return f"; did you mean {other}?"
+    alike = [other for other in known if other.endswith(f".{name}")]
+    if alike and (not group or group in GROUPS or len(alike) == 1):
+        return f"; did you mean {alike[0]}?"
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
-    meant = did_you_mean(key, [*GROUPS, *known])
-    if meant is None:
+    meant = did_you_mean(key, [*GROUPS, *known], MIN_SIMILARITY)
+    if meant is None and not alike:  # a name in several groups says little
         last_parts = {k.rpartition(".")[2]: k for k in reversed(known)}
-        similar = did_you_mean(name, last_parts)
+        similar = did_you_mean(name, last_parts, MIN_SIMILARITY)
         meant = None if similar is None else last_parts[similar]
     return "" if meant is None else f"; did you mean {meant}?"
 

@@ -316,6 +316,8 @@ def explain(error: Exception) -> str:
     several = r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'(?: requires|\n)"
     if found := re.search(several, text):
         return f"{found[1]} has several values: add -m for a sweep, or write key=[a,b] for a list"
+    if "Config group override must be a string" in text:
+        return "null is not a preset; leave the group out, or put an empty YAML file in its place"
     if isinstance(error, RecursionError):
         return (
             "a value on the command line or in a configuration file is nested too deeply; unfold it"

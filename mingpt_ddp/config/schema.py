@@ -91,7 +91,8 @@ class RunConfig:
         fits = self.name is None or re.fullmatch(RUN_NAME, self.name)
         check(
             bool(fits),
-            f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -",
+            f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -, or "
+            "two with one slash between them: group/name",
         )
         check_directory("run.root", self.root)
         check_url("run.resume", self.resume)

@@ -50,9 +50,9 @@ def check(ok: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def did_you_mean(key: str, known: Iterable[str]) -> str | None:
+def did_you_mean(key: str, known: Iterable[str], min_similarity: float = 0.6) -> str | None:
     """Return the known key most similar to `key`; None if none is similar."""
-    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=min_similarity)), None)
 
 
 def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:

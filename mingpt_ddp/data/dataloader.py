@@ -78,6 +78,11 @@ def plan_batches(config: Config, world_size: int, kept: int | None = None) -> Ba
         return BatchPlan(batch, per_rank, world_size)
     divisors = (size for size in range(1, max(1, per_rank) + 1) if batch % size == 0)
     micro = trainer.micro_batch_size or kept or max(divisors)
+    if batch % micro:  # of the snapshot; the configuration's own is a divisor
+        raise ConfigError(
+            f"trainer.batch_size={batch} is not a multiple of {micro}, the micro-batch size of the "
+            f"snapshot; set trainer.micro_batch_size={max(divisors)}"
+        )
     plan = BatchPlan(batch, micro, world_size)
     if world_size > plan.n_micro:
         raise ConfigError(

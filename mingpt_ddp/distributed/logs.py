@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mingpt_ddp.distributed.display import Display
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.errors import RunError, printable
+from mingpt_ddp.errors import RunError, printable, reason
 
 ROOT = "mingpt_ddp"
 tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which os._exit would leak
@@ -72,7 +72,7 @@ def to_file(directory: Path, env: DistEnv) -> None:
             raise OSError("it is not a regular file")
         handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
-        raise RunError(f"cannot write {path}: {error.strerror or error}") from error
+        raise RunError(f"cannot write {path}: {reason(error)}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(ROOT).addHandler(handler)
 

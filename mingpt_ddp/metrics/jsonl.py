@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import DataError, reason
 from mingpt_ddp.storage.storage import read_regular
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class JSONLLogger:
                 log.warning(
                     "cannot write %s, training continues without it: %s",
                     self._path,
-                    error.strerror or error,
+                    reason(error),
                 )
             self._has_failed = True
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.errors import reason
 from mingpt_ddp.storage.run_dir import run_name
 
 if TYPE_CHECKING:
@@ -33,9 +34,10 @@ def _unless_failed(
                 write(self, *args, **kwargs)
         except OSError as error:
             self._is_off = True
-            reason = error.strerror or error
             log.warning(
-                "cannot write %s, training continues without it: %s", self._directory, reason
+                "cannot write %s, training continues without it: %s",
+                self._directory,
+                reason(error),
             )
 
     return call

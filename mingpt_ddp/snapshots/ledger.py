@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.config import decides_bits
+from mingpt_ddp.errors import reason
 from mingpt_ddp.metrics.jsonl import append_line
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
@@ -126,7 +127,7 @@ class Ledger:
             append_line(self.path, json.dumps(record).encode() + b"\n")
         except OSError as error:
             if not self._has_failed:
-                log.warning("cannot write %s: %s", self.path, error.strerror or error)
+                log.warning("cannot write %s: %s", self.path, reason(error))
             self._has_failed = True
 
     def read(self) -> dict[int, Record]:

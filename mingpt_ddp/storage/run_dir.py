@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from mingpt_ddp.config.config import Config, flatten, without_removed
-from mingpt_ddp.errors import RunError, StorageUnavailableError
+from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote import RemoteStorage
@@ -248,7 +248,7 @@ class RunDirectory:
         try:
             (self.path / RESULT).unlink(missing_ok=True)
         except OSError as error:
-            raise RunError(f"cannot remove {self.path / RESULT}: {error.strerror}") from error
+            raise RunError(f"cannot remove {self.path / RESULT}: {reason(error)}") from error
 
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json."""
@@ -269,7 +269,7 @@ def _write(path: Path, content: str) -> None:
         atomic_write(path, content.encode())
     except OSError as error:
         raise RunError(
-            f"cannot write {path}: {error.strerror}; fix this and run the same command again"
+            f"cannot write {path}: {reason(error)}; fix this and run the same command again"
         ) from error
 
 

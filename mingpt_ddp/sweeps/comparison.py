@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Iterable
 
 from mingpt_ddp.config.config import effect_of
+from mingpt_ddp.errors import counted
 from mingpt_ddp.metrics.objective import (
     LOSS,
     TEXT_KEYS,
@@ -61,7 +62,7 @@ def group_notes(groups: list[Group]) -> list[str]:
     best, *others = groups
     close = [group for group in others if _overlap(best.estimate, group.estimate)]
     if close:
-        count = "1 other group" if len(close) == 1 else f"{len(close)} other groups"
+        count = counted(len(close), "other group")
         notes.append(
             f"the 95% intervals of {count} overlap that of the best: whether they differ, "
             "`python -m mingpt_ddp.report DIR compare` tests"

@@ -11,6 +11,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from mingpt_ddp.errors import counted
 from mingpt_ddp.metrics.objective import LOSS, Objective
 from mingpt_ddp.sweeps.figures import DRAWN
 from mingpt_ddp.sweeps.formats import cut, short_names, shown
@@ -79,7 +80,7 @@ def _summary(results: Results) -> str:
     statuses = [job.status for job in jobs]
     counts = [f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses)]
     faults = sum(job.faults or 0 for job in jobs)
-    total = "1 job" if len(jobs) == 1 else f"{len(jobs)} jobs"
+    total = counted(len(jobs), "job")
     if results.has_replicates:
         total += f" in {len(results.groups)} groups that differ in more than run.seed"
     return f"{total}: {', '.join(counts)}. Faults survived: {faults}."

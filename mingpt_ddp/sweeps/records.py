@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.storage import sync_directory
 
 FILE = "trials.jsonl"
@@ -186,7 +186,7 @@ class Records:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise self._damaged(f"cannot be read: {error.strerror}") from error
+            raise self._damaged(f"cannot be read: {reason(error)}") from error
         with open(found, "rb") as file:
             status = os.fstat(found)
             if not stat.S_ISREG(status.st_mode):
@@ -256,7 +256,7 @@ class Records:
         try:
             yield
         except OSError as error:
-            raise RunError(f"cannot write {self.path}: {error.strerror}") from error
+            raise RunError(f"cannot write {self.path}: {reason(error)}") from error
 
     def _damaged(self, what: str) -> RunError:
         return RunError(

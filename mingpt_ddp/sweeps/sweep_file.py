@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.storage import atomic_write, read_regular
 
 FILE = "sweep.json"
@@ -112,7 +112,7 @@ class SweepFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(self._path, json.dumps(self._values, indent=1).encode())
         except OSError as error:
-            raise RunError(f"cannot write {self._path}: {error.strerror}") from error
+            raise RunError(f"cannot write {self._path}: {reason(error)}") from error
 
 
 def _count(value: Any, most: float = math.inf) -> int | None:

@@ -1,6 +1,6 @@
 """The table of a sweep as text: a row for each job, or for each group of replicates."""
 
-from mingpt_ddp.errors import printable
+from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.objective import LOSS
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.sweeps.formats import cut, duration, fixed, short_names, shown
@@ -67,8 +67,7 @@ def _best_line(results: Results, best: Group | None) -> str:
 
 def count_seeds(group: Group) -> str:
     """Return how many seeds the mean of a group has, in words."""
-    n = group.estimate.n if group.estimate else 0
-    return "1 seed" if n == 1 else f"{n} seeds"
+    return counted(group.estimate.n if group.estimate else 0, "seed")
 
 
 def head_of(results: Results, keys: list[str], short: bool) -> list[str]:

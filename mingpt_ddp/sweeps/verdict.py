@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.errors import RunError, printable
+from mingpt_ddp.errors import RunError, counted, printable
 from mingpt_ddp.metrics.objective import LOSS, is_text
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.sweeps.comparison import comparison_notes, pooling_notes
@@ -110,10 +110,9 @@ def _notes(jobs: list[Job], sides: list[Side], comparisons: list[Comparison]) ->
         notes += job.notes
     for side in sides:
         if side.left_out:
-            jobs_left_out = "1 job" if side.left_out == 1 else f"{side.left_out} jobs"
             notes.append(
-                f"{jobs_left_out} of {side.name} not counted: not complete, or with a loss that "
-                "is not finite"
+                f"{counted(side.left_out, 'job')} of {side.name} not counted: not complete, or "
+                "with a loss that is not finite"
             )
     pairs = _tests(comparisons)
     if pairs > 1:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_control import StepFlags
 from mingpt_ddp.training.train_state import Context
-from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.train_step import StepResult, TrainStep
 from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -164,14 +165,14 @@ class Trainer:
         with self.saves.timed_step():
             result = self.train_step.run(step)
         if result.anomaly is not None:
-            is_skipped = self._skip(step, result.anomaly)
+            is_skipped = self._skip(step, result)
             return result.flags if is_skipped else None
         self.anomaly.on_step_accepted(step, result.flags.loss)
         self.lr = result.lr
         self.metrics.meter.record(result.losses, result.grad_norm, self.train_step.phase.fetch_s)
         return result.flags
 
-    def _skip(self, step: int, anomaly: str) -> bool:
+    def _skip(self, step: int, result: StepResult) -> bool:
         """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether it is skipped.
 
         Raises:
@@ -179,7 +180,9 @@ class Trainer:
             DamageError: a rank holds a damaged copy of a tensor, which may be the cause.
         """
         self.saves.copies.compare(step - 1)
-        message = f"step {step} has {anomaly} ({self.train_step.diagnose(step)})"
+        is_finite = math.isfinite(result.flags.loss + float(result.grad_norm))
+        cause = "" if is_finite else f" ({self.train_step.diagnose(step)})"
+        message = f"step {step} has {result.anomaly}{cause}"
         self.state.consecutive_skips += 1
         skips = self.state.consecutive_skips
         policy = self.config.trainer.on_nonfinite

@@ -322,6 +322,14 @@ CASES = [
     ("tracker.uri=http://me:secret@host:5000", "config error: tracker.uri holds credentials"),
     # Paths
     ("run.name=../elsewhere", "config error: run.name=../elsewhere must be a directory name"),
+    (
+        "run.name=a/b/c",
+        "config error: run.name=a/b/c must be a directory name of letters, digits and . _ + = , -, "
+        "or two with one slash between them: group/name",
+    ),
+    ("-m experiment=demo,null", "config error: null is not a preset; leave the group out, or"),
+    ("model=null", "config error: null is not a preset; leave the group out, or"),
+    ("+callbacks.x=1", "config error: callbacks is not a key"),
     ("run.name=.hidden", "config error: run.name=.hidden must be a directory name"),
     ("run.name=''", "config error: run.name= must be a directory name"),
     ("run.root=memory://runs", "config error: run.root=memory://runs must be a local directory"),

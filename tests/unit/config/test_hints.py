@@ -63,6 +63,12 @@ KEYS = {
         ("trainer.max_epoch", "; did you mean trainer.max_epochs?"),
         ("model.activation", " of the chosen model"),
         ("nosuch", ""),
+        ("callbacks", ""),
+        ("callbacks.x", ""),
+        ("logger.name", ""),
+        ("modle.name", "; did you mean model.name?"),
+        ("extras", ""),
+        ("maxsteps", "; did you mean trainer.max_steps?"),
         ("init_from", "; did you mean run.init_from?"),
         (
             "model_name_or_path",

@@ -396,6 +396,14 @@ def test_the_snapshot_keeps_the_micro_batch_size(trainer):
     assert plan_of(replace(trainer, micro_batch_size=3), 1, kept=6).micro_batch_size == 3
 
 
+@pytest.mark.parametrize(("kept", "world_size", "divisor"), [(24, 1, 12), (8, 1, 12), (24, 3, 4)])
+def test_another_batch_than_the_snapshot_s_micro_batches_make(trainer, kept, world_size, divisor):
+    message = f"trainer.batch_size=12 is not a multiple of {kept}, the micro-batch size of the "
+    with pytest.raises(ConfigError, match=f"{message}snapshot; set .*micro_batch_size={divisor}$"):
+        plan_of(trainer, world_size, kept)
+    assert plan_of(replace(trainer, micro_batch_size=divisor), world_size, kept).n_micro >= 1
+
+
 @pytest.mark.parametrize(
     ("micro", "kept", "world_size", "most"),
     [(4, None, 4, 3), (12, None, 2, 1), (None, 6, 3, 2), (None, None, 13, 12)],

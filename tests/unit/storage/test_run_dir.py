@@ -154,6 +154,13 @@ def test_a_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
     RunDirectory(tmp_path / "run", wait_s=0).release()
 
 
+def test_a_lock_that_is_a_pipe_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / ".lock")
+    with pytest.raises(RunError, match=r"/run: \.lock is not a regular file; choose another"):
+        RunDirectory(tmp_path / "run", wait_s=0)
+
+
 def test_other_directories_can_be_locked(lock_holder, tmp_path):
     RunDirectory(tmp_path / "run-2", wait_s=0).release()
 

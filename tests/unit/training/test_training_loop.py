@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock, call
@@ -372,7 +373,7 @@ def test_an_anomaly_is_not_recorded(is_skipped, monkeypatch):
     asked = []
     monkeypatch.setattr(trainer, "_skip", lambda *values: asked.append(values) or is_skipped)
     assert trainer._train(3) == (StepFlags(loss=30.0) if is_skipped else None)
-    assert asked == [(3, "a spike")]
+    assert [(step, result.anomaly) for step, result in asked] == [(3, "a spike")]
     assert names(parts) == TIMED_STEP
 
 
@@ -387,7 +388,8 @@ def test_a_rolled_back_step_is_not_counted():
     assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
 
 
-MESSAGE = "step 3 has a spike (rank 1)"
+MESSAGE = "step 3 has no loss (rank 1)"
+NONFINITE = StepResult(StepFlags(loss=math.nan), torch.tensor(1.0), {}, anomaly="no loss")
 
 
 @pytest.mark.parametrize(
@@ -403,7 +405,7 @@ def test_an_anomaly_stops_the_run_by_policy_or_when_it_persists(policy, before, 
     state = TrainState(consecutive_skips=before)
     trainer, parts = trainer_of(f"trainer.on_nonfinite={policy}", state=state)
     with pytest.raises(TrainingError) as raised:
-        trainer._skip(3, "a spike")
+        trainer._skip(3, NONFINITE)
     assert str(raised.value) == f"training error: {error}"
     assert parts.mock_calls == [
         call.saves.copies.compare(2),
@@ -418,11 +420,20 @@ def test_an_anomaly_is_skipped_by_policy_or_without_a_snapshot(policy, caplog):
     state = TrainState(consecutive_skips=MAX_CONSECUTIVE_SKIPS - 1)
     trainer, parts = trainer_of(f"trainer.on_nonfinite={policy}", state=state)
     parts.saves.restore_latest.return_value = None
-    assert trainer._skip(3, "a spike") is True
+    assert trainer._skip(3, NONFINITE) is True
     assert state.consecutive_skips == MAX_CONSECUTIVE_SKIPS
     assert caplog.messages == [f"{MESSAGE} and is skipped"]
     tries = [] if policy == "skip" else [call.saves.restore_latest()]
     assert parts.mock_calls == [call.saves.copies.compare(2), call.step.diagnose(3), *tries]
+
+
+def test_a_finite_spike_is_not_repeated_to_find_its_cause(caplog):
+    """It has none in the hardware, and the rank with the largest loss is not at fault."""
+    trainer, parts = trainer_of("trainer.on_nonfinite=skip", state=TrainState())
+    spike = StepResult(StepFlags(loss=9.0), torch.tensor(1.0), {}, anomaly="loss 9.0000, a spike")
+    assert trainer._skip(3, spike) is True
+    assert caplog.messages == ["step 3 has loss 9.0000, a spike and is skipped"]
+    assert parts.mock_calls == [call.saves.copies.compare(2)]
 
 
 def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
@@ -441,7 +452,7 @@ def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
     )
     trainer, parts = trainer_of("trainer.on_nonfinite=rollback", state=left)
     parts.saves.restore_latest.return_value = restored
-    assert trainer._skip(10, "a spike") is False
+    assert trainer._skip(10, NONFINITE) is False
     assert trainer.state is left
     assert left == TrainState(
         step=6,
@@ -463,7 +474,7 @@ def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
         call.metrics.rollback(6),
     ]
     rest = "rolled back to the snapshot of step 6, to skip step 10"
-    assert caplog.messages == [f"step 10 has a spike (rank 1): {rest}"]
+    assert caplog.messages == [f"step 10 has no loss (rank 1): {rest}"]
 
 
 def test_a_log_line_is_checked_and_given_to_the_hooks():
