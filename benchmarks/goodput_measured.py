@@ -45,7 +45,7 @@ from common import ROOT, corpus_path, environment, log, parser, report
 from stopwatch import kill_tree
 from versions import find_worker
 
-from mingpt_ddp.metrics.jsonl import METRICS, last_step
+from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 
 PARTS = ("kills", "minute", "ten-minutes")
 BETWEEN_S = {"minute": 60.0, "ten-minutes": 600.0}
@@ -108,7 +108,7 @@ class Run:
     @property
     def step(self) -> int:
         """The last step that is done; after a kill a repeated one."""
-        return last_step(self.directory / METRICS)
+        return (read_end(self.directory / METRICS) or HistoryEnd()).reached
 
     def wait_until(self, is_over: Callable[[], bool], limit_s: float = PATIENCE_S) -> None:
         """Wait; exit with the output of the run if it ends, or takes too long."""

@@ -148,9 +148,9 @@ def start(ranks: Ranks) -> list[Count]:
 
 
 def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Prepared, Built]:
-    prepared = prepare(ranks.config, ranks.runtimes[rank], (), StartTimes(0.0))
-    open_directory(prepared, resources)
-    return prepared, build(prepared)
+    prepared = prepare(ranks.config, ranks.runtimes[rank], (), {}, StartTimes(0.0))
+    opened = open_directory(prepared, resources)
+    return prepared, build(prepared, opened)
 
 
 def resume(ranks: Ranks) -> list[Count]:

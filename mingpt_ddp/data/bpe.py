@@ -55,6 +55,7 @@ class BPETokenizer(Tokenizer):
         values = _checked(text)
         kept = {**values, "truncation": None, "padding": None}
         self.json = json.dumps(kept, separators=(",", ":"), sort_keys=True)
+        _check_length(self.json)  # in ASCII it may be longer than it was
         self.tokens = _bytes_of_tokens(values)
         self.line_feed = self.tokens.index(b"\n")
         self.token_sizes = np.array([len(token) for token in self.tokens])
@@ -191,8 +192,7 @@ def split_at_words(texts: Iterator[str]) -> Iterator[str]:
 
 def _checked(text: str) -> dict[str, Any]:
     """Return the values of a tokenizer's JSON, which must invert exactly."""
-    if len(text) > MAX_JSON_CHARS:
-        raise ValueError(f"it has more than {MAX_JSON_CHARS:,} characters")
+    _check_length(text)
     try:
         values = json.loads(text)
     except RecursionError as error:
@@ -200,6 +200,11 @@ def _checked(text: str) -> dict[str, Any]:
     if not _is_lossless(values):
         raise ValueError("it does not decode to exactly what it has encoded, or is not byte-level")
     return dict(values)
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_JSON_CHARS:
+        raise ValueError(f"it has more than {MAX_JSON_CHARS:,} characters")
 
 
 def _is_lossless(values: dict[str, Any]) -> bool:

@@ -12,10 +12,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
 
+from mingpt_ddp.storage.lines import MAX_LINE_BYTES
+
 # Judge an evaluation, of a step and its metrics by name: why the run is to end; None: it goes on.
 Report: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
 REPORTS = "MINGPT_DDP_REPORTS"  # of a worker: the descriptor of rank zero; on other ranks -1
-MAX_MESSAGE_BYTES = 1 << 20
+MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # with the metrics of an evaluation
 MAX_CONSOLE_BYTES = 1 << 13
 
 

@@ -1,25 +1,26 @@
 """Metrics in `metrics.jsonl`, one JSON object per line, for reports, notebooks and restarts."""
 
-import contextlib
 import itertools
 import json
 import logging
 import math
 import time
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.errors import DataError, reason
-from mingpt_ddp.storage.storage import read_regular
+from mingpt_ddp.errors import reason
+from mingpt_ddp.metrics.columns import MARKERS, Column, Columns, Record, parse
+from mingpt_ddp.storage.lines import LineLimits, append_line, read_backwards, read_chunks
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-MAX_SIZE = 1 << 28  # bytes
-END_BYTES = 1 << 14  # to find the last record in
-MAX_LINES = 2_000_000  # which as records take more memory
+LIMITS = LineLimits(size=1 << 28, lines=2_000_000)
 KEYS = {  # of a record, by tag
     "train/loss": "train_loss",
     "train/lr": "lr",
@@ -88,7 +89,7 @@ class JSONLLogger:
 
     def _append(self, record: dict[str, Any]) -> None:
         try:
-            append_line(self._path, json.dumps(record).encode() + b"\n")
+            append_line(self._path, json.dumps(record).encode() + b"\n", LIMITS)
         except OSError as error:
             if not self._has_failed:
                 log.warning(
@@ -99,35 +100,6 @@ class JSONLLogger:
             self._has_failed = True
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing; first terminate a partial line of a killed process."""
-    with open(path, "a+b", buffering=0) as file:
-        end = file.seek(0, 2)
-        file.seek(max(0, end - 1))
-        if file.read(1) not in (b"\n", b""):
-            line = b"\n" + line
-        try:
-            if file.write(line) != len(line):
-                raise OSError("the disk is full")
-        except OSError:
-            file.truncate(end)
-            raise
-
-
-def last_step(path: Path) -> int:
-    """Return the highest step of the measurements near the end of a file; 0 if there is none."""
-    highest = 0
-    if not path.is_file():  # opening a named pipe would block
-        return highest
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, 2) - END_BYTES))
-        for line in file.read().split(b"\n"):
-            record = _parse(line)
-            if record and not {"start", "rollback", "complete"} & record.keys():
-                highest = max(highest, record["step"])
-    return highest
-
-
 @dataclass(frozen=True)
 class MetricsHistory:
     """The measurements that led to the last step, each step once.
@@ -135,79 +107,139 @@ class MetricsHistory:
     Those that a restart or a rollback has repeated do not count.
     """
 
-    # records with a measurement, by step; values are numbers, or None where not finite
-    rows: list[dict[str, Any]]
-    starts: int  # attempts
-    faults: int  # attempts that ended early and were followed by another
-    rollbacks: int
+    # of all records with a measurement: their steps, and whether they count
+    steps: Sequence[float] = ()
+    counts: Sequence[int] = ()
+    columns: dict[str, Column] = field(default_factory=dict)  # their values, by key
+    starts: int = 0  # attempts
+    faults: int = 0  # attempts that ended early and were followed by another
+    rollbacks: int = 0
     is_complete: bool = False  # the last attempt has reached the end
     began: float = math.inf  # the first attempt, in seconds since 1970
-    attempts: list[dict[str, Any]] = field(default_factory=list)  # the records of their starts
+    attempts: list[Record] = field(default_factory=list)  # the records of their starts
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step with a measurement."""
+        last = max(itertools.compress(self.steps, self.counts), default=None)
+        return None if last is None else int(last)
+
+    def values(self, key: str) -> Sequence[float]:
+        """Return the finite values of a key, in the order of the file."""
+        return array("d", (value for _, value in self._points(key)))
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of all records that have a finite value."""
-        return [(row["step"], float(row[key])) for row in self.rows if row.get(key) is not None]
+        return sorted(self._points(key), key=itemgetter(0))
 
-    def by_step(self) -> dict[int, dict[str, Any]]:
+    def _points(self, key: str) -> Iterator[tuple[int, float]]:
+        column = self.columns.get(key, Column())
+        for row, value in zip(column.rows, column.values, strict=True):
+            if self.counts[row] and value == value:  # not NaN
+                yield int(self.steps[row]), value
+
+    @property
+    def rows(self) -> list[Record]:
+        """Return the records with a measurement, by step; None is what is not finite."""
+        found: list[Record] = [{"step": int(step)} for step in self.steps]
+        for key, column in self.columns.items():
+            for row, value in zip(column.rows, column.values, strict=True):
+                found[row][key] = value if value == value else None  # NaN
+        return sorted(itertools.compress(found, self.counts), key=itemgetter("step"))
+
+    def by_step(self) -> dict[int, Record]:
         """Return one record per step, which has the values of all records of that step."""
-        merged: dict[int, dict[str, Any]] = {}
+        merged: dict[int, Record] = {}
         for row in self.rows:
             merged.setdefault(row["step"], {}).update(row)
         return merged
 
 
 def read_history(path: Path) -> MetricsHistory:
-    """Read a `metrics.jsonl`.
+    """Read a `metrics.jsonl`, in time that grows with its lines alone.
 
     Drop records beyond the step of a following `start` or `rollback`, and a partial line at the end
     or before a `start`.
 
     Raises:
-        DataError: any other line is not a record; names its number. Or there are more than
-            MAX_LINES.
-        OSError: the file cannot be read, is not a regular file, or is too large.
+        DataError: any other line is not a record; names its number.
+        OSError: the file cannot be read, is not a regular file, or exceeds a limit.
     """
-    pieces = read_regular(path, MAX_SIZE).split(b"\n", MAX_LINES)
-    if len(pieces) > MAX_LINES:
-        raise DataError(f"{path} has more than {MAX_LINES:,} lines; shorten it")
-    lines = list(map(_parse, pieces))
-    for number, (line, following) in enumerate(itertools.pairwise(lines), start=1):
-        if line is None and not (following and "start" in following):
-            raise DataError(f"line {number} of {path} is not a record; delete the line")
-    records = [line for line in lines if line]
-    rows: list[dict[str, Any]] = []
-    for record in records:
-        if "start" in record or "rollback" in record:
-            rows = [row for row in rows if row["step"] <= record["step"]]
-        elif "complete" not in record:
-            rows.append(record)
-    attempts = [record for record in records if "start" in record or "complete" in record]
+    columns = Columns(path)
+    for chunk in read_chunks(path, LIMITS):
+        columns.read(chunk)
+    columns.end()
+    markers = [record for _, record in columns.markers]
+    attempts = [record for record in markers if "rollback" not in record]
     starts = [record for record in attempts if "start" in record]
     faults = 0
     for one, following in itertools.pairwise(attempts):
         faults += "start" in one and "start" in following
-    times = [start["start"] for start in starts if start["start"] is not None]
+    times = [record["start"] for record in starts]
     return MetricsHistory(
-        sorted(rows, key=lambda row: row["step"]),
+        columns.steps,
+        _which_count(columns),
+        columns.by_key,
         starts=len(starts),
         faults=faults,
-        rollbacks=sum("rollback" in record for record in records),
+        rollbacks=len(markers) - len(attempts),
         is_complete=bool(attempts) and "complete" in attempts[-1],
-        began=min(times, default=math.inf),
+        began=min(filter(_is_finite, times), default=math.inf),
         attempts=starts,
     )
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return a record, i.e. an object with a step and numbers; None for anything else."""
-    with contextlib.suppress(ValueError, RecursionError):
-        record = json.loads(line, parse_constant=lambda _: None)
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            return None
-        if all(_is_number(value) for value in record.values()):
-            return record
-    return None
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (type(value) in (int, float) and abs(value) < 1e300)
+def _which_count(columns: Columns) -> bytearray:
+    """Return for each row whether no later start or rollback has repeated it."""
+    counts = bytearray(len(columns.steps))
+    end = len(counts)
+    limit = math.inf  # by the starts and rollbacks that follow
+    for begin, record in [*reversed(columns.markers), (0, {"step": 0})]:
+        counts[begin:end] = map(limit.__ge__, columns.steps[begin:end])
+        end = begin
+        if "complete" not in record:
+            limit = min(limit, float(record["step"]))
+    return counts
+
+
+@dataclass(frozen=True)
+class HistoryEnd:
+    """How the measurements of a run end."""
+
+    step: int | None = None  # the last one that counts
+    metrics: dict[str, float] = field(default_factory=dict)  # the finite ones of this step, by tag
+    is_complete: bool = False  # the last attempt has reached the end
+    reached: int = 0  # the highest step since, also of attempts that were repeated
+
+
+def read_end(path: Path) -> HistoryEnd | None:
+    """Read the end of a `metrics.jsonl`, backwards: up to the step before the last.
+
+    Lines that are not records are skipped. None: there is no such file, or it cannot be read.
+    """
+    step: int | None = None
+    row: Record = {}
+    is_complete: bool | None = None
+    reached = 0
+    limit = math.inf  # by the starts and rollbacks that follow
+    try:
+        for record in filter(None, map(parse, read_backwards(path))):
+            if is_complete is None and "rollback" not in record:
+                is_complete = "complete" in record
+            if not MARKERS & record.keys():
+                reached = max(reached, record["step"])
+                if record["step"] > limit:
+                    continue
+                if step is not None and record["step"] < step:
+                    break
+                row = record | row if record["step"] == step else record
+                step = record["step"]
+            elif "complete" not in record:
+                limit = min(limit, record["step"])
+    except OSError:
+        return None
+    return HistoryEnd(step, to_metrics(row), bool(is_complete), reached)

@@ -10,7 +10,7 @@ from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, last_step
+from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, read_end
 from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.panel import Panel
@@ -80,7 +80,8 @@ class MetricsProcessor:
         self._times = times
         self._is_first = True
         # the last step that an earlier attempt has logged
-        self._reached = env.call_on_rank_zero(lambda: last_step(directory / METRICS)) or 0
+        end = env.call_on_rank_zero(lambda: read_end(directory / METRICS)) or HistoryEnd()
+        self._reached = end.reached
         self._repeats = self._reached > steps.start
         for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)

@@ -43,7 +43,6 @@ MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
-MAX_CONFIG_CHARS = 1 << 16  # of a run's configuration, in a snapshot's state or in its config.yaml
 MAX_JSON_DEPTH = 20
 MAX_HEADER_BYTES = 1 << 24  # of a safetensors file; fits 100,000 tensors
 MIN_SHARD_BYTES = 1 << 24  # smaller shards cost more in requests than parallel writes save
@@ -145,6 +144,11 @@ def _spread_kinds(
 def kind_of(name: str) -> str:
     """Return the kind of a file: model, optimizer, state, or one that a later version adds."""
     return re.split("[.-]", name)[0]
+
+
+def encode_state(state: dict[str, Any]) -> bytes:
+    """Return the content of state.json."""
+    return json.dumps(state, indent=1, allow_nan=False).encode()
 
 
 def encode_manifest(step: int, files: Files, **added: Any) -> bytes:

@@ -25,15 +25,14 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.errors import reason
-from mingpt_ddp.metrics.jsonl import append_line
-from mingpt_ddp.snapshots.format import KINDS, Snapshot
+from mingpt_ddp.snapshots.format import KINDS, Snapshot, directory_name, step_of
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
-from mingpt_ddp.storage.storage import read_regular
+from mingpt_ddp.storage.lines import LineLimits, append_line, read_lines
 
 log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
-MAX_BYTES = 1 << 28  # of a ledger that is read: a million snapshots
+LIMITS = LineLimits(size=1 << 26, lines=1 << 19)
 # What these have become is in the environment of a state.json; where it resumed changes no step.
 IN_ENVIRONMENT = (
     "ddp.strategy",
@@ -107,6 +106,7 @@ def digest_settings(state: Mapping[str, Any]) -> str:
 class Record:
     """A line of the ledger."""
 
+    step: int
     settings: str  # of `digest_settings`
     hashes: Hashes
 
@@ -124,7 +124,7 @@ class Ledger:
             return
         record = {"step": step, "settings": settings, **hashes}
         try:
-            append_line(self.path, json.dumps(record).encode() + b"\n")
+            append_line(self.path, json.dumps(record).encode() + b"\n", LIMITS)
         except OSError as error:
             if not self._has_failed:
                 log.warning("cannot write %s: %s", self.path, reason(error))
@@ -132,18 +132,27 @@ class Ledger:
 
     def read(self) -> dict[int, Record]:
         """Return the newest line of each step; what is no such line is skipped."""
-        content = b""
-        with contextlib.suppress(OSError):
-            content = read_regular(self.path, MAX_BYTES)
         found = {}
-        for line in content.splitlines():
-            with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
-                values = json.loads(line)
-                hashes = {kind: values[kind] for kind in KINDS}
-                if "ema" in values:
-                    hashes["ema"] = values["ema"]
-                settings = values["settings"]
-                are_digests = all(map(DIGEST.fullmatch, [*hashes.values(), settings]))
-                if type(values["step"]) is int and are_digests:
-                    found[values["step"]] = Record(settings, hashes)
+        try:
+            for line in read_lines(self.path, LIMITS):
+                if record := _parse(line):
+                    found[record.step] = record
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            log.warning("not all hashes of snapshots can be read: %s", error)
         return found
+
+
+def _parse(line: bytes) -> Record | None:
+    with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
+        values = json.loads(line)
+        hashes = {kind: values[kind] for kind in KINDS}
+        if "ema" in values:
+            hashes["ema"] = values["ema"]
+        settings = values["settings"]
+        are_digests = all(map(DIGEST.fullmatch, [*hashes.values(), settings]))
+        step = values["step"]
+        if are_digests and type(step) is int and step_of(directory_name(step)) == step:
+            return Record(step, settings, hashes)
+    return None

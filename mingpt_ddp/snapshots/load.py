@@ -12,8 +12,8 @@ from mingpt_ddp.errors import ConfigError, SnapshotError, StorageUnavailableErro
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.records import MAX_YAML_BYTES, load_yaml
 from mingpt_ddp.storage.remote_errors import redact
-from mingpt_ddp.storage.run_dir import load_yaml
 from mingpt_ddp.storage.urls import check_url, open_storage
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ def _recorded_urls(run: str) -> list[str]:
     """Return the snapshot URLs outside the run directory that its config.yaml records."""
     try:
         directory = open_storage(run)
-        recorded = load_yaml(directory.read("config.yaml", limit=layout.MAX_CONFIG_CHARS))
+        recorded = load_yaml(directory.read("config.yaml", limit=MAX_YAML_BYTES + 1))
         snapshot = recorded["snapshot"]
         paths = [snapshot.get("path"), snapshot.get("fallback_path")]
         depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts

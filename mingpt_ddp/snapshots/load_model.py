@@ -13,9 +13,12 @@ from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_de
 from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS, Snapshot
+from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
+from mingpt_ddp.storage.records import MAX_YAML_BYTES
+
+MAX_CONFIG_CHARS = 2 * MAX_YAML_BYTES  # as JSON, which escapes more
 
 
 def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:

@@ -5,7 +5,6 @@ rank writes and reads its own part.
 """
 
 import errno
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from mingpt_ddp.errors import (
     UserError,
 )
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
-from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot
+from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, encode_state
 from mingpt_ddp.snapshots.ledger import Ledger, digest_settings
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.retention import apply_retention
@@ -177,7 +176,7 @@ class SnapshotManager:
             return
         own = self._shard_plan.own_files(run.tensors)
         parts: Parts = {**own}
-        encoded = env.call_on_rank_zero(lambda: _encode_state(run.state))
+        encoded = env.call_on_rank_zero(lambda: encode_state(run.state))
         if encoded is not None:
             parts[STATE] = encoded
         settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""
@@ -309,7 +308,3 @@ class SnapshotManager:
         """Set a deadline, in seconds from now, for the operations on each store but the last."""
         for store in self.stores[:-1]:
             store.storage.set_deadline(seconds)
-
-
-def _encode_state(state: dict[str, Any]) -> bytes:
-    return json.dumps(state, indent=1, allow_nan=False).encode()

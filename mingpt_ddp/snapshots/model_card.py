@@ -15,11 +15,10 @@ from typing import Any
 
 from mingpt_ddp.config.config import COMMAND_KEYS, flatten
 from mingpt_ddp.config.hydra_utils import key_of
-from mingpt_ddp.snapshots.format import MAX_CONFIG_CHARS, Snapshot, step_of
+from mingpt_ddp.snapshots.format import Snapshot, step_of
 from mingpt_ddp.snapshots.load import recorded_train_state
+from mingpt_ddp.storage.records import read_yaml
 from mingpt_ddp.storage.remote_errors import redact
-from mingpt_ddp.storage.run_dir import load_yaml
-from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks.task import recorded_sha256
 
@@ -151,8 +150,7 @@ def training_commands(url: str) -> list[str]:
     if run.name == "snapshots":
         run = run.parent
     try:
-        recorded = read_regular(run / ".hydra" / "overrides.yaml", MAX_CONFIG_CHARS)
-        overrides = load_yaml(recorded)
+        overrides = read_yaml(run / ".hydra" / "overrides.yaml")
     except (OSError, ValueError):
         return []
     if not isinstance(overrides, list) or not all(isinstance(each, str) for each in overrides):

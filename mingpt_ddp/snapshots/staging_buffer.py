@@ -15,7 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
+from mingpt_ddp.storage.records import check_size
 
 DTYPES = {
     torch.float64: "F64",
@@ -46,7 +48,7 @@ class SafetensorsBuffer:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the file and write its header; the memory is pinned if a tensor is on a GPU."""
         self._header = _header(tensors)
-        encoded = json.dumps(self._header, separators=(",", ":")).encode()
+        encoded = encode_header(tensors)
         encoded += b" " * (-len(encoded) % 8)
         start = len(encoded).to_bytes(8, "little") + encoded
         size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
@@ -72,6 +74,22 @@ class SafetensorsBuffer:
     def content(self) -> memoryview:
         """The bytes of the file, without a copy."""
         return memoryview(self._bytes.numpy())  # type: ignore[arg-type]
+
+
+def encode_header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the header of a file for these tensors.
+
+    Raises:
+        SnapshotError: it is larger than what is read.
+    """
+    encoded = json.dumps(_header(tensors), separators=(",", ":")).encode()
+    try:
+        return check_size(encoded, MAX_HEADER_BYTES - 8)  # which it is padded by
+    except OSError as error:
+        raise SnapshotError(
+            f"a snapshot of {len(tensors):,} tensors could not be read again: its header {error}; "
+            "join tensors"
+        ) from error
 
 
 def _header(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

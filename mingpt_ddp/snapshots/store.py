@@ -12,6 +12,7 @@ from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import Files, path_of
 from mingpt_ddp.snapshots.store_reader import StoreReader
 from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.records import check_size
 
 
 class SnapshotStore(StoreReader):
@@ -35,7 +36,13 @@ class SnapshotStore(StoreReader):
         self.clear(step)
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
-        """Write some of the files of a snapshot; return their manifest entries."""
+        """Write some of the files of a snapshot; return their manifest entries.
+
+        Raises:
+            OSError: one cannot be written, or could not be read again.
+        """
+        if layout.STATE in contents:
+            check_size(bytes(contents[layout.STATE]), layout.MAX_STATE_BYTES)
         paths = [path_of(step, name) for name in contents]
         with self._pool() as pool:
             digests = list(pool.map(hashlib.sha256, contents.values()))
@@ -69,7 +76,7 @@ class SnapshotStore(StoreReader):
             self.lease.check()
         if record is not None:
             record()
-        manifest = layout.encode_manifest(step, files)
+        manifest = check_size(layout.encode_manifest(step, files), layout.MAX_MANIFEST_BYTES)
         self.storage.write(path_of(step, layout.MANIFEST), manifest)
 
     def clear(self, step: int) -> None:

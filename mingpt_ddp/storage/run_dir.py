@@ -12,12 +12,11 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from mingpt_ddp.config.config import Config, flatten, without_removed
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
+from mingpt_ddp.storage.records import dump_json, dump_yaml, read_json, read_yaml
 from mingpt_ddp.storage.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 
@@ -48,9 +47,7 @@ WRITTEN_INTO = (
     "tensorboard/*",
     "wandb",
 )
-MAX_RECORD_BYTES = 1 << 16  # of result.json and config.yaml
-MAX_YAML_DEPTH = 50  # levels of lists and mappings
-YAMLLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
+MAX_LEASE_BYTES = 100  # of the id of a lease
 
 
 class RunStatus(str, Enum):
@@ -158,7 +155,9 @@ class RunDirectory:
         record = self.path / f".lease-{digest[:8]}"
         try:
             # This process holds the run directory's lock, so the owner recorded here is dead.
-            dead = record.read_text() if record.exists() else None
+            dead = None
+            with contextlib.suppress(FileNotFoundError):
+                dead = read_regular(record, MAX_LEASE_BYTES).decode(errors="replace")
             lease = Lease(storage, dead)
             self.leases[storage.url] = lease
             atomic_write(record, lease.id.encode())
@@ -174,7 +173,7 @@ class RunDirectory:
         ended = 0.0
         with contextlib.suppress(OSError):
             ended = (self.path / metrics).stat().st_mtime  # a start that fails has no metrics
-        recorded = _read_json(self.path / ATTEMPT)
+        recorded = read_json(self.path / ATTEMPT)
         try:
             values = {key: recorded[key] for key in ("began", "wasted_seconds")}
             began, wasted_s = (max(0.0, float(value)) for value in values.values())
@@ -192,7 +191,7 @@ class RunDirectory:
         """Write attempt.json."""
         values = asdict(attempt)
         del values["has_died"], values["ended"], values["result_step"]
-        _write(self.path / ATTEMPT, json.dumps(values) + "\n")
+        _write(self.path / ATTEMPT, dump_json(values))
 
     def check(self) -> None:
         """Check that the locked directories are still there.
@@ -231,17 +230,17 @@ class RunDirectory:
             files: contents of other files, by name.
         """
         for name, content in (files or {}).items():
-            _write(self.path / name, content)
+            _write(self.path / name, content.encode())
         for name, content in hydra_files.items():
-            _write(self.path / ".hydra" / name, content)
-        content = yaml.safe_dump(config, sort_keys=False)
+            _write(self.path / ".hydra" / name, content.encode())
+        encoded = dump_yaml(config).encode()
         previous = recorded_config(self.path)
         if previous is None:
-            _write(self.path / "config.yaml", content)
+            _write(self.path / "config.yaml", encoded)
         elif changes := difference(previous, config):
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
             number = max([1, *_config_numbers(self.path)]) + 1
-            _write(self.path / f"config.{number}.yaml", content)
+            _write(self.path / f"config.{number}.yaml", encoded)
 
     def clear_result(self) -> None:
         """Delete result.json, because the run continues."""
@@ -253,7 +252,7 @@ class RunDirectory:
     def write_result(self, result: dict[str, Any]) -> None:
         """Write result.json."""
         self.check()
-        _write(self.path / RESULT, json.dumps(result, indent=2) + "\n")
+        _write(self.path / RESULT, dump_json(result, indent=2))
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
@@ -264,9 +263,9 @@ def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
                 path.unlink()
 
 
-def _write(path: Path, content: str) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
-        atomic_write(path, content.encode())
+        atomic_write(path, content)
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {reason(error)}; fix this and run the same command again"
@@ -275,15 +274,7 @@ def _write(path: Path, content: str) -> None:
 
 def read_result(directory: Path) -> dict[str, Any]:
     """Return the result of the run in this directory; {} if there is none that can be read."""
-    return _read_json(directory / RESULT)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; {} if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        values = json.loads(read_regular(path, MAX_RECORD_BYTES))
-        return values if isinstance(values, dict) else {}
-    return {}
+    return read_json(directory / RESULT)
 
 
 def _config_numbers(directory: Path) -> list[int]:
@@ -301,7 +292,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
     names = [f"config.{number}.yaml" for number in reversed(_config_numbers(directory))]
     for name in [*names, "config.yaml"]:
         with contextlib.suppress(OSError, ValueError):
-            config = load_yaml(read_regular(directory / name, MAX_RECORD_BYTES))
+            config = read_yaml(directory / name)
             if isinstance(config, dict) and _has_only_groups(config):
                 return {group: without_removed(group, keys) for group, keys in config.items()}
     return None
@@ -309,27 +300,6 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
 
 def _has_only_groups(config: dict[str, Any]) -> bool:
     return all(isinstance(group, dict) for group in config.values())
-
-
-def load_yaml(text: str | bytes) -> Any:
-    """Parse one untrusted YAML document; the caller limits its length.
-
-    Raises:
-        ValueError: it is not YAML, or has tags that name objects, aliases (a few expand to
-            gigabytes) or deep nesting.
-    """
-    try:
-        depth = 0
-        for event in yaml.parse(text, Loader=YAMLLoader):
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-            if isinstance(event, yaml.AliasEvent) or depth > MAX_YAML_DEPTH:
-                raise ValueError("it has aliases or is nested too deeply")
-        return YAMLLoader(text).get_single_data()
-    except Exception as error:  # from the scanner, or from the constructor of any type
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
+from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.sweeps.groups import Group
 from mingpt_ddp.sweeps.records import FILE
 from mingpt_ddp.sweeps.runs import number
 
-MAX_HEADER_BYTES = 1 << 16
 MOST_OBJECTIVES = 8
 RANKED_BY = [[LOSS.series], [BITS_PER_BYTE.metric], [BITS_PER_BYTE.series]]
 
@@ -90,7 +90,7 @@ def _dominates(one: list[float], other: list[float]) -> bool:
 def _read_goals(path: Path) -> list[Goal]:
     try:
         with open_regular(path) as file:
-            header = json.loads(file.read(MAX_HEADER_BYTES).partition(b"\n")[0])
+            header = json.loads(file.readline(MAX_LINE_BYTES))
     except (OSError, ValueError, RecursionError):
         return []
     names = header.get("objectives") if isinstance(header, dict) else None

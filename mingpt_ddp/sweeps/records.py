@@ -16,11 +16,12 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
 from mingpt_ddp.errors import RunError, reason
+from mingpt_ddp.storage.lines import MAX_LINE_BYTES
+from mingpt_ddp.storage.records import check_size
 from mingpt_ddp.storage.storage import sync_directory
 
 FILE = "trials.jsonl"
 MAX_BYTES = 1 << 30  # of the file
-MAX_LINE_BYTES = 1 << 22
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Scalar = None | bool | int | float | str
@@ -167,6 +168,7 @@ class Records:
         assert self._file is not None, "begin() first"
         data = LINES.dump_json(line) + b"\n"
         with self._explained():
+            check_size(data, min(MAX_LINE_BYTES, MAX_BYTES - self._size))
             # what a write to a full disk, or a process killed in one, has left
             os.ftruncate(self._file, self._size)
             rest = memoryview(data)

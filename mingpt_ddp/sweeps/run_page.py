@@ -58,10 +58,7 @@ def render_run(title: str, job: Job) -> str:
         "validation": job.history.series("val_loss"),
     }
     losses = _curves(figures, curves, marks, "loss", 380)
-    keys: dict[str, None] = {}  # in the order of the records
-    for row in job.history.rows:
-        keys |= dict.fromkeys(row)
-    drawn = [key for key in keys if key not in ("step", "train_loss", "val_loss")]
+    drawn = [key for key in job.history.columns if key not in ("train_loss", "val_loss")]
     others = ""
     for key in drawn[:OTHER_CURVES]:
         others += _curves(figures, {key: job.history.series(key)}, marks, cut(key, 40))

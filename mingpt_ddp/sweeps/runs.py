@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -21,14 +22,9 @@ from mingpt_ddp.config.hydra_utils import config_flags
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.metrics.objective import LOSS, Objective, loss_unit, objective_of
-from mingpt_ddp.storage.run_dir import (
-    MAX_RECORD_BYTES,
-    RESULT,
-    load_yaml,
-    read_result,
-    recorded_config,
-)
-from mingpt_ddp.storage.storage import open_regular, read_regular
+from mingpt_ddp.storage.records import read_yaml
+from mingpt_ddp.storage.run_dir import RESULT, read_result, recorded_config
+from mingpt_ddp.storage.storage import open_regular
 
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
@@ -67,28 +63,29 @@ class Job:
         return self._last(LOSS)
 
     def _last(self, measured: Objective) -> float | None:
-        series = [] if self.status == "complete" else self.history.series(measured.series)
-        return number(series[-1][1] if series else measured.of(self.result))
+        if self.status != "complete":
+            values = self.history.values(measured.series)
+            if values:
+                return number(values[-1])
+        return number(measured.of(self.result))
 
     @cached_property
     def step(self) -> int | None:
         """The last recorded step."""
-        steps = [int(row["step"]) for row in self.history.rows[-1:]]
         of_result = number(self.result.get("step"))
-        if of_result is not None:
-            steps.append(int(of_result))
-        return max(steps, default=None)
+        steps = [self.history.last_step, None if of_result is None else int(of_result)]
+        return max((step for step in steps if step is not None), default=None)
 
     @cached_property
     def unit(self) -> str:
         """What a step consumes: samples, or tokens."""
-        return "samples" if self.history.series("samples_per_s") else "tokens"
+        return "samples" if "samples_per_s" in self.history.columns else "tokens"
 
     @cached_property
     def speed(self) -> float | None:
         """The median over the log steps, in units per second over all ranks."""
-        series = self.history.series(f"{self.unit}_per_s")
-        return statistics.median(value for _, value in series) if series else None
+        values = self.history.values(f"{self.unit}_per_s")
+        return statistics.median(values) if values else None
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -195,7 +192,7 @@ def is_run(path: Path) -> bool:
 def _read(path: Path, name: str) -> Job:
     result = read_result(path)
     config = recorded_config(path) or {}
-    history = MetricsHistory([], 0, 0, 0)
+    history = MetricsHistory()
     notes = []
     for file, content in ((RESULT, result), ("config.yaml", config)):
         if not content and (path / file).exists():
@@ -241,10 +238,17 @@ def plain(value: Any) -> Value:
             return [plain(item) for item in value]
     if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
         with contextlib.suppress(ValueError, RecursionError):
-            return json.dumps(value, default=str)[:MAX_JSON_CHARS]
+            return _shortened(json.dumps(value, default=str))
     if value is None or isinstance(value, (bool, str)) or number(value) is not None:
         return value
     return str(value) if isinstance(value, float) else type(value).__name__
+
+
+def _shortened(text: str) -> str:
+    """Return the begin of a long text and a digest, so that different texts stay different."""
+    if len(text) <= MAX_JSON_CHARS:
+        return text
+    return f"{text[:MAX_JSON_CHARS]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def number(value: Any) -> float | None:
@@ -290,7 +294,7 @@ def command_line(job: Job) -> str:
 
 def _read_record(directory: Path, name: str) -> Any:
     with contextlib.suppress(OSError, ValueError):
-        return load_yaml(read_regular(directory / ".hydra" / f"{name}.yaml", MAX_RECORD_BYTES))
+        return read_yaml(directory / ".hydra" / f"{name}.yaml")
 
 
 def hydra_value(value: Value | dict[str, Any]) -> str:

@@ -1,17 +1,15 @@
 """`sweep.json`: what a sweep keeps from its first start on, and its failures."""
 
-import contextlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import RunError, reason
-from mingpt_ddp.storage.storage import atomic_write, read_regular
+from mingpt_ddp.storage.records import dump_json, read_json
+from mingpt_ddp.storage.storage import atomic_write
 
 FILE = "sweep.json"
-MAX_BYTES = 1 << 24
 MAX_CORES = 1 << 12  # and threads: torch cannot start any number of them
 
 
@@ -37,13 +35,7 @@ class SweepFile:
             directory: of the sweep; None: it has none of its own, and nothing is kept.
         """
         self._path = directory / FILE if directory else None
-        self._values: dict[str, Any] = {}
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            values = json.loads(read_regular(self._path, MAX_BYTES))
-            if isinstance(values, dict):
-                self._values = values
+        self._values = read_json(self._path) if self._path else {}
 
     @property
     def cores(self) -> int | None:
@@ -110,7 +102,7 @@ class SweepFile:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(self._path, json.dumps(self._values, indent=1).encode())
+            atomic_write(self._path, dump_json(self._values, indent=1))
         except OSError as error:
             raise RunError(f"cannot write {self._path}: {reason(error)}") from error
 

@@ -1,6 +1,7 @@
 """The base class of all tasks: a map-style dataset, a model, batch -> loss and metrics."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,7 +15,10 @@ from mingpt_ddp.data.samples import Datasets, SampleLoader, SampleSplit, build_d
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.models import build_model, eval_mode
+from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 
+BYTES_PER_METRIC = 40  # of a line, besides the name as the task gives it
+MAX_METRICS_BYTES = MAX_LINE_BYTES // 4  # of one evaluation
 Mean = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in it
 
 
@@ -221,11 +225,27 @@ class Task:
                 )
         with eval_mode(model), torch.no_grad():
             metrics = self.metrics(model, batch)
+        check_metrics(name, losses)
+        check_metrics(name, metrics)
         if "loss" not in metrics or any(len(mean) != 2 for mean in metrics.values()):
             raise CodeError(
                 f"the task {name}: metrics(model, batch) must return pairs (sum, number), "
                 "among them loss"
             )
+
+
+def check_metrics(task: str, metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics of which a line of metrics.jsonl or a message to a sweep could not be read.
+
+    Raises:
+        CodeError: names the task.
+    """
+    size = sum(len(json.dumps(name)) + BYTES_PER_METRIC for name in metrics)
+    if size > MAX_METRICS_BYTES:
+        raise CodeError(
+            f"the task {task} has {len(metrics):,} metrics or losses, which take {size:,} bytes of "
+            f"at most {MAX_METRICS_BYTES:,}; return fewer"
+        )
 
 
 def recorded_sha256(state: Any) -> str:

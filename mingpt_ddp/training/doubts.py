@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.metrics.jsonl import LIMITS, METRICS
 
 # usual ones, by optimizer
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
 MANY_EPOCHS = 10
 LARGE = 10  # parameters per item of the data
 GIB = 2**30
+BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
 def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
@@ -55,6 +57,17 @@ def long_warmup(config: Config, steps: int) -> str | None:
     )
 
 
+def long_metrics(config: Config, steps: range) -> str | None:
+    """Return a warning if metrics.jsonl has no room for all steps."""
+    size = len(steps) // config.trainer.log_every * BYTES_PER_LINE
+    if size <= LIMITS.size:
+        return None
+    return (
+        f"{METRICS} will be full at about step {steps.start + len(steps) * LIMITS.size // size}: "
+        f"at most {LIMITS.size:,} bytes are read; raise trainer.log_every"
+    )
+
+
 def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
     length = plan["length"]
     parameters = plan["model"]["parameters"]
@@ -78,6 +91,8 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
             f"{sizes}: expect overfitting; use more data, fewer steps, a smaller model, or "
             "model.dropout"
         )
+    if full := long_metrics(config, range(length["steps"])):
+        yield full
     if trainer.eval_every is not None and trainer.eval_every > length["steps"]:
         yield (
             f"trainer.eval_every={trainer.eval_every} is beyond the last step; lower it to "

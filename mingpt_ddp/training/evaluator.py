@@ -13,7 +13,7 @@ from mingpt_ddp.data.dataloader import Split
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import eval_mode
-from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.memory import refuse_out_of_memory
 
 
@@ -38,6 +38,7 @@ class Evaluator:
 
         Raises:
             ConfigError: the first evaluation does not fit into memory.
+            CodeError: there are too many metrics to record.
         """
         fits = refuse_out_of_memory(self.runtime, "the first evaluation")
         with nullcontext() if self._has_run else fits, torch.no_grad():
@@ -58,6 +59,7 @@ class Evaluator:
             prefix = "" if other == name else other.removeprefix(f"{name}_") + "_"
             for key, value in measured.items():
                 metrics[prefix + key] = value
+        check_metrics(self.task.config.task.name, metrics)
         return metrics
 
     def _measure(

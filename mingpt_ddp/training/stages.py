@@ -16,8 +16,8 @@ from mingpt_ddp.config.registry import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
@@ -47,6 +47,7 @@ from mingpt_ddp.training.preflight import (
     read_recorded,
     with_batch_size,
 )
+from mingpt_ddp.training.record_checks import check_records
 from mingpt_ddp.training.start_log import (
     log_changes,
     log_start,
@@ -101,6 +102,7 @@ class Opened:
 
     owner: RunDirectory | None  # on rank zero
     last: Attempt  # the attempt before, on rank zero
+    end: HistoryEnd | None  # of the measurements of the attempts before, on rank zero
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,18 @@ class Reports:
     hooks: Hooks  # of the user
 
 
-def prepare(config: Config, runtime: Runtime, typed: Container[str], times: StartTimes) -> Prepared:
+def prepare(
+    config: Config,
+    runtime: Runtime,
+    typed: Container[str],
+    hydra_files: dict[str, str],
+    times: StartTimes,
+) -> Prepared:
     """Read the data and what the run starts from; check them before anything is written.
 
     Args:
         typed: the keys that the command line sets.
+        hydra_files: content of `.hydra/`, by file name.
     """
     group = runtime.group
     _check_same_config(config, runtime)
@@ -144,7 +153,7 @@ def prepare(config: Config, runtime: Runtime, typed: Container[str], times: Star
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
         prepared = Prepared(runtime, task, loader, stores, warm, times)
-        _preflight(prepared, recorded)
+        _preflight(prepared, recorded, hydra_files)
     return prepared
 
 
@@ -179,8 +188,11 @@ def snapshot_urls(config: Config, directory: Path) -> list[str]:
     return urls
 
 
-def _preflight(prepared: Prepared, recorded: Recorded | None) -> None:
-    """Check the batch, the snapshot, the weights to start from, the memory and the user's code."""
+def _preflight(prepared: Prepared, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
+    """Check the batch, the snapshot, the weights to start from, the memory and the user's code.
+
+    And that what the run will record can be read again.
+    """
     runtime = prepared.runtime
     task = prepared.task
     config = prepared.config
@@ -191,6 +203,7 @@ def _preflight(prepared: Prepared, recorded: Recorded | None) -> None:
     plan = plan_batches(config, group.data_size, kept_size)
 
     def check_source() -> None:
+        check_records(task, hydra_files)
         if recorded is not None and recorded.source is not None:
             snapshot = load(recorded.source)
             check_state(snapshot.step, snapshot.state, task)
@@ -232,11 +245,12 @@ def open_directory(prepared: Prepared, resources: contextlib.ExitStack) -> Opene
         group.run_on_rank_zero(lock)
     owner = owners[0] if owners else None
     last = owner.last_attempt(METRICS) if owner else Attempt()
+    end = read_end(prepared.directory / METRICS) if owner else None
     logs.to_file(prepared.directory, group.env)
-    return Opened(owner, last)
+    return Opened(owner, last, end)
 
 
-def build(prepared: Prepared) -> Built:
+def build(prepared: Prepared, opened: Opened) -> Built:
     """Build what is trained and evaluated, as the newest snapshot has it if there is one."""
     runtime = prepared.runtime
     task = prepared.task
@@ -250,31 +264,25 @@ def build(prepared: Prepared) -> Built:
     if snapshot:
         snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
-    record_last_evaluation(state, prepared.config, steps, prepared.directory, runtime.group)
+    record_last_evaluation(state, prepared.config, steps, opened.end, runtime.group)
     evaluator = Evaluator(task, runtime)
     log_start(runtime, task, trainable.model, prepared.directory, range(state.step, steps))
-    is_complete = _is_complete(prepared, state)
+    is_complete = _is_complete(prepared, opened, state)
     return Built(manager, snapshot, trainable, state, evaluator, is_complete)
 
 
-def _is_complete(prepared: Prepared, state: TrainState) -> bool:
-    """Return whether there is nothing to train, nor to evaluate at the end."""
+def _is_complete(prepared: Prepared, opened: Opened, state: TrainState) -> bool:
+    """Return whether there is nothing to train, nor to evaluate at the end.
+
+    A kill after the last snapshot leaves metrics.jsonl without the end of the run.
+    """
     if state.step > prepared.steps:
         return True
     has_evaluated_last = state.step == state.val_step == prepared.steps
     if not has_evaluated_last and not has_stopped_early(state, prepared.config.trainer.patience):
         return False
-    return prepared.runtime.group.run_on_rank_zero(partial(_has_ended, prepared.directory))
-
-
-def _has_ended(directory: Path) -> bool:
-    """Return whether metrics.jsonl has the end of the run.
-
-    A kill after the last snapshot prevents it.
-    """
-    with contextlib.suppress(OSError, DataError):
-        return read_history(directory / METRICS).is_complete
-    return True  # resumed from a snapshot elsewhere
+    end = opened.end or HistoryEnd(is_complete=True)  # resumed from a snapshot elsewhere
+    return prepared.runtime.group.run_on_rank_zero(lambda: end.is_complete)
 
 
 def record_start(
@@ -298,7 +306,7 @@ def record_start(
     if built.snapshot:
         log_changes(built.snapshot, config, prepared.runtime, prepared.loader.steps_per_epoch)
     else:
-        warn_of_lost_snapshots(prepared.directory, opened.last)
+        warn_of_lost_snapshots(opened.end, opened.last)
 
 
 def open_reports(prepared: Prepared, built: Built, resources: contextlib.ExitStack) -> Reports:

@@ -12,14 +12,14 @@ from torch import nn
 from mingpt_ddp.config.config import LIMITS, Config, build_group
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.jsonl import HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.run_dir import Attempt, difference
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.doubts import early_end, long_warmup
+from mingpt_ddp.training.doubts import early_end, long_metrics, long_warmup
 from mingpt_ddp.training.train_step import count_steps
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ def log_start(
         )
     if steps and (warmup := long_warmup(config, steps.stop)):
         log.warning(warmup)
+    if full := long_metrics(config, steps):
+        log.warning(full)
     if steps.start > steps.stop:
         log.info(
             "complete: the snapshot of step %d is beyond the limit of %d steps",
@@ -136,14 +138,16 @@ def _schedule_steps(config: Config, steps_per_epoch: int) -> int:
     return config.optimizer.schedule_steps or count_steps(config, steps_per_epoch)
 
 
-def warn_of_lost_snapshots(directory: Path, last: Attempt) -> None:
-    """Warn if a run has trained before but has no snapshot."""
+def warn_of_lost_snapshots(end: HistoryEnd | None, last: Attempt) -> None:
+    """Warn if a run has trained before but has no snapshot.
+
+    Args:
+        end: of its measurements.
+    """
     again = "but there is no snapshot: it starts again at step 0"
-    with contextlib.suppress(OSError, DataError, IndexError):
-        step = read_history(directory / METRICS).rows[-1]["step"]
-        log.warning("the run had reached step %d, %s", step, again)
-        return
-    if last.began:
+    if end is not None and end.step is not None:
+        log.warning("the run had reached step %d, %s", end.step, again)
+    elif last.began:
         log.warning("the run has trained before, %s", again)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from torch.amp import GradScaler
@@ -22,8 +21,8 @@ from mingpt_ddp.config.validation import build
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
-from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.metrics.jsonl import HistoryEnd
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
@@ -99,7 +98,7 @@ def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: f
 
 
 def record_last_evaluation(
-    state: TrainState, config: Config, steps: int, directory: Path, group: ProcessGroup
+    state: TrainState, config: Config, steps: int, end: HistoryEnd | None, group: ProcessGroup
 ) -> None:
     """Record the evaluation of this step from metrics.jsonl if the run ended after it.
 
@@ -108,28 +107,25 @@ def record_last_evaluation(
 
     Args:
         steps: the limit of the run.
+        end: of metrics.jsonl, on rank zero.
     """
     every = config.trainer.eval_every or steps
     is_due = state.step % every == 0 or state.step == steps
     if state.step == 0 or not is_due or state.val_step == state.step:
         return
-    metrics = group.run_on_rank_zero(lambda: _read_last_evaluation(directory, state.step))
+    metrics = group.run_on_rank_zero(lambda: _last_evaluation(end, state.step))
     if "loss" in metrics:
         record_evaluation(state, metrics, config.trainer.min_delta)
 
 
-def _read_last_evaluation(directory: Path, step: int) -> dict[str, float]:
+def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
     """Return the metrics of the validation split, if the run ended at this step."""
-    with contextlib.suppress(OSError, DataError):
-        history = read_history(directory / METRICS)
-        if history.is_complete and history.rows and history.rows[-1]["step"] == step:
-            metrics = to_metrics(history.by_step()[step])
-            values = {}
-            for tag, value in metrics.items():
-                if tag.startswith("val/"):
-                    values[tag.removeprefix("val/")] = value
-            return values
-    return {}
+    values = {}
+    if end is not None and end.is_complete and end.step == step:
+        for tag, value in end.metrics.items():
+            if tag.startswith("val/"):
+                values[tag.removeprefix("val/")] = value
+    return values
 
 
 def count_patience(state: TrainState, min_delta: float) -> None:

@@ -17,13 +17,14 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics, to_record
 from mingpt_ddp.metrics.trackers.sample_texts import read_samples
 from mingpt_ddp.storage.remote_errors import describe, redact
-from mingpt_ddp.storage.storage import atomic_write
+from mingpt_ddp.storage.storage import atomic_write, read_regular
 
 log = logging.getLogger(__name__)
 
 # Sorted by step: a step with its numbers by tag, perhaps with a text as `sample`.
 Points = list[tuple[int, dict[str, Any]]]
 MAX_CACHED = 5_000  # steps; more are read from metrics.jsonl when they are due
+MAX_MARKER_BYTES = 1000
 BATCH = 200  # steps per call
 LOCAL_S = 60.0  # how long the end of a run waits for one call on this machine
 REMOTE_S = 8.0  # or over a network
@@ -126,7 +127,7 @@ class Outbox:
     def _has_sent_all(self, step: int) -> bool:
         """Return whether the tracker has all points and the result of the run of this length."""
         with contextlib.suppress(OSError, ValueError):
-            return self._marker.read_text() == f"{self._id} {step}"
+            return read_regular(self._marker, MAX_MARKER_BYTES) == f"{self._id} {step}".encode()
         return False
 
     def join(self) -> None:

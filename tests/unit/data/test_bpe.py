@@ -237,3 +237,16 @@ def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[tokenizers\]'"):
         train_bpe(iter([TEXT]), 300)
+
+
+def test_a_tokenizer_that_could_not_be_read_again_is_refused(tokenizer, tmp_path, monkeypatch):
+    """A name of a byte outside ASCII takes six characters where it is kept."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(tokenizer.json), ensure_ascii=False))
+    kept = len(tokenizer.json)
+    assert len(path.read_text()) < kept
+    monkeypatch.setattr(bpe, "MAX_JSON_CHARS", kept)
+    assert tokenizer_from_state(read_bpe(str(path)).state()).json == tokenizer.json
+    monkeypatch.setattr(bpe, "MAX_JSON_CHARS", kept - 1)
+    with pytest.raises(DataError, match=f"it has more than {kept - 1:,} characters"):
+        read_bpe(str(path))

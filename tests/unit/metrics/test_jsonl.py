@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import resource
 
 import pytest
@@ -12,8 +13,10 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.metrics import jsonl
-from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger, last_step, read_history
+from mingpt_ddp.metrics import columns, jsonl
+from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, read_end, read_history
+from mingpt_ddp.storage import lines as storage_lines
+from mingpt_ddp.storage.lines import LineLimits
 
 CONFIG = from_mapping(configure())
 
@@ -200,20 +203,141 @@ def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
 
 
 def test_the_number_of_lines_is_limited(path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_LINES", 3)
-    path.write_text('{"step": 1}\n' * 2)
-    assert len(read_history(path).rows) == 2
+    monkeypatch.setattr(jsonl, "LIMITS", LineLimits(size=1000, lines=3))
     path.write_text('{"step": 1}\n' * 3)
-    with pytest.raises(DataError, match="more than 3 lines; shorten it"):
+    assert len(read_history(path).rows) == 3
+    path.write_text('{"step": 1}\n' * 4)
+    with pytest.raises(OSError, match="more than 3 lines; shorten it"):
         read_history(path)
 
 
-def test_the_last_step_is_read_from_the_end(path, monkeypatch):
-    assert last_step(path) == 0
+def test_a_full_file_can_be_read(path, monkeypatch, log_lines):
+    monkeypatch.setattr(jsonl, "LIMITS", LineLimits(size=1000, lines=100))
+    train(JSONLLogger(path), range(1, 100), 1.0)
+    [line] = log_lines
+    assert line.endswith("it is full: no more than 1,000 bytes would be read")
+    assert 900 < path.stat().st_size <= 1000 and read_history(path).rows
+
+
+def test_a_line_that_could_not_be_read_is_left_out(path, log_lines):
+    """The metrics of a task may have any number of names, which change from step to step."""
+    history = JSONLLogger(path)
+    history.log(1, {f"train/loss_{i:0100d}": 1.0 for i in range(40_000)})
+    history.log(2, {f"train/loss_{i:0100d}": 1.0 for i in range(4_000)})
+    assert [row["step"] for row in read_history(path).rows] == [2]
+    [line] = log_lines
+    assert "bytes, of which at most 4,194,304 would be read" in line
+
+
+def test_the_number_of_keys_is_limited(path, monkeypatch):
+    monkeypatch.setattr(columns, "MAX_KEYS", 3)
+    path.write_text('{"step": 1, "a": 1, "b": 2, "c": 3}\n')
+    assert read_history(path).rows == [{"step": 1, "a": 1, "b": 2, "c": 3}]
+    path.write_text('{"step": 1, "a": 1, "b": 2}\n{"step": 1, "c": 3, "d": 4}\n')
+    with pytest.raises(DataError, match="more than 3 different keys"):
+        read_history(path)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ('{"step": 1', '"a": 2}'),
+        ('{"step": 1}, {"step": 2}', ""),
+        ('{"step": 1}, {"step": 2', '"a": 2}'),
+        ('{"step": 1}, 5', '{"step": 2}'),
+        ('{"step": 1}, [3', '{"step": 2}]'),
+        ('{"step": 1, "a', '{": 1}'),
+        ('{"step": 1, "a":', '{"step": 2}}'),
+        ('{"step": 1.0, "a": 1}', '{"step": 2}'),
+    ],
+)
+def test_lines_that_are_records_only_together(path, pair):
+    path.write_text("\n".join(['{"step": 1}', *pair, '{"step": 3}', ""]))
+    with pytest.raises(DataError, match=r"line 2 of "):
+        read_history(path)
+
+
+def test_names_with_braces_are_read(path):
+    history = JSONLLogger(path)
+    history.log(1, {"val/acc{x}": 0.5, "val/loss": math.nan})
+    history.log(2, {"val/acc{x}": 0.25})
+    assert read_history(path).series("val_acc{x}") == [(1, 0.5), (2, 0.25)]
+    assert read_history(path).rows[0] == {"step": 1, "val_acc{x}": 0.5, "val_loss": None}
+
+
+def random_file(draw: random.Random) -> list[str]:
+    """Return the lines of a run that was killed, rolled back, continued and completed."""
+    lines, step, reached = [], 0, 0
+    for _ in range(draw.randrange(1, 6)):
+        if draw.random() < 0.3 and lines:
+            lines.append('{"step": 3, "train_lo' if draw.random() < 0.5 else "")
+        lines.append(f'{{"start": {len(lines)}.5, "step": {step}, "world_size": 1}}')
+        for _ in range(draw.randrange(12)):
+            step += 1
+            lines.append(f'{{"step": {step}, "train_loss": {draw.random()}}}')
+            if draw.random() < 0.3:
+                lines.append(f'{{"step": {step}, "val_loss": {draw.random()}, "val_a": null}}')
+            reached = max(reached, step)
+            if draw.random() < 0.1:
+                step = draw.randrange(step)
+                lines.append(f'{{"rollback": 1.5, "step": {step}}}')
+        if draw.random() < 0.4:
+            lines.append(f'{{"complete": 2.5, "step": {step}}}')
+        step = draw.randrange(step + 1)
+    return lines
+
+
+def expected_rows(lines: list[str]) -> list[dict[str, float | None]]:
+    rows: list[dict[str, float | None]] = []
+    for line in lines:
+        record = json.loads(line) if line.endswith("}") else {"complete": 0}
+        if {"start", "rollback"} & record.keys():
+            rows = [row for row in rows if row["step"] <= record["step"]]
+        elif "complete" not in record:
+            rows.append(record)
+    return rows
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 18])
+def test_rows_and_ends_of_random_runs(path, chunk, monkeypatch):
+    """Cut at any line, and in the middle of one."""
+    monkeypatch.setattr(storage_lines, "CHUNK", chunk)
+    monkeypatch.setattr(storage_lines, "BACKWARD_CHUNK", chunk)
+    draw = random.Random(chunk)
+    for _ in range(100):
+        lines = random_file(draw)
+        lines = lines[: draw.randrange(len(lines) + 1)]
+        while lines and not lines[-1].endswith("}"):
+            lines.pop()
+        torn = draw.choice(["", '{"step": 9', "\0\0"])
+        path.write_text("".join(f"{line}\n" for line in lines) + torn)
+        history, end, rows = read_history(path), read_end(path), expected_rows(lines)
+        assert history.rows == rows
+        assert end.step == history.last_step == max((row["step"] for row in rows), default=None)
+        assert end.is_complete == history.is_complete
+        of_last = history.by_step().get(end.step, {})
+        assert end.metrics == jsonl.to_metrics(of_last)
+
+
+def test_the_highest_step_that_was_reached(path):
+    assert read_end(path) is None
+    path.touch()
+    assert read_end(path) == HistoryEnd()
     path.write_bytes(b'{"step": 7, "train_loss": 2.0}\n{"start": 1.0, "step": 4}\n{"step": 9')
-    assert last_step(path) == 7
-    monkeypatch.setattr(jsonl, "END_BYTES", 40)
-    assert last_step(path) == 0
+    assert read_end(path) == HistoryEnd(None, {}, False, reached=7)
+    with open(path, "ab") as file:
+        file.write(b', "val_loss": 1.5}\n{"step": 8, "train_loss": 2.5}\n')
+    assert read_end(path) == HistoryEnd(9, {"val/loss": 1.5}, False, reached=9)
     os.remove(path)
     os.mkfifo(path)
-    assert last_step(path) == 0
+    assert read_end(path) is None
+
+
+def test_the_end_is_read_in_a_time_without_its_length(path, monkeypatch):
+    history = JSONLLogger(path)
+    train(history, range(1, 1001), 1.0)
+    history.complete(1000, CONFIG)
+    calls = []
+    parse = jsonl.parse
+    monkeypatch.setattr(jsonl, "parse", lambda line: calls.append(line) or parse(line))
+    assert read_end(path).is_complete and len(calls) < 10

@@ -8,6 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshots import staging_buffer
 from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 from mingpt_ddp.snapshots.staging_buffer import (
     DTYPES,
@@ -135,3 +137,15 @@ def test_a_tensor_beyond_the_end_of_the_file_is_refused():
     ).encode()
     with pytest.raises(ValueError, match=r"."):
         decode(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_header_that_could_not_be_read_is_not_written(monkeypatch):
+    tensors = {f"layer.{i}.weight": torch.ones(1) for i in range(50)}
+    size = int.from_bytes(bytes(encode(tensors))[:8], "little")
+    monkeypatch.setattr(staging_buffer, "MAX_HEADER_BYTES", size + 8)
+    assert len(decode(bytes(encode(tensors)))) == 50
+    monkeypatch.setattr(staging_buffer, "MAX_HEADER_BYTES", size - 8)
+    with pytest.raises(ValueError, match="header is too large"):
+        staging_buffer.decode(size.to_bytes(8, "little"))
+    with pytest.raises(SnapshotError, match="a snapshot of 50 tensors could not be read again"):
+        encode(tensors)

@@ -685,3 +685,21 @@ def test_the_package_cannot_unpickle(path):
             )
         if isinstance(node, ast.keyword):
             assert node.arg != "allow_pickle"
+
+
+@pytest.mark.parametrize(
+    "name, limit", [(STATE, "MAX_STATE_BYTES"), (MANIFEST, "MAX_MANIFEST_BYTES")]
+)
+def test_what_could_not_be_read_is_not_committed(tmp_path, monkeypatch, name, limit):
+    store = SnapshotStore(str(tmp_path))
+    commit(store, small_snapshot(4))
+    size = store.size(4, name)
+    monkeypatch.setattr(format_module, limit, size)
+    commit(store, small_snapshot(5))
+    assert store.read(5).step == 5
+    monkeypatch.setattr(format_module, limit, size - 1)
+    with pytest.raises(
+        OSError, match=rf"it has {size:,} bytes, of which at most {size - 1:,} would"
+    ):
+        commit(store, small_snapshot(6))
+    assert not store.is_committed(6)

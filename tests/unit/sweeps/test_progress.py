@@ -8,6 +8,8 @@ import pytest
 
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.distributed.exit import USER_ERROR
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage import records as storage_records
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.progress import attempts
 from mingpt_ddp.sweeps.sources import Grid
@@ -70,3 +72,13 @@ def test_limits_are_those_at_which_all_jobs_have_ended(tmp_path):
         assert SweepFile(tmp_path).has_other_limits({"max_steps": 8})
     SweepFile(tmp_path).keep_limits({"max_steps": 8})
     assert not SweepFile(tmp_path).has_other_limits({"max_steps": 8})
+
+
+def test_more_failures_than_could_be_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage_records, "MAX_JSON_BYTES", 1000)
+    file = SweepFile(tmp_path)
+    file.keep_cores(2)
+    with pytest.raises(RunError, match="cannot record cores, failures: it has 1,"):
+        for number in range(100):
+            file.fail(f"a={number}", "a", "it failed")
+    assert SweepFile(tmp_path).cores == 2 and SweepFile(tmp_path).failures

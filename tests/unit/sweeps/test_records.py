@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.sweeps import records as records_module
+from mingpt_ddp.sweeps.pareto import read_goals
 from mingpt_ddp.sweeps.records import Drawn, Finished, Header, Records, Reopened, Reported
 
 HEADER = Header(
@@ -129,3 +132,30 @@ def test_a_full_disk_leaves_no_half_line(tmp_path, monkeypatch):
         *("header", "drawn", "report")
     ]
     assert Records(path).reports == [(0, 10)]
+
+
+def test_a_line_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
+    path = tmp_path / "trials.jsonl"
+    write(path)
+    content = path.read_bytes()
+    monkeypatch.setattr(records_module, "MAX_LINE_BYTES", 1000)
+    records = Records(path)
+    records.begin(HEADER)
+    with pytest.raises(
+        RunError, match=r"cannot write .*trials.jsonl: it has 1,\d+ bytes, of which"
+    ):
+        records.append(Drawn(trial=1, params={"a": 1000 * "x"}, time=1.5))
+    assert path.read_bytes() == content
+    Records(path)
+    monkeypatch.setattr(records_module, "MAX_BYTES", len(content) + 10)
+    with pytest.raises(RunError, match="of which at most 10 would be read"):
+        records.append(Drawn(trial=1, params={}, time=1.5))
+
+
+def test_the_objectives_of_a_large_search_are_read(tmp_path):
+    header = replace(
+        HEADER, objectives=["val_loss", "parameters"], fixed={"a": [str(i) for i in range(20_000)]}
+    )
+    records = Records(tmp_path / "trials.jsonl")
+    records.begin(header)
+    assert [goal.name for goal in read_goals([tmp_path])] == ["val_loss", "parameters"]

@@ -293,6 +293,9 @@ def test_values_are_brief():
     assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, {"a": "b"}, 10**5000, float("inf"))] == [
         *([0.9, 0.99], "[[1]]", "dict", '{"a": "b"}', "int", "inf"),
     ]
+    sources = [[f"/texts/{i:04d}.txt", 1.0] for i in range(800)]
+    others = [*sources[:-1], ["/texts/other.txt", 1.0]]
+    assert plain(sources) != plain(others) and plain(sources) == plain([*sources])
     keys = ["optimizer.lr", "model.name", "a.x", "b.x"]
     assert list(short_names(keys).values()) == ["lr", "model.name", "a.x", "b.x"]
 

@@ -19,7 +19,7 @@ from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.supervised import Classification, Regression
-from mingpt_ddp.tasks.task import Task, batch_length, named_losses
+from mingpt_ddp.tasks.task import Task, batch_length, check_metrics, named_losses
 
 GROUP = SimpleNamespace(run_on_rank_zero=lambda work, per_node: work())
 
@@ -212,3 +212,28 @@ def test_a_model_that_does_not_fit_the_data(overrides, message):
     task = build_task(from_mapping(configure("data=toy", "task=regression", *overrides)), GROUP)
     with pytest.raises(ConfigError, match=message):
         task.build_model()
+
+
+def test_more_metrics_than_could_be_read_again():
+    names = [f"accuracy of the label {i}" for i in range(10_000)]
+    check_metrics("own", dict.fromkeys(names, 1.0))
+    with pytest.raises(CodeError, match=r"the task own has 100,000 metrics or losses, which take"):
+        check_metrics("own", {f"{i}": 1.0 for i in range(100_000)})
+
+
+def test_many_metrics_are_refused_before_training():
+    class Many(Task):
+        config = SimpleNamespace(task=SimpleNamespace(name="many"))
+
+        def loss(self, model, batch):
+            return torch.tensor(1.0)
+
+        def metrics(self, model, batch):
+            return {"loss": (1.0, 1), **{f"accuracy of {i}": (1.0, 1) for i in range(self.labels)}}
+
+    task = of_kind(Many)
+    task.labels = 10_000
+    task.check_model(nn.Identity(), torch.zeros(1), trained=False)
+    task.labels = 100_000
+    with pytest.raises(CodeError, match="the task many has 100,001 metrics or losses"):
+        task.check_model(nn.Identity(), torch.zeros(1), trained=False)

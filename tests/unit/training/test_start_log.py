@@ -23,8 +23,11 @@ from tasks import text_task
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import process_start_time
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.training import result
+from mingpt_ddp.training.doubts import long_metrics
+from mingpt_ddp.training.record_checks import check_records
 from mingpt_ddp.training.start_log import log_changes, log_start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -318,3 +321,36 @@ def test_the_optimizer_and_its_rates_are_named(words, expected, log_lines, tmp_p
     )
     log_start(runtime, task, torch.nn.Linear(2, 2), tmp_path, range(0, 1000))
     assert expected in log_lines
+
+
+# Records that could not be read again
+
+
+def test_a_configuration_that_could_not_be_read_again(cwd):
+    """It is refused before anything is written."""
+    before = sorted(cwd.rglob("*"))
+    config = configuration(NAME, MORE_STEPS)
+    texts = [[f"/texts/{i}.txt", 1.0] for i in range(40_000)]
+    with pytest.raises(ConfigError, match=r"could not be read again: it has more than 100,000"):
+        check_records(SimpleNamespace(config=with_sources(config, texts)), {})
+    task = SimpleNamespace(config=config, state=lambda: {"vocabulary": "😀" * 1_100_000})
+    with pytest.raises(
+        ConfigError, match=r"no snapshot could be read again, because of state.json"
+    ):
+        check_records(task, {})
+    with pytest.raises(ConfigError, match=r"could not be read again: it has [\d,]+ bytes"):
+        check_records(task, {"overrides.yaml": "- " + "x" * (1 << 22)})
+    task.state = lambda: {"vocabulary": "".join(map(chr, range(32, 0xD800)))}
+    check_records(task, {"overrides.yaml": "- a=1"})
+    assert sorted(cwd.rglob("*")) == before
+
+
+def with_sources(config, sources):
+    return replace(config, data=replace(config.data, sources=sources))
+
+
+def test_more_steps_than_metrics_have_room_for(log_lines):
+    config = configuration(NAME, STEPS)
+    assert long_metrics(config, range(0, 1_000_000)) is None
+    full = long_metrics(config, range(1000, 20_001_000))
+    assert full.startswith("metrics.jsonl will be full at about step ") and "log_every" in full

@@ -1,0 +1,36 @@
+"""Whether what a run records can be read again: checked before it trains."""
+
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_state
+from mingpt_ddp.storage.records import check_size, dump_yaml, load_yaml
+from mingpt_ddp.tasks.task import Task
+
+PROGRESS = 1 << 22  # bytes of a state.json that are left for what training adds
+
+
+def check_records(task: Task, hydra_files: dict[str, str]) -> None:
+    """Refuse a configuration, or a state of the data, that readers would refuse.
+
+    Args:
+        hydra_files: content of `.hydra/`, by file name.
+
+    Raises:
+        ConfigError: says what is too large.
+    """
+    config = task.config.to_dict()
+    try:
+        dump_yaml(config)
+        for content in hydra_files.values():
+            load_yaml(content)
+    except ValueError as error:
+        raise ConfigError(
+            f"the recorded configuration could not be read again: {error}; shorten it, as by a "
+            "directory instead of its files"
+        ) from error
+    try:
+        check_size(encode_state({**task.state(), "config": config}), MAX_STATE_BYTES - PROGRESS)
+    except OSError as error:
+        raise ConfigError(
+            f"no snapshot could be read again, because of {STATE}: {error}; it holds the "
+            "configuration and what the data needs to be read; make one of them smaller"
+        ) from error

@@ -1,0 +1,94 @@
+"""A run of 800 texts, whose configuration is long: all that reads its records can read them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, TINY, call, python_main
+
+from mingpt_ddp.storage.run_dir import recorded_config
+
+FILES = 800
+TRAIN = [*python_main(), "--config-dir=conf", "data=many", *TINY, "data.truncate=1.0"]
+
+
+@pytest.fixture(scope="module")
+def cwd(tmp_path_factory) -> Path:
+    """The working directory of a run that was resumed once."""
+    cwd = tmp_path_factory.mktemp("many")
+    texts = cwd / f"a_collection_of_{'many_' * 8}texts"
+    texts.mkdir()
+    lines = ["defaults: [text_file, _self_]", "name: many", f"path: {texts}", "sources:"]
+    for number in range(FILES):
+        text = texts / f"the_text_{number:04d}.txt"
+        text.write_text(f"{number} is a number, and this is a text about the number {number}.\n")
+        lines.append(f"  - [{text}, 1.0]")
+    preset = cwd / "conf" / "data" / "many.yaml"
+    preset.parent.mkdir(parents=True)
+    preset.write_text("\n".join(lines))
+    assert preset.stat().st_size > 1 << 16
+    for steps in (4, 6):
+        train(cwd, f"trainer.max_steps={steps}", "run.name=run")
+    return cwd
+
+
+def train(cwd: Path, *words: str) -> str:
+    done = call([*TRAIN, *words], cwd)
+    assert done.returncode == 0, done.stdout
+    return str(done.stdout)
+
+
+def module(cwd: Path, name: str, *words: str) -> str:
+    command = [sys.executable, "-m", f"mingpt_ddp.{name}", *words]
+    done = call(command, cwd, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    return str(done.stdout)
+
+
+def test_the_second_start_has_resumed_and_recorded_what_differs(cwd):
+    run = cwd / "outputs" / "run"
+    assert len(recorded_config(run)["data"]["sources"]) == FILES
+    assert recorded_config(run)["trainer"]["max_steps"] == 6
+    assert (run / "config.2.yaml").exists()
+    assert "resuming from the snapshot of step 4 of 6" in (run / "main.rank0.log").read_text()
+    assert "trainer.max_steps: 4 -> 6" in (run / "main.rank0.log").read_text()
+
+
+def test_its_snapshots_are_used(cwd):
+    assert module(cwd, "sample", "outputs/run", "prompt=1", "max_new_tokens=5").startswith("1")
+    assert '"loss"' in module(cwd, "evaluate", "outputs/run")
+    module(cwd, "snapshots", "export", "outputs/run", "to=exported")
+    assert (cwd / "exported" / "model.safetensors").exists()
+    replayed = module(cwd, "snapshots", "verify", "outputs/run", "replay=2")
+    assert "confirmed: steps 5 to 6" in replayed
+
+
+def test_its_directory_is_used(cwd):
+    assert "after 6 steps" in module(cwd, "again", "outputs/run")
+    [job] = json.loads(module(cwd, "report", "outputs/run", "format=json"))["groups"][0]["jobs"]
+    assert job["status"] == "complete"
+    report = module(cwd, "report", "outputs/run")
+    assert "data=many" in report and "cannot be read" not in report
+
+
+def test_a_sweep_trains_nothing_twice(cwd):
+    words = ["-m", "trainer.max_steps=4", "run.name=sweep", "optimizer.lr=1e-3,3e-3"]
+    assert "2 jobs, 0 already complete" in train(cwd, *words)
+    assert "2 jobs, 2 already complete" in train(cwd, *words)
+
+
+def test_a_configuration_that_could_not_be_read_is_refused(cwd):
+    """Before anything is written."""
+    preset = cwd / "conf" / "data" / "many.yaml"
+    many = cwd / "conf" / "data" / "too_many.yaml"
+    text = next((cwd).glob("a_collection*/*.txt"))
+    many.write_text(preset.read_text() + f"\n  - [{text}, 1.0]" * 25_000)
+    words = ["data=too_many", "run.name=refused"]
+    done = call([*TRAIN, *words], cwd)
+    assert done.returncode == 2
+    line = done.stdout.strip().splitlines()[-1]
+    assert line.startswith("config error: the recorded configuration could not be read again")
+    assert not (cwd / "outputs" / "refused").exists()

@@ -1,0 +1,53 @@
+"""The ledger of snapshots: lines of strangers are skipped, or refused in bounded memory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mingpt_ddp.snapshots import ledger as module
+from mingpt_ddp.snapshots.ledger import LEDGER, Ledger
+from mingpt_ddp.storage.lines import LineLimits
+
+HASHES = {"model": "a" * 64, "optimizer": "b" * 64}
+
+
+def test_the_newest_line_of_a_step(tmp_path):
+    ledger = Ledger(tmp_path)
+    assert ledger.read() == {}
+    ledger.append(4, HASHES, "c" * 64)
+    ledger.append(4, {**HASHES, "ema": "e" * 64}, "d" * 64)
+    [(step, record)] = ledger.read().items()
+    assert (step, record.step, record.settings) == (4, 4, "d" * 64)
+    assert record.hashes == {**HASHES, "ema": "e" * 64}
+
+
+@pytest.mark.parametrize("step", [10**30, 10**18, -1, 4.0, True, "4", None])
+def test_what_is_no_step_is_skipped(tmp_path, step):
+    ledger = Ledger(tmp_path)
+    with open(tmp_path / LEDGER, "w") as file:
+        file.write(json.dumps({"step": step, "settings": "c" * 64, **HASHES}) + "\n")
+    ledger.append(8, HASHES, "c" * 64)
+    assert [*ledger.read()] == [8]
+
+
+def test_one_endless_line_is_refused(tmp_path, log_lines):
+    ledger = Ledger(tmp_path)
+    ledger.append(4, HASHES, "c" * 64)
+    with open(tmp_path / LEDGER, "ab") as file:
+        file.write(b"[" + b"0," * 5_000_000)
+    assert [*ledger.read()] == [4]
+    [line] = log_lines
+    assert line.startswith("WARNING not all hashes of snapshots can be read")
+    assert "more than 4,194,304 bytes" in line
+
+
+def test_a_full_ledger_can_be_read(tmp_path, log_lines, monkeypatch):
+    monkeypatch.setattr(module, "LIMITS", LineLimits(size=1000, lines=10))
+    ledger = Ledger(tmp_path)
+    for step in range(1, 9):
+        ledger.append(step, HASHES, "c" * 64)
+    assert [*ledger.read()] == [1, 2, 3]
+    [line] = log_lines
+    assert "it is full: no more than 1,000 bytes" in line
