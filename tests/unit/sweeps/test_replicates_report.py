@@ -11,6 +11,7 @@ from fake_runs import fake_run
 from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
+from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 from mingpt_ddp.sweeps.bands import mean_curve
 from mingpt_ddp.sweeps.groups import replicates
 from mingpt_ddp.sweeps.importance import LEAST_GROUPS, importances
@@ -161,7 +162,7 @@ def test_a_pareto_front():
         '{"objectives": ["val_loss", "-val_loss"]}',
         '{"objectives": ["val_loss", "-"]}',
         "[" * 60_000,
-        json.dumps({"objectives": ["a", "b"], "x": "y" * 100_000}),
+        json.dumps({"objectives": ["a", "b"], "x": "y" * MAX_LINE_BYTES}),
     ],
 )
 def test_a_header_that_is_not_as_expected_counts_as_none(tmp_path, header):
