@@ -72,7 +72,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     Raises:
         ConfigError: there is no recorded configuration, or it needs a word that is not typed.
     """
-    directory = Path(run).resolve()
+    directory = Path(os.path.realpath(run))  # Path.resolve() raises in a loop of links
     recorded = recorded_config(directory) if "://" not in run else None
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")

@@ -66,7 +66,7 @@ class ModelConfig(UserCodeConfig):
     architecture: str = key(
         ..., "the registered model to build: gpt, modern, convnet, toy or your own"
     )
-    devices: PositiveInt = neutral(
+    devices: Annotated[PositiveInt, Field(le=1_000)] = neutral(
         1, "GPUs that share the blocks of each rank's model; on a CPU pretended", changes="rounding"
     )
 

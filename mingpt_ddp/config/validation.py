@@ -38,6 +38,7 @@ SYNONYMS = {
     **dict.fromkeys(("gpu", "mps"), "cuda"),
 }
 COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
+MAX_NAME_BYTES = 255  # of a file, on Linux
 
 
 def check(ok: bool, message: str) -> None:
@@ -275,6 +276,8 @@ def check_directory(name: str, path: str) -> None:
     """Require the path of a local directory."""
     refuse_credentials(name, path, one_url=True)
     check(bool(path.strip()) and "://" not in path, f"{name}={path} must be a local directory")
+    longest = max(len(part.encode(errors="surrogatepass")) for part in path.split("/"))
+    check(longest <= MAX_NAME_BYTES, f"{name} has a name of more than {MAX_NAME_BYTES} bytes")
 
 
 def check_url(name: str, url: str) -> None:

@@ -120,14 +120,13 @@ class RunDirectory:
                 where a run writes.
         """
         self.path = path
-        self._locks = {path: acquire_lock(path, wait_s)}
-        self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         for entry in [*path.glob("*"), *path.glob("tensorboard/*")]:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
-                self.release()
                 raise RunError(
                     f"{entry} is a symbolic link, which a run does not follow; remove it"
                 )
+        self._locks = {path: acquire_lock(path, wait_s)}
+        self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         _delete_files(path, PARTIAL_FILES)
 
     def lock_snapshots(self, storage: Storage) -> None:

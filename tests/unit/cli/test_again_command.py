@@ -100,6 +100,12 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
     assert "snapshot.path=s3://mine/x" in command_words(run, ["snapshot.path=s3://mine/x"])
 
 
+def test_a_loop_of_links_is_no_run(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"has no config\.yaml of a run"):
+        command_words(str(tmp_path / "loop"), [])
+
+
 def test_code_of_yours_needs_its_preset(tmp_path):
     run = recorded(tmp_path, model__architecture="lstm", model__code="mine.py")
     with pytest.raises(

@@ -327,6 +327,9 @@ CASES = [
         "config error: run.name=a/b/c must be a directory name of letters, digits and . _ + = , -, "
         "or two with one slash between them: group/name",
     ),
+    (f"run.root=a/{'x' * 256}", "config error: run.root has a name of more than 255 bytes"),
+    (f"data.cache_dir={'x' * 256}", "config error: data.cache_dir has a name of more than 255"),
+    ("model.devices=2147483648", "config error: model.devices=2147483648 must be at most 1,000"),
     ("-m experiment=demo,null", "config error: null is not a preset; leave the group out, or"),
     ("model=null", "config error: null is not a preset; leave the group out, or"),
     ("+callbacks.x=1", "config error: callbacks is not a key"),

@@ -234,7 +234,7 @@ def test_a_run_directory_without_a_readable_command(tmp_path, call):
     filled(str(tmp_path / "run"), 4)
     (tmp_path / "run" / ".hydra").mkdir()
     for number, content in enumerate(
-        ("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x" * 40_000)
+        ("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x\n" * 120_000)
     ):
         (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(content)
         assert call("export", tmp_path / "run", f"to={tmp_path}/{number}")[0] == 0

@@ -30,7 +30,7 @@ def composed(*overrides: str) -> Config:
 def started(*overrides: str) -> Config:
     """Compose a configuration as main.py does."""
     with initialize_config_dir(str(CONF), **VERSION_BASE):
-        node = SimpleNamespace(runtime=SimpleNamespace(config_sources=[]))
+        node = SimpleNamespace(runtime=SimpleNamespace(config_sources=[], choices={}))
         return to_config(compose("config", list(overrides)), node, overrides)
 
 
