@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
-from mingpt_ddp.config.fields import Effect, effect, enters_name
+from mingpt_ddp.config.fields import Effect, enters_name
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.schema import (
@@ -114,7 +114,10 @@ def effect_of(key: str) -> Effect:
 
     The keys of users and of later versions change the training.
     """
-    return effect(KEYS[key]) if key in KEYS else "training"
+    if key not in KEYS:
+        return "training"
+    found: Effect = KEYS[key].metadata["json_schema_extra"]["changes"]
+    return found
 
 
 def decides_bits(key: str, value: Any) -> bool:
@@ -140,9 +143,8 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
             continue
         selector, choice = selected(group, keys)
         base = BASES["dataset" if selector == "dataset" else group] if selector else None
-        cls = base
-        if choice is None or isinstance(choice, str):
-            cls = GROUPS[group][1].get(choice or DEFAULT_CHOICE.get(group), base)
+        name = DEFAULT_CHOICE.get(group) if choice is None else str(choice)
+        cls = GROUPS[group][1].get(name, base)
         recorded = without_removed(group, keys)
         filled[group] = recorded | (default_values(cls) if cls else {}) | recorded
     return filled

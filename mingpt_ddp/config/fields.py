@@ -51,11 +51,6 @@ def enters_name(field: dataclasses.Field[Any]) -> bool:
     return bool(field.metadata.get("json_schema_extra", {"in_name": True})["in_name"])
 
 
-def effect(field: dataclasses.Field[Any]) -> Effect:
-    """Return what a key changes; keys that users register change the training."""
-    return field.metadata.get("json_schema_extra", {"changes": "training"})["changes"]
-
-
 def describe(metadata: Mapping[str, Any]) -> str:
     """Return a key's unit and the first clause of its description."""
     unit = metadata["json_schema_extra"]["unit"]

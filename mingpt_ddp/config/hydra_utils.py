@@ -106,6 +106,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
             run()
         except SystemExit as end:  # 0 after --hydra-help
             if end.code:
+                sys.stderr.write(printed.getvalue())
                 raise
     return printed.getvalue().rstrip("\n")
 

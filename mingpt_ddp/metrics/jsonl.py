@@ -15,12 +15,12 @@ from typing import Any
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import reason
 from mingpt_ddp.metrics.columns import MARKERS, Column, Columns, Record, parse
-from mingpt_ddp.storage.lines import LineLimits, append_line, read_backwards, read_chunks
+from mingpt_ddp.storage.lines import append_line, read_backwards, read_chunks
 
 log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-LIMITS = LineLimits(size=1 << 28, lines=2_000_000)
+MAX_BYTES = 1 << 28  # of the file: a million lines or more
 KEYS = {  # of a record, by tag
     "train/loss": "train_loss",
     "train/lr": "lr",
@@ -89,7 +89,7 @@ class JSONLLogger:
 
     def _append(self, record: dict[str, Any]) -> None:
         try:
-            append_line(self._path, json.dumps(record).encode() + b"\n", LIMITS)
+            append_line(self._path, json.dumps(record).encode() + b"\n", MAX_BYTES)
         except OSError as error:
             if not self._has_failed:
                 log.warning(
@@ -166,7 +166,7 @@ def read_history(path: Path) -> MetricsHistory:
         OSError: the file cannot be read, is not a regular file, or exceeds a limit.
     """
     columns = Columns(path)
-    for chunk in read_chunks(path, LIMITS):
+    for chunk in read_chunks(path, MAX_BYTES):
         columns.read(chunk)
     columns.end()
     markers = [record for _, record in columns.markers]

@@ -146,9 +146,9 @@ def kind_of(name: str) -> str:
     return re.split("[.-]", name)[0]
 
 
-def encode_state(state: dict[str, Any]) -> bytes:
-    """Return the content of state.json."""
-    return json.dumps(state, indent=1, allow_nan=False).encode()
+def encode_json(values: dict[str, Any]) -> bytes:
+    """Return the content of state.json, or of the manifest."""
+    return json.dumps(values, indent=1, allow_nan=False).encode()
 
 
 def encode_manifest(step: int, files: Files, **added: Any) -> bytes:
@@ -161,12 +161,8 @@ def _with_digest(values: dict[str, Any]) -> bytes:
 
     It detects any flipped bit.
     """
-    digest = hashlib.sha256(_json(values)).hexdigest()
-    return _json({**values, "sha256": digest})
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return json.dumps(values, indent=1).encode()
+    digest = hashlib.sha256(encode_json(values)).hexdigest()
+    return encode_json({**values, "sha256": digest})
 
 
 def decode_manifest(content: bytes, step: int) -> Files:
@@ -178,7 +174,7 @@ def decode_manifest(content: bytes, step: int) -> Files:
     """
     try:
         values = load_json(content)
-        if "sha256" not in values and content == _json({**values, "format": 1}):
+        if "sha256" not in values and content == encode_json({**values, "format": 1}):
             raise SnapshotError(
                 f"the snapshot of step {step} was written by an earlier version, in format 1; "
                 "start again with run.resume=never, or finish the run with that version"

@@ -27,12 +27,12 @@ from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.errors import reason
 from mingpt_ddp.snapshots.format import KINDS, Snapshot, directory_name, step_of
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
-from mingpt_ddp.storage.lines import LineLimits, append_line, read_lines
+from mingpt_ddp.storage.lines import append_line, read_lines
 
 log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
-LIMITS = LineLimits(size=1 << 26, lines=1 << 19)
+MAX_BYTES = 1 << 26  # of the file: 268,000 snapshots
 # What these have become is in the environment of a state.json; where it resumed changes no step.
 IN_ENVIRONMENT = (
     "ddp.strategy",
@@ -124,7 +124,7 @@ class Ledger:
             return
         record = {"step": step, "settings": settings, **hashes}
         try:
-            append_line(self.path, json.dumps(record).encode() + b"\n", LIMITS)
+            append_line(self.path, json.dumps(record).encode() + b"\n", MAX_BYTES)
         except OSError as error:
             if not self._has_failed:
                 log.warning("cannot write %s: %s", self.path, reason(error))
@@ -134,7 +134,7 @@ class Ledger:
         """Return the newest line of each step; what is no such line is skipped."""
         found = {}
         try:
-            for line in read_lines(self.path, LIMITS):
+            for line in read_lines(self.path, MAX_BYTES):
                 if record := _parse(line):
                     found[record.step] = record
         except FileNotFoundError:

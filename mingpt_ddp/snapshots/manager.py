@@ -28,7 +28,7 @@ from mingpt_ddp.errors import (
     UserError,
 )
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
-from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, encode_state
+from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
 from mingpt_ddp.snapshots.ledger import Ledger, digest_settings
 from mingpt_ddp.snapshots.load import load, stores_of_run
 from mingpt_ddp.snapshots.retention import apply_retention
@@ -176,7 +176,7 @@ class SnapshotManager:
             return
         own = self._shard_plan.own_files(run.tensors)
         parts: Parts = {**own}
-        encoded = env.call_on_rank_zero(lambda: encode_state(run.state))
+        encoded = env.call_on_rank_zero(lambda: encode_json(run.state))
         if encoded is not None:
             parts[STATE] = encoded
         settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""

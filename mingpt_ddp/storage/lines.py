@@ -5,27 +5,22 @@ They are read in bounded memory, whatever is in them.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mingpt_ddp.storage.records import check_size
 from mingpt_ddp.storage.storage import open_regular
 
 MAX_LINE_BYTES = 1 << 22
+MIN_LINE_BYTES = 24  # on average: those of a run are longer
 CHUNK = 1 << 18
 BACKWARD_CHUNK = 1 << 14
 
 
-@dataclass(frozen=True)
-class LineLimits:
-    """What a file may have. Lines of a run are long enough to reach its bytes first."""
-
-    size: int  # bytes
-    lines: int
-
-
-def append_line(path: Path, line: bytes, limits: LineLimits) -> None:
+def append_line(path: Path, line: bytes, limit: int) -> None:
     """Append the whole line or nothing; first terminate a partial line of a killed process.
+
+    Args:
+        limit: bytes of the file that are read.
 
     Raises:
         OSError: the disk is full, or the file could not be read with this line.
@@ -33,8 +28,8 @@ def append_line(path: Path, line: bytes, limits: LineLimits) -> None:
     check_size(line, MAX_LINE_BYTES)
     with open(path, "a+b", buffering=0) as file:
         end = file.seek(0, 2)
-        if end + len(line) >= limits.size:
-            raise OSError(f"it is full: no more than {limits.size:,} bytes would be read")
+        if end + len(line) >= limit:
+            raise OSError(f"it is full: no more than {limit:,} bytes would be read")
         file.seek(max(0, end - 1))
         if file.read(1) not in (b"\n", b""):
             line = b"\n" + line
@@ -46,7 +41,7 @@ def append_line(path: Path, line: bytes, limits: LineLimits) -> None:
             raise
 
 
-def read_chunks(path: Path, limits: LineLimits) -> Iterator[bytes]:
+def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
     """Yield the file in chunks that end with a line; the last one may lack its line feed.
 
     Raises:
@@ -55,28 +50,29 @@ def read_chunks(path: Path, limits: LineLimits) -> Iterator[bytes]:
     rest = b""
     count = 0
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limits.size:
-            raise OSError(f"{path} has more than {limits.size:,} bytes")
+        if os.fstat(file.fileno()).st_size > limit:
+            raise OSError(f"{path} has more than {limit:,} bytes")
         while chunk := file.read(CHUNK):
             whole, feed, begun = (rest + chunk).rpartition(b"\n")
             rest = begun
             if len(rest) > MAX_LINE_BYTES:
                 raise OSError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
             count += whole.count(b"\n") + len(feed)
-            if count > limits.lines:
-                raise OSError(f"{path} has more than {limits.lines:,} lines; shorten it")
+            if count > limit // MIN_LINE_BYTES:
+                lines = limit // MIN_LINE_BYTES
+                raise OSError(f"{path} has more than {lines:,} lines; shorten it")
             if feed:
                 yield whole + feed
     if rest:
         yield rest
 
 
-def read_lines(path: Path, limits: LineLimits) -> Iterator[bytes]:
+def read_lines(path: Path, limit: int) -> Iterator[bytes]:
     """Yield the lines of a file, the last one of which may be partial.
 
     Raises as `read_chunks` does.
     """
-    for chunk in read_chunks(path, limits):
+    for chunk in read_chunks(path, limit):
         yield from chunk.removesuffix(b"\n").split(b"\n")
 
 

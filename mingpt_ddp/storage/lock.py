@@ -7,13 +7,13 @@ import itertools
 import logging
 import os
 import socket
-import stat
 import time
 from pathlib import Path
 from typing import IO
 
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.lease import still_running
+from mingpt_ddp.storage.storage import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def acquire_lock(
         directory.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: a symbolic link could lead to any file.
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.fdopen(_open_regular(directory / LOCK, flags), "a+")
+        lock: IO[str] = open_regular(directory / LOCK, flags, "a+")
     except OSError as error:
         raise RunError(
             f"cannot write to {what} {directory}: {reason(error)}; choose another {key}"
@@ -70,15 +70,6 @@ def acquire_lock(
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
-
-
-def _open_regular(path: Path, flags: int) -> int:
-    """Open a file without waiting, and refuse a named pipe or a device."""
-    number = os.open(path, flags | os.O_NONBLOCK, 0o666)
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return number
-    os.close(number)
-    raise OSError(f"{path.name} is not a regular file")
 
 
 def is_lock_of(directory: Path, lock: IO[str]) -> bool:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fsspec.core import split_protocol
 
@@ -98,17 +98,17 @@ class Storage:
             path.unlink(missing_ok=True)
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a regular file for reading, without blocking on a named pipe.
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[Any]:
+    """Open a regular file, without blocking on a named pipe.
 
     Raises:
         OSError: it is not a regular file, or cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return open(descriptor, "rb")
+    return open(descriptor, mode)
 
 
 def read_regular(path: Path, limit: int) -> bytes:

@@ -12,8 +12,8 @@ from mingpt_ddp.metrics.objective import (
     loss_unit,
 )
 from mingpt_ddp.sweeps.formats import cut
-from mingpt_ddp.sweeps.groups import Group, pooled_keys
-from mingpt_ddp.sweeps.runs import Job, identity, number
+from mingpt_ddp.sweeps.groups import SEED, Group
+from mingpt_ddp.sweeps.runs import Job, identity, number, varying
 from mingpt_ddp.sweeps.statistics import Estimate
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
@@ -72,7 +72,10 @@ def group_notes(groups: list[Group]) -> list[str]:
 
 def pooling_notes(groups: list[Group]) -> list[str]:
     """Return in what replicates differ besides the seed."""
-    keys = pooled_keys(groups)
+    keys = dict[str, None]()
+    for group in groups:
+        keys |= dict.fromkeys(varying(group.jobs))
+    keys.pop(SEED, None)
     rounding = [key for key in keys if effect_of(key) == "rounding"]
     others = [key for key in keys if key not in rounding]
     notes = []

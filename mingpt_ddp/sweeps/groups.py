@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from mingpt_ddp.config.config import PLACES, effect_of
+from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.metrics.objective import Objective
 from mingpt_ddp.sweeps.runs import Job, Value, identity, number, varying
 from mingpt_ddp.sweeps.statistics import Estimate, estimate
@@ -154,14 +154,6 @@ def best_group(groups: list[Group]) -> Group | None:
     return groups[0] if groups and groups[0].estimate else None
 
 
-def pooled_keys(groups: Iterable[Group]) -> list[str]:
-    """List the keys, besides the seed, in which replicates differ."""
-    keys = dict[str, None]()
-    for group in groups:
-        keys |= dict.fromkeys(key for key in varying(group.jobs) if key != SEED)
-    return [*keys]
-
-
 def _makes_results(job: Job, key: str) -> bool:
     """Return whether a key changes the final loss of a job by more than its last bits."""
     if key == "trainer.eval_steps":  # which windows the loss is of; other texts are not in it
@@ -173,14 +165,17 @@ def _makes_results(job: Job, key: str) -> bool:
 
 def _swept(jobs: list[Job]) -> set[str]:
     """Return the keys in which jobs of the same recipe and seed differ, of two seeds at least."""
-    values: dict[tuple[Recipe, str, str], set[Hashable]] = {}
+    by_recipe: dict[Recipe, dict[str, list[Job]]] = {}
     for job in jobs:
-        recipe = _recipe(job, set())
-        for key, value in job.config.items():
-            if key not in PLACES:
-                values.setdefault((recipe, key, seed_of(job)), set()).add(identity(value))
-    seeds = Counter((recipe, key) for (recipe, key, _), each in values.items() if len(each) > 1)
-    return {key for (_, key), count in seeds.items() if count > 1}
+        by_seed = by_recipe.setdefault(_recipe(job, set()), {})
+        by_seed.setdefault(seed_of(job), []).append(job)
+    swept = set()
+    for by_seed in by_recipe.values():
+        seeds = Counter[str]()  # by key
+        for same in by_seed.values():
+            seeds.update(varying(same))
+        swept |= {key for key, count in seeds.items() if count > 1}
+    return swept
 
 
 def _keys(job: Job, swept: set[str]) -> list[str]:

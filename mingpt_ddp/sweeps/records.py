@@ -6,7 +6,6 @@ Optuna's storage is derived from them.
 import contextlib
 import math
 import os
-import stat
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 from mingpt_ddp.storage.records import check_size
-from mingpt_ddp.storage.storage import sync_directory
+from mingpt_ddp.storage.storage import open_regular, sync_directory
 
 FILE = "trials.jsonl"
 MAX_BYTES = 1 << 30  # of the file
@@ -168,7 +167,9 @@ class Records:
         assert self._file is not None, "begin() first"
         data = LINES.dump_json(line) + b"\n"
         with self._explained():
-            check_size(data, min(MAX_LINE_BYTES, MAX_BYTES - self._size))
+            check_size(data, MAX_LINE_BYTES)
+            if self._size + len(data) > MAX_BYTES:
+                raise OSError(f"it is full: no more than {MAX_BYTES:,} bytes would be read")
             # what a write to a full disk, or a process killed in one, has left
             os.ftruncate(self._file, self._size)
             rest = memoryview(data)
@@ -184,16 +185,13 @@ class Records:
     def _read_lines(self) -> list[bytes]:
         """Return the complete lines."""
         try:
-            found = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return []
         except OSError as error:
             raise self._damaged(f"cannot be read: {reason(error)}") from error
-        with open(found, "rb") as file:
-            status = os.fstat(found)
-            if not stat.S_ISREG(status.st_mode):
-                raise self._damaged("is not a regular file")
-            if status.st_size > MAX_BYTES:
+        with file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
                 raise self._damaged(f"is larger than {MAX_BYTES} bytes")
             *lines, torn = file.read().split(b"\n")
         if max(map(len, [*lines, torn])) > MAX_LINE_BYTES:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.metrics.jsonl import LIMITS, METRICS
+from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS
 
 # usual ones, by optimizer
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
@@ -57,14 +57,14 @@ def long_warmup(config: Config, steps: int) -> str | None:
     )
 
 
-def long_metrics(config: Config, steps: range) -> str | None:
+def long_metrics(config: Config, steps: int) -> str | None:
     """Return a warning if metrics.jsonl has no room for all steps."""
-    size = len(steps) // config.trainer.log_every * BYTES_PER_LINE
-    if size <= LIMITS.size:
+    most = MAX_BYTES // BYTES_PER_LINE * config.trainer.log_every
+    if steps <= most:
         return None
     return (
-        f"{METRICS} will be full at about step {steps.start + len(steps) * LIMITS.size // size}: "
-        f"at most {LIMITS.size:,} bytes are read; raise trainer.log_every"
+        f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
+        "trainer.log_every"
     )
 
 
@@ -91,7 +91,7 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
             f"{sizes}: expect overfitting; use more data, fewer steps, a smaller model, or "
             "model.dropout"
         )
-    if full := long_metrics(config, range(length["steps"])):
+    if full := long_metrics(config, length["steps"]):
         yield full
     if trainer.eval_every is not None and trainer.eval_every > length["steps"]:
         yield (

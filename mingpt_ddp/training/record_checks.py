@@ -1,7 +1,7 @@
 """Whether what a run records can be read again: checked before it trains."""
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_state
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_json
 from mingpt_ddp.storage.records import check_size, dump_yaml, load_yaml
 from mingpt_ddp.tasks.task import Task
 
@@ -28,7 +28,7 @@ def check_records(task: Task, hydra_files: dict[str, str]) -> None:
             "directory instead of its files"
         ) from error
     try:
-        check_size(encode_state({**task.state(), "config": config}), MAX_STATE_BYTES - PROGRESS)
+        check_size(encode_json({**task.state(), "config": config}), MAX_STATE_BYTES - PROGRESS)
     except OSError as error:
         raise ConfigError(
             f"no snapshot could be read again, because of {STATE}: {error}; it holds the "

@@ -60,7 +60,7 @@ def log_start(
         )
     if steps and (warmup := long_warmup(config, steps.stop)):
         log.warning(warmup)
-    if full := long_metrics(config, steps):
+    if full := long_metrics(config, steps.stop):
         log.warning(full)
     if steps.start > steps.stop:
         log.info(

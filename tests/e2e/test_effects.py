@@ -12,8 +12,7 @@ import torch
 from multiprocess.ranks import configure
 from torch import Tensor
 
-from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.fields import effect
+from mingpt_ddp.config.config import effect_of, from_mapping
 from mingpt_ddp.config.hints import known_keys
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -145,7 +144,7 @@ def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbed, tmp_path):
-    changes = effect(known_keys()[key])
+    changes = effect_of(key)
     assert changes in ("nothing", "measurement", "rounding")
     if key == "trainer.compile" and not shutil.which("g++"):
         pytest.skip("torch.compile needs g++")
@@ -161,9 +160,9 @@ def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbe
 def test_every_such_key_is_trained():
     """Except those of a sweep, which a single run does not have."""
     found = set()
-    for key, field in known_keys().items():
+    for key in known_keys():
         is_swept = key.startswith("sweep.")
-        if not is_swept and effect(field) in ("nothing", "measurement", "rounding"):
+        if not is_swept and effect_of(key) in ("nothing", "measurement", "rounding"):
             found.add(key)
     assert found == {*OTHERS, *ELSEWHERE}
     for path in {*ELSEWHERE.values()}:

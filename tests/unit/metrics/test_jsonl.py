@@ -15,8 +15,8 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics import columns, jsonl
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, read_end, read_history
+from mingpt_ddp.storage import lines
 from mingpt_ddp.storage import lines as storage_lines
-from mingpt_ddp.storage.lines import LineLimits
 
 CONFIG = from_mapping(configure())
 
@@ -203,7 +203,7 @@ def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
 
 
 def test_the_number_of_lines_is_limited(path, monkeypatch):
-    monkeypatch.setattr(jsonl, "LIMITS", LineLimits(size=1000, lines=3))
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 4 * lines.MIN_LINE_BYTES - 1)
     path.write_text('{"step": 1}\n' * 3)
     assert len(read_history(path).rows) == 3
     path.write_text('{"step": 1}\n' * 4)
@@ -212,7 +212,7 @@ def test_the_number_of_lines_is_limited(path, monkeypatch):
 
 
 def test_a_full_file_can_be_read(path, monkeypatch, log_lines):
-    monkeypatch.setattr(jsonl, "LIMITS", LineLimits(size=1000, lines=100))
+    monkeypatch.setattr(jsonl, "MAX_BYTES", 1000)
     train(JSONLLogger(path), range(1, 100), 1.0)
     [line] = log_lines
     assert line.endswith("it is full: no more than 1,000 bytes would be read")

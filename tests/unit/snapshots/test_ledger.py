@@ -8,7 +8,6 @@ import pytest
 
 from mingpt_ddp.snapshots import ledger as module
 from mingpt_ddp.snapshots.ledger import LEDGER, Ledger
-from mingpt_ddp.storage.lines import LineLimits
 
 HASHES = {"model": "a" * 64, "optimizer": "b" * 64}
 
@@ -44,7 +43,7 @@ def test_one_endless_line_is_refused(tmp_path, log_lines):
 
 
 def test_a_full_ledger_can_be_read(tmp_path, log_lines, monkeypatch):
-    monkeypatch.setattr(module, "LIMITS", LineLimits(size=1000, lines=10))
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
     ledger = Ledger(tmp_path)
     for step in range(1, 9):
         ledger.append(step, HASHES, "c" * 64)

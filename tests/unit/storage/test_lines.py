@@ -8,9 +8,9 @@ import tracemalloc
 import pytest
 
 from mingpt_ddp.storage import lines
-from mingpt_ddp.storage.lines import LineLimits, append_line, read_backwards, read_lines
+from mingpt_ddp.storage.lines import append_line, read_backwards, read_lines
 
-LIMITS = LineLimits(size=1 << 28, lines=1 << 20)
+LIMIT = 1 << 28
 
 
 @pytest.fixture
@@ -27,34 +27,37 @@ def test_both_directions(path, chunk, monkeypatch):
         content = bytes(draw.choices(b"ab\n", k=draw.randrange(100)))
         path.write_bytes(content)
         *whole, last = content.split(b"\n")
-        assert [*read_lines(path, LIMITS)] == whole + [last] * (last != b"")
+        assert [*read_lines(path, LIMIT)] == whole + [last] * (last != b"")
         assert [*read_backwards(path)] == [*whole, last][::-1]
 
 
+LINE = b"0123456789" * 2 + b"012"
+
+
 def test_a_file_is_read_up_to_what_was_written(path):
-    limits = LineLimits(size=100, lines=100)
+    limit = 100
     with pytest.raises(OSError, match=r"it is full: no more than 100 bytes"):
         for _ in range(100):
-            append_line(path, b"0123456\n", limits)
+            append_line(path, LINE + b"\n", limit)
     assert path.stat().st_size == 96
-    assert [*read_lines(path, limits)] == [b"0123456"] * 12
+    assert [*read_lines(path, limit)] == [LINE] * 4
     with open(path, "ab") as file:
-        file.write(b"0123\n")
+        file.write(b"01234")
     with pytest.raises(OSError, match="more than 100 bytes"):
-        [*read_lines(path, limits)]
+        [*read_lines(path, limit)]
 
 
 def test_a_line_is_read_up_to_what_was_written(path, monkeypatch):
     monkeypatch.setattr(lines, "MAX_LINE_BYTES", 1 << 20)
-    append_line(path, b"x" * ((1 << 20) - 1) + b"\n", LIMITS)
-    assert [len(line) for line in read_lines(path, LIMITS)] == [(1 << 20) - 1]
+    append_line(path, b"x" * ((1 << 20) - 1) + b"\n", LIMIT)
+    assert [len(line) for line in read_lines(path, LIMIT)] == [(1 << 20) - 1]
     assert [len(line) for line in read_backwards(path)] == [0, (1 << 20) - 1]
     with pytest.raises(OSError, match=r"it has 1,048,577 bytes"):
-        append_line(path, b"x" * (1 << 20) + b"\n", LIMITS)
+        append_line(path, b"x" * (1 << 20) + b"\n", LIMIT)
     assert path.stat().st_size == 1 << 20
 
 
-@pytest.mark.parametrize("read", [lambda path: read_lines(path, LIMITS), read_backwards])
+@pytest.mark.parametrize("read", [lambda path: read_lines(path, LIMIT), read_backwards])
 def test_one_endless_line_takes_little_memory(path, read):
     with open(path, "wb") as file:
         file.truncate(99_000_000)
@@ -68,6 +71,6 @@ def test_one_endless_line_takes_little_memory(path, read):
 
 def test_the_number_of_lines_is_limited(path):
     path.write_bytes(b"\n" * 3)
-    assert len([*read_lines(path, LineLimits(size=100, lines=3))]) == 3
+    assert len([*read_lines(path, 3 * lines.MIN_LINE_BYTES)]) == 3
     with pytest.raises(OSError, match="more than 2 lines; shorten it"):
-        [*read_lines(path, LineLimits(size=100, lines=2))]
+        [*read_lines(path, 3 * lines.MIN_LINE_BYTES - 1)]

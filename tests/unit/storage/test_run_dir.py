@@ -157,7 +157,7 @@ def test_a_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
 def test_a_lock_that_is_a_pipe_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / ".lock")
-    with pytest.raises(RunError, match=r"/run: \.lock is not a regular file; choose another"):
+    with pytest.raises(RunError, match=r"/\.lock is not a regular file; choose another"):
         RunDirectory(tmp_path / "run", wait_s=0)
 
 

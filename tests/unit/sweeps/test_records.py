@@ -148,7 +148,7 @@ def test_a_line_that_could_not_be_read_is_not_written(tmp_path, monkeypatch):
     assert path.read_bytes() == content
     Records(path)
     monkeypatch.setattr(records_module, "MAX_BYTES", len(content) + 10)
-    with pytest.raises(RunError, match="of which at most 10 would be read"):
+    with pytest.raises(RunError, match="it is full: no more than"):
         records.append(Drawn(trial=1, params={}, time=1.5))
 
 
