@@ -30,6 +30,7 @@ from mingpt_ddp.config.config import (
     DEFAULT_CHOICE,
     LIMITS,
     PLACES,
+    as_read_then,
     default_values,
     flatten,
     named_keys,
@@ -76,7 +77,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     recorded = recorded_config(directory) if "://" not in run else None
     if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
         raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")
-    recorded = with_defaults(recorded)
+    recorded = with_defaults(as_read_then(recorded))
     for group in recorded.values():
         for key in group:
             is_name = str(key).isidentifier()

@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.cli.arguments import run_command
-from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, NotRegisteredError, from_mapping
+from mingpt_ddp.config.config import (
+    DEFAULT_CHOICE,
+    Config,
+    NotRegisteredError,
+    as_read_then,
+    from_mapping,
+)
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined, run_file
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
@@ -197,6 +203,8 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         values |= {"ddp": {}, "snapshot": {}}
         if first is not None:
             _measure_like(values, first["config"])
+        if config.data_path is None:
+            values = as_read_then(values)
         data = values["data"]
         given: dict[str, Any] = {"cache_dir": None, "num_workers": 0}  # for this machine
         if config.data_path is not None:

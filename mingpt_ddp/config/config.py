@@ -130,6 +130,17 @@ def decides_bits(key: str, value: Any) -> bool:
     return key not in KEYS or enters_name(KEYS[key]) or value != KEYS[key].default
 
 
+def as_read_then(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration that reads its text as the version that has recorded it.
+
+    Those without `data.format` took anything in UTF-8 as text.
+    """
+    data = values["data"]
+    if "dataset" in data or "format" in data:
+        return values
+    return {**values, "data": {**data, "format": "text"}}
+
+
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration as this version would have recorded it.
 

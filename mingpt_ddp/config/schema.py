@@ -77,7 +77,9 @@ class RunConfig:
         "random ones",
     )
     init_sha256: str | None = neutral(
-        None, "SHA-256 of these weights; null: any, recorded at the first start"
+        None,
+        "SHA-256 of these weights; null: any, recorded at the first start",
+        changes="training",
     )
     seed: NonNegativeInt = key(1337, "determines every random number of the run")
     on_end: str | None = neutral(

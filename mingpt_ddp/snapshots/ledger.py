@@ -33,14 +33,16 @@ log = logging.getLogger(__name__)
 
 LEDGER = "snapshots.jsonl"
 MAX_BYTES = 1 << 26  # of the file: 268,000 snapshots
-# What these have become is in the environment of a state.json; where it resumed changes no step.
-IN_ENVIRONMENT = (
+# Not in a digest of settings: what they have become is in the environment of a state.json, or no
+# attempt of a run can change it.
+NOT_IN_SETTINGS = (
     "ddp.strategy",
     "ddp.backend",
     "ddp.nproc_per_node",
     "ddp.tensor_parallel",
     "ddp.comm_hook",
     "run.resume",
+    "run.init_sha256",
 )
 DIGEST = re.compile("[0-9a-f]{64}")
 Hashes = dict[str, str]  # by kind
@@ -90,7 +92,7 @@ def digest_settings(state: Mapping[str, Any]) -> str:
         config[group] = {}
         for key, value in values.items():
             name = f"{group}.{key}"
-            if name not in IN_ENVIRONMENT and decides_bits(name, value):
+            if name not in NOT_IN_SETTINGS and decides_bits(name, value):
                 config[group][key] = value
     settings: dict[str, Any] = {
         "config": config,

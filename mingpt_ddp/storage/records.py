@@ -52,7 +52,9 @@ def _check_events(text: str | bytes) -> None:
             raise ValueError("it has aliases or is nested too deeply")
         if count > MAX_YAML_EVENTS:
             raise ValueError(f"it has more than {MAX_YAML_EVENTS:,} values, begins and ends")
-        if isinstance(event, yaml.ScalarEvent) and LONG_NUMBER.fullmatch(event.value):
+        if not isinstance(event, yaml.ScalarEvent) or not event.implicit[0]:
+            continue  # quoted, so no number
+        if LONG_NUMBER.fullmatch(event.value):
             raise ValueError("it has a number of more than 1,000 digits")
 
 

@@ -306,6 +306,6 @@ def hydra_value(value: Value | dict[str, Any]) -> str:
         pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
         return f"{{{','.join(pairs)}}}"
     if not isinstance(value, str):
-        return json.dumps(value)
+        return json.dumps(value, default=str)  # of a date in a file that somebody has edited
     without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     return QuotedString(without_interpolation, Quote.double).with_quotes()

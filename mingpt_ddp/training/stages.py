@@ -203,7 +203,7 @@ def _preflight(prepared: Prepared, recorded: Recorded | None, hydra_files: dict[
     plan = plan_batches(config, group.data_size, kept_size)
 
     def check_source() -> None:
-        check_records(task, hydra_files)
+        check_records(task, hydra_files, is_new=recorded is None)
         if recorded is not None and recorded.source is not None:
             snapshot = load(recorded.source)
             check_state(snapshot.step, snapshot.state, task)

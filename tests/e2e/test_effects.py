@@ -88,7 +88,6 @@ SHARED = {
 }
 # Keys that need what another test has: other processes, accounts, your files.
 ELSEWHERE = {
-    "run.init_sha256": "tests/unit/training/test_warm_start.py",
     "ddp.nproc_per_node": "tests/e2e/test_elastic.py",
     "ddp.tensor_parallel": "tests/multiprocess/test_tensor_parallel.py",
     "tracker.wandb": "tests/e2e/test_trackers.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
     assert "snapshot.path=s3://theirs/x" in line
     assert "model.code=theirs.py" in line
     assert "snapshot.path=s3://mine/x" in command_words(run, ["snapshot.path=s3://mine/x"])
+
+
+def test_a_date_that_somebody_has_typed_is_a_text(tmp_path):
+    config = configure("run.name=run")
+    config["data"]["name"] = datetime.date(2020, 1, 1)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert "data.name='2020-01-01'" in [
+        w.replace('"', "'") for w in command_words(str(tmp_path), [])
+    ]
 
 
 def test_a_loop_of_links_is_no_run(tmp_path):

@@ -26,7 +26,7 @@ from mingpt_ddp.config.fields import enters_name
 from mingpt_ddp.config.hints import known_keys
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import adapter
-from mingpt_ddp.snapshots.ledger import IN_ENVIRONMENT, digest_settings
+from mingpt_ddp.snapshots.ledger import NOT_IN_SETTINGS, digest_settings
 from mingpt_ddp.sweeps.comparison import pooling_notes
 from mingpt_ddp.sweeps.groups import replicates
 from mingpt_ddp.sweeps.runs import hydra_value, read_jobs
@@ -124,7 +124,7 @@ def test_every_question_about_a_key_has_the_answer_of_the_schema(
     assert changed != values
     assert (named_values(changed) != named_values(values)) == enters_name(field)
 
-    bits = effect_of(key) in ("training", "rounding") and key not in IN_ENVIRONMENT
+    bits = effect_of(key) in ("training", "rounding") and key not in NOT_IN_SETTINGS
     before, after = ({"config": each, "steps": 10} for each in (values, changed))
     if key != "optimizer.schedule_steps":  # the number of steps stands for it
         assert (digest_settings(before) != digest_settings(after)) == bits
@@ -220,3 +220,16 @@ def test_again_continues_a_run_that_keeps_its_name(word, continues, tmp_path):
     (directory / "config.yaml").write_text(yaml.safe_dump(values))
     words = command_words(str(directory), [word])
     assert (f"run.name={hydra_value('run')}" in words) == continues
+
+
+@pytest.mark.parametrize(("recorded", "word"), [({}, "text"), ({"format": "auto"}, None)])
+def test_again_reads_a_text_as_the_version_that_has_recorded_it(recorded, word, tmp_path):
+    """Runs without data.format took JSON Lines as text, and files that are skipped now."""
+    values = with_value(values_of(), "model.name", "gpt_nano")
+    del values["data"]["format"]
+    values["data"] |= recorded
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    words = command_words(str(tmp_path), [])
+    assert [each for each in words if "data.format" in each] == (
+        [f"data.format={hydra_value(word)}"] if word else []
+    )
