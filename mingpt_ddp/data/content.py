@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import DataError, counted
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +69,8 @@ FORMATS = {
     Kind("xz", DECOMPRESS): rb"\xfd7zXZ\0",
     Kind("bzip2", DECOMPRESS): rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
 }
-PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, pattern in FORMATS.items()}
 PDF = Kind("PDF", EXTRACT)
-BYTE_ORDER_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # begins with that of UTF-16
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")
+WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with a BOM or without
 OBJECT = re.compile(r'\{\s*"[^"\\]*"\s*:')  # the beginning of a JSON object
 ARRAY = re.compile(r"\[\s*(?=\{)")
 
@@ -132,17 +125,12 @@ def _decoded(head: bytes, encoding: str) -> str | None:
 
 
 def _binary_format(head: bytes) -> Kind | None:
-    for kind, pattern in PATTERNS.items():
-        if pattern.match(head):
+    for kind, pattern in FORMATS.items():
+        if re.match(pattern, head, re.DOTALL):
             return kind
-    for mark, encoding in BYTE_ORDER_MARKS.items():
-        if head.startswith(mark) and _is_written(head, encoding):
+    for encoding in WIDE_ENCODINGS:
+        if _is_written(head, encoding):
             return Kind(encoding, f"convert it: iconv -f {encoding} -t UTF-8")
-    if b"\0" in head:
-        for encoding in WIDE_ENCODINGS:
-            if _is_written(head, encoding):
-                advice = f"convert it: iconv -f {encoding} -t UTF-8"
-                return Kind(f"{encoding} without a byte order mark", advice)
     return None
 
 
@@ -270,9 +258,8 @@ class Contents:
         if self.texts:
             count = sum(share.count for share in self.texts.values())
             size = sum(share.size for share in self.texts.values())
-            files = "1 file" if count == 1 else f"{count:,} files"
-            shown = _shown(self.texts.items())
-            log.info("%s: reads %s of %s bytes: %s", self.source, files, f"{size:,}", shown)
+            files = f"{counted(count, 'file')} of {counted(size, 'byte')}"
+            log.info("%s: reads %s: %s", self.source, files, _shown(self.texts.items()))
         if self.skipped:
             log.warning("%s: skipped %s", self.source, self._shown_skipped())
 

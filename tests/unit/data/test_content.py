@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import json
@@ -10,8 +11,11 @@ import logging
 import lzma
 import pickle
 import random
+import shlex
+import shutil
 import sqlite3
 import struct
+import subprocess
 import sysconfig
 import tarfile
 import zipfile
@@ -61,13 +65,15 @@ NO_TEXT = {
     "floats": (np.linspace(0, 1, 999, dtype="f4").tobytes(), "binary data with NUL"),
     "a NUL": (PROSE.encode() + b"\0", "binary data with NUL"),
     "tokens of a byte": (bytes(1 + token % 60 for token in TOKENS), "binary data with control"),
-    "UTF-16": (PROSE.encode("utf-16"), "UTF-16"),
-    "UTF-16 LE": (PROSE.encode("utf-16-le"), "UTF-16LE without a byte order mark"),
-    "UTF-16 BE": (PROSE.encode("utf-16-be"), "UTF-16BE without a byte order mark"),
-    "UTF-16 Chinese": ("春眠不覚暁 処処聞啼鳥\n".encode("utf-16-le") * 99, "UTF-16LE without"),
-    "UTF-32": (PROSE.encode("utf-32"), "UTF-32"),
-    "UTF-32 LE": (PROSE.encode("utf-32-le"), "UTF-32LE without a byte order mark"),
-    "UTF-32 BE": (PROSE.encode("utf-32-be"), "UTF-32BE without a byte order mark"),
+    "UTF-16 with a mark": (codecs.BOM_UTF16_LE + PROSE.encode("utf-16-le"), "UTF-16LE"),
+    "UTF-16 with the other": (codecs.BOM_UTF16_BE + PROSE.encode("utf-16-be"), "UTF-16BE"),
+    "UTF-16 LE": (PROSE.encode("utf-16-le"), "UTF-16LE"),
+    "UTF-16 BE": (PROSE.encode("utf-16-be"), "UTF-16BE"),
+    "UTF-16 Chinese": ("春眠不覚暁 処処聞啼鳥\n".encode("utf-16-le") * 99, "UTF-16LE"),
+    "UTF-32 with a mark": (codecs.BOM_UTF32_LE + PROSE.encode("utf-32-le"), "UTF-32LE"),
+    "UTF-32 with the other": (codecs.BOM_UTF32_BE + PROSE.encode("utf-32-be"), "UTF-32BE"),
+    "UTF-32 LE": (PROSE.encode("utf-32-le"), "UTF-32LE"),
+    "UTF-32 BE": (PROSE.encode("utf-32-be"), "UTF-32BE"),
     "latin": (PROSE.replace("\U0001f600", "").encode("latin-1"), "not UTF-8"),
     "JSON Lines": (JSONL, "JSON Lines"),
     "JSON Lines of Windows": (b"\xef\xbb\xbf" + JSONL.replace(b"\n", b"\r\n"), "JSON Lines"),
@@ -166,6 +172,23 @@ def test_compressed_data_is_never_sent_to_iconv():
         assert "decompress it first" in kind_of(NO_TEXT[name][0]).advice
 
 
+WIDE = [name for name in NO_TEXT if name.startswith(("UTF-16 with", "UTF-32 with"))]
+
+
+@pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
+@pytest.mark.parametrize("name", WIDE)
+def test_what_iconv_writes_as_told_is_the_same_text(name, settings, tmp_path):
+    """It keeps the byte order mark, which is no part of the text, alone and in a directory."""
+    content, _ = NO_TEXT[name]
+    _, _, command = kind_of(content).advice.partition("convert it: ")
+    converted = subprocess.run(shlex.split(command), input=content, stdout=subprocess.PIPE).stdout
+    assert converted == codecs.BOM_UTF8 + PROSE.encode()
+    expected = prepare(settings(PROSE)).tokens_sha256
+    assert prepare(settings(converted)).tokens_sha256 == expected
+    directory = make(tmp_path / "texts", {"a.txt": converted})
+    assert prepare(settings(directory)).tokens_sha256 == expected
+
+
 # Alone
 
 
@@ -188,7 +211,7 @@ def test_a_new_run_refuses_what_is_no_text(settings, tmp_path):
 def test_text_is_still_utf8(settings):
     for content, message in (
         (lzma.compress(JSONL), "looks like xz, not text; decompress it first"),
-        (PROSE.encode("utf-16"), "convert it: iconv -f UTF-16 -t UTF-8"),
+        (PROSE.encode("utf-16-le"), "convert it: iconv -f UTF-16LE -t UTF-8"),
         (b"\xff\0ab", "is not UTF-8 at byte 0; convert it with iconv"),
         (b"ab\0ab", None),
     ):
@@ -247,7 +270,7 @@ def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, capl
         "c": b"",
         "docs.jsonl": JSONL[:300],
         "docs.jsonl.gz": gzip.compress(JSONL[:300]),
-        "wide.txt": PROSE[:100].encode("utf-16"),
+        "wide.txt": PROSE[:100].encode("utf-16-le"),
     }
     for path in (make(tmp_path / "texts", files), make_tar(tmp_path / "x.tar.gz", files)):
         caplog.clear()
@@ -259,7 +282,7 @@ def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, capl
             assert lines[0].startswith("reads 2 files of ")
             assert "('a.txt')" in lines[0] and "('b.txt.gz')" in lines[0]
         assert any("JSON Lines ('docs.jsonl'" in line for line in lines)
-        assert any("1 UTF-16 ('wide.txt')" in line for line in lines)
+        assert any("1 UTF-16LE ('wide.txt')" in line for line in lines)
 
 
 @pytest.mark.parametrize("form", [make, make_zip, make_tar])
