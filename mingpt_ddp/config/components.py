@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -138,9 +138,6 @@ class ConvNetConfig(ModelConfig):
     dropout: DecayFactor = key(0.0, "fraction of the features that dropout zeroes", "probability")
 
 
-TextFormat: TypeAlias = Literal["auto", "text"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(UserCodeConfig):
     """Which text, and how it is split and cut into windows (mingpt_ddp/data/dataset.py)."""
@@ -151,7 +148,7 @@ class DataConfig(UserCodeConfig):
     path: str | None = key(
         None, "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise"
     )
-    format: TextFormat = neutral(
+    format: Literal["auto", "text"] = neutral(
         "auto",
         "auto: refuse what does not look like text; text: take any UTF-8 as text",
         changes="training",
