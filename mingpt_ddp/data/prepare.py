@@ -36,7 +36,7 @@ def prepare_all(
     try:
         if tokenizer is not None:
             _check_same_tokenizer(config, tokenizer)
-        sources = _open_known(config, cache.root, known_sha256)
+        sources = _open_all(config, cache.root)
         is_new = _sha256_of(sources) != known_sha256
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
@@ -117,15 +117,6 @@ def _prepare(
 def _sha256_of(sources: list[Source]) -> str:
     digests = [source.sha256 for source in sources]
     return digests[0] if len(digests) == 1 else digest_of(digests)
-
-
-def _open_known(config: DataConfig, cache: Path, known_sha256: str | None) -> list[Source]:
-    """Open the texts, with the files of a directory that a run has read before."""
-    if known_sha256 is not None and config.format != "text":
-        sources = _open_all(replace(config, format="text"), cache)
-        if _sha256_of(sources) == known_sha256:
-            return sources
-    return _open_all(config, cache)
 
 
 def _open_all(config: DataConfig, cache: Path) -> list[Source]:

@@ -4,10 +4,11 @@ Shapes: B sequences, T tokens, V = vocab_size.
 """
 
 import contextlib
+import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
 from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes
 from mingpt_ddp.tasks.task import Mean, Task, recorded_sha256
+
+log = logging.getLogger(__name__)
 
 NATS_PER_BIT = math.log(2)
 UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
@@ -96,10 +99,16 @@ class LanguageModel(Task):
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
-        """Keep a tokenizer that was trained or given: the source may be gone."""
+        """Keep a tokenizer that was trained or given: the source may be gone.
+
+        A run goes on with its texts, all of them read as it has read them before.
+        """
         known_sha256 = None
-        with contextlib.suppress(LookupError, TypeError):  # of weights without a text
+        # of weights without a text
+        with contextlib.suppress(AttributeError, LookupError, TypeError):
             known_sha256 = recorded_sha256(kept)
+            # versions without the key took any UTF-8
+            config = _with_format(config, kept["config"]["data"].get("format", "text"))
         return cls(config, group, kept if "tokenizer" in kept else None, known_sha256)
 
     def discard(self) -> None:
@@ -268,6 +277,19 @@ class LanguageModel(Task):
             check_is_causal_lm(model, name, vocab_size, tokens, targets)
         else:
             check_shapes(model, name, vocab_size, tokens, targets)
+
+
+def _with_format(config: Config, recorded: Any) -> Config:
+    """Return the configuration with the `data.format` of a snapshot.
+
+    Args:
+        recorded: untrusted.
+    """
+    form: Literal["auto", "text"] = "auto" if recorded == "auto" else "text"
+    if not isinstance(config.data, DataConfig) or config.data.format == form:
+        return config
+    log.info("the run goes on with data.format=%s, as it has read its texts before", form)
+    return replace(config, data=replace(config.data, format=form))
 
 
 class _TokenLengths:
