@@ -64,11 +64,19 @@ def archive_kind(path: str) -> str | None:
     head = _head(path, 4)
     if head in ZIPS:
         return "zip"
+    return "tar" if text_head(path, 512)[257:262] == TAR else None
+
+
+def text_head(path: str, size: int) -> bytes:
+    """Return the first bytes of a text, decompressed.
+
+    None of a damaged gzip file: the damage is reported when it is read.
+    """
     try:
         with unzipped(path) as file:
-            return "tar" if file.read(512)[257:262] == TAR else None
+            return bytes(file.read(size))
     except (OSError, EOFError, zlib.error):
-        return None  # a damaged gzip file, which is reported when it is read
+        return b""
 
 
 def _check_count(count: int) -> None:

@@ -4,7 +4,6 @@ import codecs
 import glob
 import io
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from mingpt_ddp.data.archives import (
     Member,
     archive_kind,
     tar_members,
+    text_head,
     unzipped,
     zip_members,
 )
@@ -89,20 +89,11 @@ def _open_file(config: DataConfig, name: str) -> Text:
     """Return how to open a local file, or the members of an archive, as one stream."""
     kind = archive_kind(name)
     if kind is None:
-        looks_like = kind_of(_text_head(name)) if config.format == "auto" else None
+        looks_like = kind_of(text_head(name, HEAD_BYTES)) if config.format == "auto" else None
         return Text(opener(name), Contents(config.source, looks_like))
     limit = expanded_limit(os.path.getsize(name), config.max_expansion)
     open_members = zip_members if kind == "zip" else tar_members
     return _joined(config, partial(open_members, name, limit), limit)
-
-
-def _text_head(path: str) -> bytes:
-    """Return the first bytes of a text; none of a damaged gzip file, which the decoder reports."""
-    try:
-        with unzipped(path) as file:
-            return bytes(file.read(HEAD_BYTES))
-    except (OSError, EOFError, zlib.error):
-        return b""
 
 
 def expanded_limit(size: int, max_expansion: float) -> int:
