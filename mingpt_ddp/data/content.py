@@ -187,7 +187,7 @@ class Share:
     """The files of one kind."""
 
     count: int = 0
-    size: int = 0  # bytes
+    size: int = 0  # bytes, as Member.size
     names: list[str] = field(default_factory=list)  # the first
 
     def add(self, name: str, size: int) -> None:

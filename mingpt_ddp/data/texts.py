@@ -215,7 +215,7 @@ def _joined(config: DataConfig, open_members: Callable[[], Any], limit: int) -> 
                         raise expands_too_far(config.source, limit)
                     yield piece
                 if total > begin:
-                    contents.add_text(member.name, total - begin)
+                    contents.add_text(member.name, member.size)
         if not contents.texts:
             raise contents.none_left()
 

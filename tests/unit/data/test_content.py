@@ -302,6 +302,16 @@ def test_mostly_data_is_refused(form, settings, tmp_path):
     )
 
 
+def test_compressed_files_are_compared_by_their_own_size(settings, tmp_path):
+    """A text that expands far is not more of them than the data beside it."""
+    text, data = gzip.compress(PROSE.encode()), gzip.compress(JSONL)
+    assert len(PROSE.encode()) > len(data) > len(text)
+    path = make(tmp_path / "texts", {"a.txt.gz": text, "docs.jsonl.gz": data})
+    sizes = f"{len(data):,} of {len(data) + len(text):,} bytes"
+    with pytest.raises(DataError, match=rf"mostly no text: skipped 1 JSON Lines .*, {sizes}; "):
+        prepare(settings(path))
+
+
 def test_a_folder_of_save_to_disk(settings, tmp_path):
     """However little of it is data."""
     state = json.dumps({"note": "x" * 9000}, indent=2).encode()

@@ -85,7 +85,7 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
             assert text_of(settings(path)) == JOINED
         read, skipped = [record.getMessage() for record in caplog.records]
         assert read == (
-            f"data.path={path}: reads 3 files of 25 bytes: 2 .txt ('a.txt', 'b/2.txt'), "
+            f"data.path={path}: reads 3 files of 23 bytes: 2 .txt ('a.txt', 'b/2.txt'), "
             "1 .md ('b/10.md')"
         )
         assert skipped == (
