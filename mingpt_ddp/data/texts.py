@@ -61,7 +61,7 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
     assert config.path is not None
     if config.path == BUILTIN:
         content = python_docs().encode()
-        return Text(lambda: io.BufferedReader(io.BytesIO(content)), Contents(BUILTIN))
+        return Text(lambda: io.BufferedReader(io.BytesIO(content)), Contents(config.source))
     target = download_path(config.path, cache)
     if target.exists() and config.sha256 and _accepts(check, target):
         return _open_file(config, str(target))
@@ -173,7 +173,8 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
                 except (AttributeError, UnicodeEncodeError) as error:
                     raise DataError(f"{name} must yield text: {error}") from error
         except OSError as error:
-            raise DataError(f"{name} cannot read {config.source}: {error}") from error
+            text = "its text" if config.path is None else config.source
+            raise DataError(f"{name} cannot read {text}: {error}") from error
 
 
 # Several texts in one: sorted by name, a line feed after each that has none.

@@ -428,3 +428,14 @@ def test_a_reader_that_yields_another_text_each_time_is_refused(settings, reader
     reader(lambda config: iter([LINE, str(next(count))]))
     with pytest.raises(DataError, match="changed while being read"):
         prepare(settings(LINE, reader="own"))
+
+
+@pytest.mark.parametrize(
+    ("path", "named"), [("nowhere.txt", "data.path=nowhere.txt"), (None, "its text")]
+)
+def test_a_reader_that_cannot_read(settings, reader, path, named):
+    """With data.path, and with a name of its own instead of one."""
+    reader(lambda config: iter(Path("nowhere.txt").read_text()))
+    message = rf"^data error: data.reader=own cannot read {named}: .*No such file"
+    with pytest.raises(DataError, match=message):
+        prepare(settings(LINE, reader="own", path=path))
