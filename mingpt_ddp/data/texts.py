@@ -34,7 +34,7 @@ from mingpt_ddp.data.download import download, download_path, open_filesystem
 from mingpt_ddp.errors import DataError
 
 BUILTIN = "builtin:python_docs"
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = HEAD_BYTES  # so that the first chunk of a text is a head for kind_of
 MIN_EXPANDED_BYTES = 1 << 26  # which any compressed file may have
 OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
 
