@@ -43,19 +43,20 @@ Made from `mingpt_ddp/config/schema.py` by `python scripts/config_reference.py`.
 stands for what every preset says itself.
 
 **In the name:** the key is part of the hash in the name of a run without `run.name`, unless it has its default: a key that
-a later version adds renames no run. Almost no key of `ddp` is, so that a run can go on on other machines.
+a later version adds renames no run. Almost no key of `ddp` is, so that a run can go on on other machines, and no limit, so that
+a larger `trainer.max_steps` continues the run.
 
-**Changes:** what another value changes.
+**Changes:** what in a result depends on the key.
 
 | changes | what | two seeds that differ in it |
 | --- | --- | --- |
 | training | what a step computes | do not compare as replicates |
-| rounding | the last bits of that alone | are replicates |
+| rounding | only the last bits of what a step computes | are replicates |
 | end | the step at which the run ends | do not compare as replicates |
-| measurement | what evaluations measure | are replicates, unless `trainer.eval_steps` differs |
+| measurement | what evaluations measure: `data.val_paths` adds losses, `trainer.eval_steps` changes `val_loss` | are replicates if only `data.val_paths` differs |
 | nothing | no result: where files are, what is logged and saved, how long to wait | are replicates |
 
-[Reports](sweeps.md#tell-a-difference-from-noise) ask for the second mark, and so do replays of
+[Reports](sweeps.md#tell-a-difference-from-noise) go by it, and so do replays of
 [recorded steps](fault-tolerance.md). The keys of your own classes enter the name and change the training.
 """  # noqa: E501
 OTHERS = """## Coming from nanoGPT, Lightning or Hugging Face

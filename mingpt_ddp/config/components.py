@@ -129,7 +129,7 @@ class ModernConfig(TransformerConfig):
 class ConvNetConfig(ModelConfig):
     """Convolutions with normalization, pooling, a linear classifier (mingpt_ddp/models)."""
 
-    channels: PositiveInt = key(
+    channels: Annotated[PositiveInt, Field(le=1_000_000)] = key(
         16, "feature maps of the first convolution; the second has twice as many"
     )
     norm: Literal["batch", "group"] = key(

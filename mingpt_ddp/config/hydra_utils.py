@@ -147,6 +147,8 @@ def check_words(argv: list[str]) -> None:
                 value = "VALUE" if following.startswith("-") else following or "VALUE"
             hint = f"; write {key}={value}" if key in known_keys() else suggest(key)
             raise ConfigError(f"{name} is not an option{hint}")
+        if re.match(r"-i[^=]", word):  # argparse would explain it in eight lines
+            raise ConfigError(f"{word} is not an option; write --info=all")
         spaced = (previous[-1:], word[:1], following[:1])
         if "=" in spaced and not (equals and name and value):
             raise ConfigError(f"{word}: write key=value without spaces around =")

@@ -25,12 +25,15 @@ MIN_FLOOD = 16  # control characters
 MAX_KINDS = 5  # in a line of the log
 MAX_NAMES = 3  # of a kind
 MAX_NAME = 100  # characters
-# those that no text has; terminals write backspace, tab, form feed and escape
-CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b"})
+# those that no text has; terminals write backspace, tab, form feed and escape, chats the codes of
+# colours, records their separators
+CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b", *b"\x02\x03\x0f\x16", *range(28, 32)})
 READ = "read it with a reader of your own (docs/your-own-model.md)"
 EXTRACT = "extract its text first"
 DECOMPRESS = "decompress it first, or compress it with gzip"
 READ_AS_TEXT = f"{READ}, or as text with data.format=text"
+DECODE = f"give the text that tokens were made from, or {READ}"
+CONVERT = "convert it: iconv -f {} -t UTF-8 OLD >NEW"
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,8 @@ class Kind:
 
 
 HIDDEN = Kind("hidden", "")
-NOT_UTF8 = Kind("not UTF-8", "convert it with iconv")
-BINARY = Kind("binary data with NUL bytes, such as tokens", READ_AS_TEXT)
+NOT_UTF8 = Kind("not UTF-8", CONVERT.format("ISO-8859-1"))
+BINARY = Kind("binary data with NUL bytes, such as tokens", DECODE)
 FLOODED = Kind("binary data with control characters", READ_AS_TEXT)
 JSON_LINES = Kind("JSON Lines", READ_AS_TEXT)
 JSON_ARRAY = Kind("a JSON array of objects", READ_AS_TEXT)
@@ -71,7 +74,8 @@ FORMATS = {
 }
 PDF = Kind("PDF", EXTRACT)
 WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with a BOM or without
-OBJECT = re.compile(r'\{\s*"[^"\\]*"\s*:')  # the beginning of a JSON object
+AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")  # in an array of objects
+LONGEST_LITERAL = 6  # characters: \u0000
 ARRAY = re.compile(r"\[\s*(?=\{)")
 
 
@@ -83,7 +87,7 @@ def kind_of(head: bytes) -> Kind | None:
     """
     text = _decoded(head, "utf-8")
     controls = len(head) - len(head.translate(None, CONTROLS))
-    if head.startswith(b"%PDF-"):
+    if head.startswith(b"%PDF-") and b" obj" in head:
         return PDF
     if text is None or controls:
         if kind := _binary_format(head):
@@ -130,7 +134,7 @@ def _binary_format(head: bytes) -> Kind | None:
             return kind
     for encoding in WIDE_ENCODINGS:
         if _is_written(head, encoding):
-            return Kind(encoding, f"convert it: iconv -f {encoding} -t UTF-8")
+            return Kind(encoding, CONVERT.format(encoding))
     return None
 
 
@@ -152,24 +156,29 @@ def _kind_of_json(text: str, is_whole: bool) -> Kind | None:
     """
     text = text.lstrip("\ufeff \t\r\n")
     if array := ARRAY.match(text):
-        try:
-            json.JSONDecoder().raw_decode(text, array.end())
-        except (ValueError, RecursionError):
-            is_cut = not is_whole and OBJECT.match(text, array.end())
-            return JSON_ARRAY if is_cut else None
-        return JSON_ARRAY
+        end = _object_end(text, array.end())
+        is_cut = end == len(text)
+        is_array = end and AFTER_OBJECT.match(text, end) and not (is_cut and is_whole)
+        return JSON_ARRAY if is_array else None
     if not text.startswith("{"):
         return None
     *lines, last = text.rstrip().split("\n")
     if not all(map(_is_object, lines)):
         return None
-    if lines:  # the last may be cut off, in the file too
-        is_json = not is_whole or last.startswith("{")
-    elif is_whole:
-        is_json = _is_object(last)
-    else:
-        is_json = OBJECT.match(last) is not None
+    is_cut = not is_whole or bool(lines)  # the last may be cut off, in the file too
+    is_json = _object_end(last, 0) == len(last) if is_cut else _is_object(last)
     return JSON_LINES if is_json else None
+
+
+def _object_end(text: str, begin: int) -> int | None:
+    """Return where a JSON object ends, or the text in the middle of one; None: there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)[1]
+    except RecursionError:
+        return None
+    except json.JSONDecodeError as error:
+        is_cut = error.pos >= len(text) - LONGEST_LITERAL or "Unterminated" in error.msg
+        return len(text) if is_cut else None
 
 
 def _is_object(line: str) -> bool:
@@ -250,7 +259,7 @@ class Contents:
         if 2 * size > total:
             raise DataError(
                 f"{self.source} is mostly no text: skipped {self._shown_skipped()}, {size:,} of "
-                f"{total:,} bytes; {self._largest().advice}, or name its texts alone by a glob"
+                f"{total:,} bytes; name its texts alone by a glob, or {self._largest().advice}"
             )
 
     def report(self) -> None:

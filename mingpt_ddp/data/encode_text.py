@@ -178,9 +178,7 @@ def _decode(source: Source) -> Iterator[str]:
                     raise refusal(name, kind) from error
                 # what the decoder was given ends where the chunk ends
                 at = position - len(error.object) + error.start
-                raise DataError(
-                    f"{name} is not UTF-8 at byte {at}; convert it with iconv"
-                ) from error
+                raise DataError(f"{name} is not UTF-8 at byte {at}; {NOT_UTF8.advice}") from error
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{name} is not a whole gzip file: {error}") from error
             if at_start and text:

@@ -36,7 +36,7 @@ def prepare_all(
     try:
         if tokenizer is not None:
             _check_same_tokenizer(config, tokenizer)
-        sources = _open_all(config, cache.root)
+        sources = _open_all(config, cache.root, is_new=known_sha256 is None)
         is_new = _sha256_of(sources) != known_sha256
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
@@ -45,7 +45,7 @@ def prepare_all(
                 config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0
             )
             try:
-                sources = _open_all(text, cache.root)
+                sources = _open_all(text, cache.root, is_new)
                 encoded[name] = _prepare(sources, text, tokenizer, cache, is_new)
             except DataError as error:
                 raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
@@ -82,7 +82,9 @@ def prepare(
             `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
     """
     cache = cache or TextCache(config)
-    return _prepare(_open_all(config, cache.root), config, tokenizer, cache, is_new=True)
+    return _prepare(
+        _open_all(config, cache.root, is_new=True), config, tokenizer, cache, is_new=True
+    )
 
 
 def _prepare(
@@ -119,14 +121,14 @@ def _sha256_of(sources: list[Source]) -> str:
     return digests[0] if len(digests) == 1 else digest_of(digests)
 
 
-def _open_all(config: DataConfig, cache: Path) -> list[Source]:
-    """Open the one text, or those of `data.sources`."""
+def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
+    """Open the one text, or those of `data.sources`; what is new must look like a text."""
     paths: list[str | None] = [path for path, _ in config.sources or ()]
     paths = paths or [config.path]
-    return [_open(replace(config, path=path, sources=None), cache) for path in paths]
+    return [_open(replace(config, path=path, sources=None), cache, is_new) for path in paths]
 
 
-def _open(config: DataConfig, cache: Path) -> Source:
+def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
     """Find a text and its SHA-256."""
 
     def check(path: Path) -> str:
@@ -134,6 +136,8 @@ def _open(config: DataConfig, cache: Path) -> Source:
 
     try:
         text = open_source(config, cache, check)
+        if is_new and config.format == "auto":
+            text.contents.refuse()  # before all of it is read
         return Source(config, text.open, _checked_sha256(text.open, config), text.contents)
     except FileNotFoundError as error:
         raise DataError(f"{config.source}: there is no such file") from error

@@ -80,10 +80,10 @@ def pooling_notes(groups: list[Group]) -> list[str]:
     others = [key for key in keys if key not in rounding]
     notes = []
     if others:
-        notes.append(f"replicates differ in {_cut(others)}, which changes no loss")
+        notes.append(f"replicates differ in {_cut(others)}: no loss depends on that")
     if rounding:
         notes.append(
-            f"replicates differ in {_cut(rounding)}, which changes results by rounding alone"
+            f"replicates differ in {_cut(rounding)}: the last bits of results depend on that"
         )
     if any(len(_world_sizes(group)) > 1 for group in groups):
         notes.append("replicates ran on different numbers of ranks: results differ by rounding")

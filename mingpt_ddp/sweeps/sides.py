@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingpt_ddp.sweeps.formats import cut, short_names, shown
 from mingpt_ddp.sweeps.groups import Group, means_by_seed, replicates, seed_of
-from mingpt_ddp.sweeps.runs import Job, varying
+from mingpt_ddp.sweeps.runs import Job, Value, varying
 from mingpt_ddp.sweeps.significance import LEVEL, Difference, difference, holm, why_incomparable
 from mingpt_ddp.sweeps.statistics import Estimate, estimate
 
@@ -21,6 +21,7 @@ class Side:
     name: str
     values: dict[str, float]  # the objective by seed
     left_out: int  # jobs without an objective: not complete, or with a loss that is not finite
+    eval_steps: Value  # of the validation split; None: all of it
 
     @property
     def estimate(self) -> Estimate | None:
@@ -67,7 +68,7 @@ def sides_of(jobs: list[Job], directories: list[Path]) -> list[Side]:
             sides.append(_side(name, members))
     names = [side.name for side in sides]
     if len({*names}) < len(names):
-        sides = [Side(f"{n}: {s.name}", s.values, s.left_out) for n, s in enumerate(sides, 1)]
+        sides = [replace(side, name=f"{n}: {side.name}") for n, side in enumerate(sides, 1)]
     return sorted(sides, key=_rank)
 
 
@@ -89,14 +90,14 @@ def compare(sides: Sequence[Side]) -> list[Comparison]:
     best = replicated[0]
     tests: dict[tuple[str, str], Difference] = {}
     for one, other in itertools.combinations(replicated, 2):
-        if why_incomparable(one.values, other.values) is None:
+        if _why_incomparable(one, other) is None:
             tests[one.name, other.name] = difference(one.values, other.values)
     corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
     comparisons = []
     for other in sides:
         if other is not best:
             pair = best.name, other.name
-            why = why_incomparable(best.values, other.values)
+            why = _why_incomparable(best, other)
             p = corrected.get(pair, 1.0)
             level = LEVEL / max(len(tests), 1)
             comparisons.append(Comparison(best, other, tests.get(pair), why, p, level))
@@ -124,7 +125,18 @@ def _are_settings(parts: dict[Path | None, list[Job]], is_only: bool) -> bool:
 
 def _side(name: str, jobs: list[Job]) -> Side:
     values = means_by_seed(jobs, lambda job: job.objective)
-    return Side(name, values, sum(job.objective is None for job in jobs))
+    left_out = sum(job.objective is None for job in jobs)
+    return Side(name, values, left_out, jobs[0].config.get("trainer.eval_steps"))
+
+
+def _why_incomparable(one: Side, other: Side) -> str | None:
+    """Return why nothing can be said about the difference; None if there is a test."""
+    if one.eval_steps != other.eval_steps:
+        return (
+            "they were measured on different parts of the validation split (trainer.eval_steps); "
+            "measure both with python -m mingpt_ddp.evaluate"
+        )
+    return why_incomparable(one.values, other.values)
 
 
 def _name(group: Group, keys: list[str], directory: Path | None) -> str:

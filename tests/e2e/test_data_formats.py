@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 
 from launching import TINY, call, python_main
-from user_code_page import PAGE
+from user_code_page import page_commands, page_files
 
 SMALL = [*TINY, "data.truncate=1"]
 JSONL = "".join(json.dumps({"text": f"to be {i}, or not"}) + "\n" for i in range(400))
@@ -40,18 +39,18 @@ def test_sources_need_no_path(tmp_path):
 
 def test_the_reader_of_json_lines_on_the_page(tmp_path):
     """With data.path, and with a constant of its own instead of one."""
-    reader = re.search(r'^```python\n(@register\("data", "jsonl".*?)^```', PAGE, re.M | re.S)[1]
-    imports = "import json\nfrom collections.abc import Iterator\n"
-    code = f"{imports}from mingpt_ddp.registry import DataConfig, register\n{reader}"
-    (tmp_path / "own" / "data").mkdir(parents=True)
-    lines = "defaults: [text_file]\nreader: jsonl\ncode: {}.py\n"
-    for name, content in (("mine", code), ("fixed", code.replace("config.path", "'docs.jsonl'"))):
-        (tmp_path / "own" / f"{name}.py").write_text(content)
-        (tmp_path / "own" / "data" / f"{name}.yaml").write_text(lines.format(name))
+    files = page_files("my_reader")
+    code = files["my_reader/mine.py"]
+    lines = files["my_reader/data/jsonl.yaml"]
+    files["my_reader/fixed.py"] = code.replace("config.path", "'docs.jsonl'")
+    files["my_reader/data/fixed.yaml"] = lines.replace("mine.py", "fixed.py")
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
     (tmp_path / "docs.jsonl").write_text(JSONL)
-    for words in (["data=mine", "data.path=docs.jsonl"], ["data=fixed"]):
-        command = [*python_main(), *SMALL, "--config-dir=own", *words, "trainer.max_steps=1"]
-        done = call(command, tmp_path)
+    [words] = [command[2:] for command in page_commands(-1)]
+    for each in (words, [words[0], "data=fixed"]):
+        done = call([*python_main(), *SMALL, *each, "trainer.max_steps=1"], tmp_path)
         assert done.returncode == 0, done.stdout
         # the digits, "tobe,rn", a space and a line feed
         assert ", 19 distinct" in done.stdout, done.stdout

@@ -391,8 +391,8 @@ CASES = [
     (
         text_file("latin1.txt"),
         (
-            f"data error: data.path=latin1.txt is not UTF-8 at byte {len(TEXT) + 3}; convert it "
-            "with iconv"
+            f"data error: data.path=latin1.txt is not UTF-8 at byte {len(TEXT) + 3}; convert it: "
+            "iconv -f ISO-8859-1 -t UTF-8 OLD >NEW"
         ),
     ),
     (text_file("empty.txt"), "data error: data.path=empty.txt is empty"),

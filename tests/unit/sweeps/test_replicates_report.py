@@ -85,7 +85,7 @@ def test_replicates_on_other_ranks_are_noted(tmp_path):
         result = json.loads((run / "result.json").read_text())
         (run / "result.json").write_text(json.dumps({**result, "world_size": seed}))
     text = report([tmp_path], tmp_path / "page.html")
-    assert "note: replicates differ in ddp.nproc_per_node, which" in text
+    assert "note: replicates differ in ddp.nproc_per_node: the last bits" in text
     assert "note: replicates ran on different numbers of ranks" in text
 
 

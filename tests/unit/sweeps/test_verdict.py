@@ -68,9 +68,28 @@ def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
     assert [row[1] for row in table if row[0][0].isdigit()] == ["7", "7"]
     assert "lr=0.001 is better than lr=0.003" in out.splitlines()[-1]
     (note,) = [line for line in out.splitlines() if "replicates differ in" in line]
-    assert note.endswith("which changes no loss")
+    assert note.endswith(": no loss depends on that")
     for key in ("tracker.csv", "trainer.verify_every", "trainer.eval_every", "data.val_paths"):
         assert key in note
+
+
+def test_losses_of_different_parts_of_the_split_are_not_compared(tmp_path, call):
+    """One of them would be called better: it was measured on easier windows."""
+    for lr in (1e-3, 3e-3):
+        for seed in range(1, 7):
+            steps = 2 if seed > 4 else None
+            keys = {"run.seed": seed, "optimizer.lr": lr, "trainer.eval_steps": steps}
+            loss = 2.0 + 30 * lr + 0.01 * seed - 0.5 * (seed > 4) + lr * (seed % 2)
+            fake_run(tmp_path / f"{lr}-{seed}", keys, val_loss=loss)
+    code, out, _ = call(tmp_path, "compare")
+    assert code == 0
+    verdicts = [line for line in out.splitlines() if " better than " in line or "nothing" in line]
+    (better,) = [line for line in verdicts if " better than " in line]
+    assert "lr=0.001, eval_steps=2 is better than lr=0.003, eval_steps=2 by" in better
+    others = [line for line in verdicts if line != better]
+    assert len(others) == 2
+    for line in others:
+        assert "they were measured on different parts of the validation split" in line
 
 
 def test_a_difference_that_is_shown(tmp_path, call):
