@@ -7,8 +7,8 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,16 +99,10 @@ class LanguageModel(Task):
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
-        """Keep a tokenizer that was trained or given: the source may be gone.
-
-        A run goes on with its texts, all of them read as it has read them before.
-        """
+        """Keep a tokenizer that was trained or given: the source may be gone."""
         known_sha256 = None
-        # of weights without a text
-        with contextlib.suppress(AttributeError, LookupError, TypeError):
+        with contextlib.suppress(LookupError, TypeError):  # of weights without a text
             known_sha256 = recorded_sha256(kept)
-            # versions without the key took any UTF-8
-            config = _with_format(config, kept["config"]["data"].get("format", "text"))
         return cls(config, group, kept if "tokenizer" in kept else None, known_sha256)
 
     def discard(self) -> None:
@@ -277,19 +271,6 @@ class LanguageModel(Task):
             check_is_causal_lm(model, name, vocab_size, tokens, targets)
         else:
             check_shapes(model, name, vocab_size, tokens, targets)
-
-
-def _with_format(config: Config, recorded: Any) -> Config:
-    """Return the configuration with the `data.format` of a snapshot.
-
-    Args:
-        recorded: untrusted.
-    """
-    form: Literal["auto", "text"] = "auto" if recorded == "auto" else "text"
-    if not isinstance(config.data, DataConfig) or config.data.format == form:
-        return config
-    log.info("the run goes on with data.format=%s, as it has read its texts before", form)
-    return replace(config, data=replace(config.data, format=form))
 
 
 class _TokenLengths:

@@ -46,6 +46,7 @@ from mingpt_ddp.training.preflight import (
     check_resumes_exactly,
     read_recorded,
     with_batch_size,
+    with_recorded_format,
 )
 from mingpt_ddp.training.record_checks import check_records
 from mingpt_ddp.training.start_log import (
@@ -149,6 +150,7 @@ def prepare(
     config = with_batch_size(
         warm.config if warm else config, group.data_size, recorded.batch_size if recorded else None
     )
+    config = with_recorded_format(config, kept, typed)
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)

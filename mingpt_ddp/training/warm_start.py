@@ -82,7 +82,7 @@ def warm_start(
         if recorded is not None:
             described = _described(of_state(recorded), _recorded_sha256(url, recorded))
             if "text" in recorded:  # which the run goes on with
-                described["state"] |= {key: recorded[key] for key in ("text", "config")}
+                described["state"]["text"] = recorded["text"]
             return described
         weights = read_initial_weights(url)
         tensors.update(weights.tensors)

@@ -199,26 +199,6 @@ def test_data_that_does_not_fit_the_task(overrides, message):
 
 
 @pytest.mark.parametrize(
-    ("recorded", "expected"),
-    [
-        ({"config": {"data": {"format": "auto"}}}, "auto"),
-        ({"config": {"data": {"format": "text"}}}, "text"),
-        ({"config": {"data": {}}}, "text"),  # of versions without the key
-        ({"config": {"data": {"format": [1]}}}, "text"),  # damaged
-        ({"config": [1]}, "typed"),
-        ({}, "typed"),
-    ],
-)
-def test_the_format_of_texts_is_the_recorded_one(recorded, expected, tmp_path):
-    (tmp_path / "a.txt").write_text("to be or not to be\n" * 20)
-    text = [f"data.path={tmp_path / 'a.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
-    for typed in ("auto", "text"):
-        config = from_mapping(configure(*text, f"data.format={typed}"))
-        task = build_task(config, GROUP, kept={"text": {"sha256": "1" * 64}, **recorded})
-        assert task.config.data.format == (typed if expected == "typed" else expected)
-
-
-@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["model=gpt_nano"], "model.architecture=gpt needs task.name=language_model"),

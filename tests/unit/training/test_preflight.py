@@ -26,7 +26,7 @@ from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
-from mingpt_ddp.training.preflight import check_resumes_exactly
+from mingpt_ddp.training.preflight import check_resumes_exactly, with_recorded_format
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
@@ -416,3 +416,27 @@ def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, mon
 
 def test_built_in_models_and_optimizers_are_not_checked(config):
     assert not registry.uses_user_code(config)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({"config": {"data": {"format": "auto"}}}, "auto"),
+        ({"config": {"data": {"format": "text"}}}, "text"),
+        ({"config": {"data": {}}}, "text"),  # of versions without the key
+        ({"config": {"data": {"format": [1]}}}, "text"),  # damaged
+        ({"config": [1]}, "text"),
+        (None, "typed"),
+    ],
+)
+def test_the_format_of_texts_is_the_recorded_one(state, expected, log_lines):
+    for typed in ("auto", "text"):
+        config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
+        expected_here = typed if expected == "typed" else expected
+        for keys in (["data.format"], []):
+            log_lines.clear()
+            found = with_recorded_format(config, state, keys)
+            assert found.data.format == expected_here
+            assert len(log_lines) == (bool(keys) and expected_here != typed)
+    samples = from_mapping(configure("data=toy", "task=regression", "model=toy"))
+    assert with_recorded_format(samples, state, []) is samples
