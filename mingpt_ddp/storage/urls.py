@@ -44,10 +44,9 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
         except ValueError as error:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
-            package = "mingpt_ddp[s3]" if protocol in S3 else f"fsspec[{protocol}]"
-            raise ConfigError(
-                f"{key}={url}: {protocol}:// is not installed; pip install '{package}'"
-            ) from error
+            # fsspec knows which package each protocol needs
+            advice = "pip install 'mingpt_ddp[s3]'" if protocol in S3 else str(error)
+            raise ConfigError(f"{key}={url}: {protocol}:// is not installed; {advice}") from error
 
 
 def open_storage(url: str, key: str = "URL") -> Storage:
