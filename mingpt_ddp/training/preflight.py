@@ -1,17 +1,13 @@
 """Checks before anything is written: the batch, the memory, and that user code resumes exactly."""
 
-import contextlib
-import logging
-from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
@@ -34,8 +30,6 @@ from mingpt_ddp.training.step_control import StepControl, StepFlags
 from mingpt_ddp.training.train_state import TrainState, restore
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
-
-log = logging.getLogger(__name__)
 
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
@@ -130,24 +124,6 @@ def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Co
         config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None
     )
     return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
-
-
-def with_recorded_format(config: Config, state: Any, typed: Container[str]) -> Config:
-    """Return the configuration with the `data.format` by which a run has read its texts before.
-
-    Args:
-        state: of the snapshot to resume, untrusted; None: there is none.
-        typed: the keys that the command line sets.
-    """
-    if state is None or not isinstance(config.data, DataConfig):
-        return config
-    recorded = "text"  # of versions without the key, which took any UTF-8
-    with contextlib.suppress(AttributeError, LookupError, TypeError):
-        recorded = state["config"]["data"].get("format", recorded)
-    form: Literal["auto", "text"] = "auto" if recorded == "auto" else "text"
-    if "data.format" in typed and form != config.data.format:
-        log.info("the run goes on with data.format=%s, as it has read its texts before", form)
-    return replace(config, data=replace(config.data, format=form))
 
 
 def check_fits(config: Config, runtime: Runtime, task: Task) -> None:

@@ -1,12 +1,40 @@
-"""Whether what a run records can be read again: checked before it trains."""
+"""What a run has recorded of its texts, and whether what it records can be read again."""
 
+import contextlib
+import logging
+from collections.abc import Container
+from dataclasses import replace
+from typing import Any, Literal
+
+from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_json
 from mingpt_ddp.storage.records import dump_yaml, load_yaml
 from mingpt_ddp.tasks.task import Task
 
+log = logging.getLogger(__name__)
+
 PROGRESS = 1 << 20  # bytes of a state.json that are left for what training adds
+
+
+def with_recorded_format(config: Config, state: Any, typed: Container[str]) -> Config:
+    """Return the configuration with the `data.format` by which a run has read its texts before.
+
+    Args:
+        state: of the snapshot to resume, untrusted; None: there is none.
+        typed: the keys that the command line sets.
+    """
+    if state is None or not isinstance(config.data, DataConfig):
+        return config
+    recorded = "text"  # of versions without the key, which took any UTF-8
+    with contextlib.suppress(AttributeError, LookupError, TypeError):
+        recorded = state["config"]["data"].get("format", recorded)
+    form: Literal["auto", "text"] = "auto" if recorded == "auto" else "text"
+    if "data.format" in typed and form != config.data.format:
+        log.info("the run goes on with data.format=%s, as it has read its texts before", form)
+    return replace(config, data=replace(config.data, format=form))
 
 
 def check_records(task: Task, hydra_files: dict[str, str], *, is_new: bool = True) -> None:

@@ -46,9 +46,8 @@ from mingpt_ddp.training.preflight import (
     check_resumes_exactly,
     read_recorded,
     with_batch_size,
-    with_recorded_format,
 )
-from mingpt_ddp.training.record_checks import check_records
+from mingpt_ddp.training.record_checks import check_records, with_recorded_format
 from mingpt_ddp.training.start_log import (
     log_changes,
     log_start,
