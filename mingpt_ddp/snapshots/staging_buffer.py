@@ -47,8 +47,8 @@ class SafetensorsBuffer:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """Allocate the file and write its header; the memory is pinned if a tensor is on a GPU."""
-        self._header = _header(tensors)
-        encoded = encode_header(tensors)
+        self._header = header_of(tensors)
+        encoded = encode_header(self._header)
         encoded += b" " * (-len(encoded) % 8)
         start = len(encoded).to_bytes(8, "little") + encoded
         size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
@@ -63,7 +63,7 @@ class SafetensorsBuffer:
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the tensors have exactly the names, shapes and types of the file."""
-        return _header(tensors) == self._header
+        return header_of(tensors) == self._header
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the values; from a GPU they are complete once its stream is synchronized."""
@@ -76,23 +76,26 @@ class SafetensorsBuffer:
         return memoryview(self._bytes.numpy())  # type: ignore[arg-type]
 
 
-def encode_header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the header of a file for these tensors.
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """Return the header of a file.
+
+    Args:
+        header: of `header_of`.
 
     Raises:
         SnapshotError: it is larger than what is read.
     """
-    encoded = json.dumps(_header(tensors), separators=(",", ":")).encode()
+    encoded = json.dumps(header, separators=(",", ":")).encode()
     try:
         return check_size(encoded, MAX_HEADER_BYTES - 8)  # which it is padded by
     except OSError as error:
         raise SnapshotError(
-            f"a snapshot of {len(tensors):,} tensors could not be read again: its header {error}; "
+            f"a snapshot of {len(header):,} tensors could not be read again: its header {error}; "
             "join tensors"
         ) from error
 
 
-def _header(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def header_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the layout of the tensors, widest types first, so that each is aligned."""
 
     def widest_first(name: str) -> tuple[int, str]:

@@ -49,6 +49,7 @@ def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
     """
     rest = b""
     count = 0
+    most = limit // MIN_LINE_BYTES
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(f"{path} has more than {limit:,} bytes")
@@ -58,9 +59,8 @@ def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
             if len(rest) > MAX_LINE_BYTES:
                 raise OSError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
             count += whole.count(b"\n") + len(feed)
-            if count > limit // MIN_LINE_BYTES:
-                lines = limit // MIN_LINE_BYTES
-                raise OSError(f"{path} has more than {lines:,} lines; shorten it")
+            if count > most:
+                raise OSError(f"{path} has more than {most:,} lines; shorten it")
             if feed:
                 yield whole + feed
     if rest:

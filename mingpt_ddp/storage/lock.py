@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import IO
 
+from mingpt_ddp.config.validation import MAX_NAME_BYTES
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.lease import still_running
 from mingpt_ddp.storage.storage import open_regular
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 POLL_S = 0.1
-NAME_MAX = 255  # bytes of one name
 PATH_MAX = 4096 - 64  # bytes of a path, which leaves room for the names of files in it
 
 
@@ -109,6 +109,6 @@ def _reason_not_writable(path: Path, existing: Path) -> int | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return errno.EACCES
     longest_name = max(len(os.fsencode(name)) for name in path.parts)
-    if longest_name > NAME_MAX or len(os.fsencode(path)) > PATH_MAX:
+    if longest_name > MAX_NAME_BYTES or len(os.fsencode(path)) > PATH_MAX:
         return errno.ENAMETOOLONG
     return None

@@ -21,7 +21,7 @@ from mingpt_ddp.models.placement import blocks_of
 from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load, stores_of_run
-from mingpt_ddp.snapshots.staging_buffer import encode_header
+from mingpt_ddp.snapshots.staging_buffer import encode_header, header_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_dir import run_directory, run_name
@@ -311,7 +311,7 @@ class _Trial:
         """Return a snapshot of this step, in memory, if it could also be read from a file."""
         kinds = {}
         for kind, tensors in self.trainable.tensors().items():
-            encode_header(tensors)
+            encode_header(header_of(tensors))
             kinds[kind] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
         return Snapshot(
             step=0,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.config import Config, as_read_then
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_json
@@ -28,9 +28,9 @@ def with_recorded_format(config: Config, state: Any, typed: Container[str]) -> C
     """
     if state is None or not isinstance(config.data, DataConfig):
         return config
-    recorded = "text"  # of versions without the key, which took any UTF-8
-    with contextlib.suppress(AttributeError, LookupError, TypeError):
-        recorded = state["config"]["data"].get("format", recorded)
+    recorded = None
+    with contextlib.suppress(LookupError, TypeError):  # it is damaged, and refused later
+        recorded = as_read_then(state["config"])["data"]["format"]
     form: Literal["auto", "text"] = "auto" if recorded == "auto" else "text"
     if "data.format" in typed and form != config.data.format:
         log.info("the run goes on with data.format=%s, as it has read its texts before", form)

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from multiprocess.ranks import configure
+from multiprocess.ranks import configure, train_in_turn
 from torch import Tensor
 
-from mingpt_ddp.config.config import effect_of, from_mapping
+from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.config.hints import known_keys
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.training.run import run
 
 TOLERANCE = 1e-4
 STEPS = 6
@@ -104,10 +101,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
     """Train in this process; return the tensors of the last snapshot by kind and name."""
     values = configure(f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", *words)
-    config = from_mapping(values)
-    runtime = Runtime(config, DistEnv())
-    run(config, runtime, {})
-    runtime.close()
+    train_in_turn([values])
     (manifest,) = directory.rglob(f"step_{STEPS:08d}/manifest.json")
     snapshot = load(str(manifest.parent))
     tensors = {f"model {name}": tensor for name, tensor in snapshot.model.items()}
