@@ -145,7 +145,7 @@ def test_the_links_of_the_description_name_files_of_the_repository(built):
     assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text())) > 30
     for image, link in links:
         path = link.removeprefix(f"{repository}/{'raw' if image else 'blob'}/main/")
-        assert path != link and (ROOT / path).exists(), link
+        assert path != link and (ROOT / path.partition("#")[0]).exists(), link
     assert not re.search(r"<\w+ [^>]*(src|href)=", description)
 
 

@@ -93,6 +93,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     small = [
         "data=text_file",
         "data.path=text.txt",
+        "data.format=text",  # in spite of its NUL characters
         "data.truncate=1",
         "data.block_size=208",
         "trainer.max_steps=80",
