@@ -28,6 +28,7 @@ from mingpt_ddp.config.config import (
     to_plain,
 )
 from mingpt_ddp.config.hints import known_keys, suggest
+from mingpt_ddp.config.hydra_internals import unchecked_help
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
@@ -97,7 +98,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
     """
     options = VERSION_BASE if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
     directory = str(config_directory())
-    run = hydra_main(config_path=directory, config_name="config", **options)(task)
+    run = unchecked_help(hydra_main(config_path=directory, config_name="config", **options)(task))
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
         run()
         return ""

@@ -1,0 +1,38 @@
+"""What is touched of Hydra without its promise."""
+
+import argparse
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from hydra._internal import utils
+
+
+class _ArgumentParser(argparse.ArgumentParser):
+    """Take the help of an argument as it comes.
+
+    Hydra 1.3 gives an object that becomes a text when it is shown. argparse checks the help since
+    Python 3.14, and refuses that.
+    """
+
+    def _check_help(self, action: argparse.Action) -> None:
+        pass
+
+
+def unchecked_help(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Have Hydra build its parser of the command line without that check while `run` runs.
+
+    Nobody but Hydra sees another argparse.
+    """
+
+    @functools.wraps(run)
+    def wrapped() -> Any:
+        seen = {**vars(argparse), "ArgumentParser": _ArgumentParser}
+        vars(utils)["argparse"] = types.SimpleNamespace(**seen)
+        try:
+            return run()
+        finally:
+            vars(utils)["argparse"] = argparse
+
+    return wrapped
