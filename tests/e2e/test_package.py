@@ -155,6 +155,15 @@ def test_the_sdist_builds_the_same_wheel(built, tmp_path):
     assert contents(build("wheel", source, tmp_path / "dist")) == contents(built[1])
 
 
+def test_uv_installs_a_checkout(tmp_path):
+    """It asks the index. Without a project table it would install nothing, with exit code 0."""
+    uv = pytest.importorskip("uv").find_uv_bin()
+    copy_source(tmp_path / "source")
+    done = call([uv, "sync", "--dry-run", "--color", "never"], tmp_path / "source")
+    assert done.returncode == 0, done.stdout
+    assert " + mingpt-ddp" in done.stdout and " + hydra-core" in done.stdout
+
+
 def test_mypy_checks_a_users_script(built, tmp_path):
     """It finds nothing in a typed script, and what is wrong in wrong calls.
 
