@@ -29,10 +29,11 @@ def unchecked_help(run: Callable[[], Any]) -> Callable[[], Any]:
     @functools.wraps(run)
     def wrapped() -> Any:
         seen = {**vars(argparse), "ArgumentParser": _ArgumentParser}
-        vars(utils)["argparse"] = types.SimpleNamespace(**seen)
+        hydra_utils: Any = utils
+        hydra_utils.argparse = types.SimpleNamespace(**seen)
         try:
             return run()
         finally:
-            vars(utils)["argparse"] = argparse
+            hydra_utils.argparse = argparse
 
     return wrapped

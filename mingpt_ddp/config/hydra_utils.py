@@ -97,8 +97,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
         Exception: of `task`, or Hydra's, for `explain`.
     """
     options = VERSION_BASE if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
-    directory = str(config_directory())
-    run = unchecked_help(hydra_main(config_path=directory, config_name="config", **options)(task))
+    run = unchecked_help(hydra_main(str(config_directory()), "config", **options)(task))
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
         run()
         return ""

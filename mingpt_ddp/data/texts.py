@@ -115,7 +115,7 @@ def opener(path: str | Path) -> OpenBytes:
 def python_docs() -> str:
     """Return the language reference that CPython's help() shows.
 
-    It has 460,000 to 510,000 characters, by Python version.
+    It has 460,000 to 600,000 characters, by Python version.
     """
     from pydoc_data.topics import topics
 

@@ -57,7 +57,7 @@ def test_the_cache_is_the_users_by_default(variable, expected, settings, tmp_pat
 
 def test_python_docs_needs_no_download(settings):
     text = python_docs()
-    assert 460_000 <= len(text) <= 510_000
+    assert 460_000 <= len(text) <= 600_000
     assert text_of(prepare(settings("", path="builtin:python_docs"))) == text
 
 

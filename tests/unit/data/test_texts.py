@@ -181,7 +181,8 @@ def test_a_tar_header_that_fills_the_memory(settings, tmp_path):
     info.pax_headers = {"comment": "x" * (2 << 20)}
     with tarfile.open(tmp_path / "x.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as archive:
         archive.addfile(info, io.BytesIO())
-    with pytest.raises(DataError, match="cannot be unpacked: it expands too far"):
+    # Python 3.14 reads it in parts, within the limit of the expansion.
+    with pytest.raises(DataError, match=r"cannot be unpacked: it expands too far|has no texts"):
         prepare(settings(tmp_path / "x.tar.gz"))
 
 

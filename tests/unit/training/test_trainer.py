@@ -262,8 +262,9 @@ def test_milestones_are_saved_and_kept(tmp_path):
 )
 def test_a_run_saves_when_the_configuration_says(settings, steps, tmp_path):
     overrides = [f"snapshot.{setting}" for setting in settings]
-    # epochs of 4 steps
-    train(tmp_path, *ALL, *overrides, "snapshot.background=false", "data.truncate=0.002")
+    (tmp_path / "text.txt").write_text("a small text " * 75)  # epochs of 4 steps
+    text = [f"data.path={tmp_path}/text.txt", "data.truncate=1"]
+    train(tmp_path, *ALL, *overrides, "snapshot.background=false", *text)
     assert committed(tmp_path / "run") == steps
 
 
