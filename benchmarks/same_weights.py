@@ -91,6 +91,10 @@ CASES = {
     "ema-norms-smoothing": Case(
         [*GPT, "trainer.ema=0.9", "trainer.norms_every=5", "task.label_smoothing=0.1"]
     ),
+    **{
+        f"canonical-{ranks}": Case([*GPT, *ODD, "ddp.reduction=canonical"], ranks=ranks)
+        for ranks in (1, 2, 3)
+    },
     "convnet": Case(["experiment=digits_convnet"], ranks=2, has_text=False),
     "killed": Case(
         [*GPT, "trainer.log_every=3", "trainer.max_steps=60"], kill_at=12, event="resumes"
