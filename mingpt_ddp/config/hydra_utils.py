@@ -38,6 +38,7 @@ PLUGINS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
 # Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
 # of users, and protect from nothing: the same presets name Python files that are run.
 UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
 # Hydra 1.3 warns without it, 1.4 with it
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else {}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
@@ -96,8 +97,8 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
     Raises:
         Exception: of `task`, or Hydra's, for `explain`.
     """
-    options = VERSION_BASE if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
-    run = unchecked_help(hydra_main(str(config_directory()), "config", **options)(task))
+    command = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)
+    run = unchecked_help(command(task))
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
         run()
         return ""

@@ -6,7 +6,8 @@ Hydra's own entry point composes twice, which would take a third of the time of 
 from collections.abc import Callable
 from typing import Any, cast
 
-from hydra import compose, version
+from hydra import compose
+from hydra import main as hydra_main
 from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -14,7 +15,7 @@ from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
-from mingpt_ddp.config.hydra_utils import VERSION_BASE
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, WHITELIST
 
 
 def compose_for_workers(overrides: list[str]) -> DictConfig:
@@ -34,24 +35,29 @@ def run_composed(task: Callable[[DictConfig], Any], composed: DictConfig) -> Non
     """Run `task` in a worker as `Hydra.run` does, without composing again.
 
     Plugins, resolvers, callbacks, `hydra.job.env_set` and the output directory are those of Hydra.
+    Its version base and its whitelist of `_target_`s are set by `hydra.main`, which takes a
+    composed configuration too.
 
     Raises:
         Exception: of `task`.
     """
-    if VERSION_BASE:  # as hydra.main: it decides whether a job changes its directory
-        version.setbase(VERSION_BASE["version_base"])
-    Plugins.instance()
-    setup_globals()
-    callbacks = Callbacks(composed)
-    name = composed.hydra.job.config_name
-    callbacks.on_run_start(config=composed, config_name=name)
-    context = HydraContext(config_loader=cast(Any, None), callbacks=callbacks)  # is not used
-    job = run_job(
-        hydra_context=context,
-        task_function=task,
-        config=composed,
-        job_dir_key="hydra.run.dir",
-        job_subdir_key=None,
-    )
-    callbacks.on_run_end(config=composed, config_name=name, job_return=job)
-    _ = job.return_value  # raises the error of the task
+
+    def run(config: DictConfig) -> None:
+        Plugins.instance()
+        setup_globals()
+        callbacks = Callbacks(config)
+        name = config.hydra.job.config_name
+        callbacks.on_run_start(config=config, config_name=name)
+        # run_job does not use the loader; it takes the whitelist from the context alone
+        context = HydraContext(cast(Any, None), callbacks, **WHITELIST)
+        job = run_job(
+            hydra_context=context,
+            task_function=task,
+            config=config,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+        )
+        callbacks.on_run_end(config=config, config_name=name, job_return=job)
+        _ = job.return_value  # raises the error of the task
+
+    hydra_main(**VERSION_BASE, **WHITELIST)(run)(composed)

@@ -14,6 +14,7 @@ from tools import call_tool
 
 from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS, main
+from mingpt_ddp.sweeps.schedule import SWEEPER
 
 PACKAGE = ROOT / "mingpt_ddp"
 MODULES = [
@@ -136,11 +137,10 @@ def test_an_unknown_command(run):
     assert (code, out, err.count("\n")) == (2, "", 1) and "hunter2" not in err
 
 
-def test_setup_names_the_console_command():
+def test_setup_names_the_console_command_and_the_sweeper():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    assert setup["options.entry_points"]["console_scripts"].split() == [
-        "mingpt-ddp",
-        "=",
-        "mingpt_ddp.cli.main:main",
-    ]
+    names = setup["options.entry_points"]
+    assert names["console_scripts"].split() == ["mingpt-ddp", "=", "mingpt_ddp.cli.main:main"]
+    module, _, cls = names["hydra.plugins"].split()[-1].partition(":")
+    assert f"{module}.{cls}" == SWEEPER and hasattr(import_module(module), cls)

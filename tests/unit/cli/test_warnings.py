@@ -10,21 +10,44 @@ from launching import ROOT, call
 
 TOY = ["experiment=toy", "trainer.max_steps=1"]
 MAIN = str(ROOT / "main.py")
+SEARCH = [
+    *("--config-dir=mine", "experiment=mine", "ddp.nproc_per_node=2", "trainer.max_steps=1"),
+    *("-m", "sweep=optuna", "sweep.trials=2", "optimizer.lr=range(1e-3,4e-3,1e-3)"),
+]
+MINE = """# @package _global_
+defaults: [toy]
+hydra: {callbacks: {print: {_target_: printing.Print}}}
+"""
+PRINTING = """
+from hydra.experimental.callback import Callback
+
+class Print(Callback):
+    def on_job_end(self, **kwargs):
+        print("a callback")
+"""
 
 
 @pytest.mark.parametrize(
     "command",
     [
         pytest.param([MAIN, *TOY, "-m", "run.seed=1,2"], id="sweep", marks=pytest.mark.core),
+        pytest.param([MAIN, *SEARCH], id="search by local ranks, with a callback"),
         pytest.param([MAIN, *TOY], id="run"),
         pytest.param([MAIN, "--cfg", "job"], id="configuration"),
         pytest.param(["-m", "mingpt_ddp.plan", *TOY], id="plan"),
     ],
 )
 def test_hydra_warns_of_nothing(command, tmp_path):
-    # an option of Python, so that the command is not forked from a process with other filters
-    done = call([sys.executable, "-W", "always", *command], tmp_path)
+    (tmp_path / "mine" / "experiment").mkdir(parents=True)
+    (tmp_path / "mine" / "experiment" / "mine.yaml").write_text(MINE)
+    (tmp_path / "printing.py").write_text(PRINTING)
+    # an option of Python, so that the command is not forked from a process with other filters;
+    # local ranks have the variable
+    settings = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONWARNINGS": "always"}
+    done = call([sys.executable, "-W", "always", *command], tmp_path, **settings)
     assert done.returncode == 0, done.stdout
+    # 2 trials, each on 2 local ranks and in their parent
+    assert done.stdout.count("a callback") == (6 if command == [MAIN, *SEARCH] else 0)
     theirs = r".*(?:Hydra\w*Warning|/(?:hydra|omegaconf|hydra_plugins)/.*Warning).*"
     assert re.findall(theirs, done.stdout) == []
 

@@ -7,6 +7,7 @@ import pickle
 import pytest
 from hydra import compose, initialize_config_dir, version
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.worker_config import compose_for_workers, run_composed
@@ -52,8 +53,18 @@ def test_flags_are_those_of_this_process(in_a_job):
 def test_a_new_worker_has_the_version_base_of_its_parent(in_a_job, monkeypatch, recwarn):
     """Without one Hydra warns of what it does with the directory of a job."""
     composed = compose_for_workers(hydra_utils.worker_overrides())
-    monkeypatch.setattr(version.VersionBase.instance(), "version_base", version.Version("1.1"))
+    monkeypatch.setattr(version.VersionBase.instance(), "version_base", version._UNSPECIFIED_)
     seen = []
     run_composed(seen.append, composed)
     assert len(seen) == 1
+    assert not recwarn.list
+
+
+def test_a_worker_builds_what_a_configuration_names(in_a_job, recwarn):
+    """As under Hydra's own entry point: callbacks before the task, and in the task."""
+    composed = compose_for_workers(hydra_utils.worker_overrides())
+    assert "callbacks" in composed.hydra
+    seen = []
+    run_composed(lambda cfg: seen.append(instantiate({"_target_": "fractions.Fraction"})), composed)
+    assert seen == [0]
     assert not recwarn.list
