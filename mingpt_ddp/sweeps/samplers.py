@@ -5,6 +5,7 @@ import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from mingpt_ddp.config.validation import check, hint_at
@@ -195,11 +196,17 @@ def seed_of(seed: int, number: int) -> int:
 
 
 def rounded(value: Any, distribution: BaseDistribution) -> Any:
-    """Round a drawn float to four significant digits, or more if the interval is narrow."""
+    """Round a drawn float to four significant digits, or more if the interval is narrow.
+
+    With a step return the decimal number that is meant, 0.3 for 0.1 + 2 * 0.1.
+    """
     if not isinstance(distribution, optuna.distributions.FloatDistribution):
         return value
     low, high = distribution.low, distribution.high
-    if distribution.step is not None or value == 0:
+    if distribution.step is not None:
+        steps = round((value - low) / distribution.step)
+        return float(Decimal(str(low)) + steps * Decimal(str(distribution.step)))
+    if value == 0:
         return value
     digits = DIGITS
     magnitude = math.floor(math.log10(abs(value))) + 1

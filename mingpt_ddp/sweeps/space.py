@@ -1,6 +1,7 @@
 """The space of a search: Hydra's sweep overrides as Optuna's distributions."""
 
 import math
+from decimal import Decimal
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,7 +22,7 @@ CategoricalDistribution = optuna.distributions.CategoricalDistribution
 FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
 
-MAX_CHOICES = 10_000  # of a range of floats, which is listed to see whether its step is exact
+MAX_CHOICES = 10_000  # of a range of floats, all of which Hydra lists
 MAX_INT = 2**53  # Optuna computes with floats
 SCALARS = (bool, int, float)
 
@@ -98,27 +99,25 @@ def _interval(line: str, sweep: IntervalSweep) -> BaseDistribution:
 
 
 def _range(line: str, sweep: RangeSweep) -> BaseDistribution:
-    start, stop, step = sweep.start, sweep.stop, sweep.step
-    assert start is not None and stop is not None
-    ends = (start, stop, step)
-    check(all(map(math.isfinite, ends)) and step != 0, f"{line}: is not a range of numbers")
+    assert sweep.start is not None and sweep.stop is not None
+    ends: tuple[Any, ...] = (sweep.start, sweep.stop, sweep.step)
+    for cast in getattr(sweep, "transformers", ()):  # Hydra 1.3 has cast them itself
+        ends = tuple(map(cast, ends))
+    # as typed: in binary the step is not exact, and Hydra 1.3 may add a value behind the last
+    start, stop, step = (Decimal(str(end)) for end in ends)
+    is_valid = all(end.is_finite() for end in (start, stop, step)) and step != 0
+    check(is_valid, f"{line}: is not a range of numbers")
     count = math.ceil((stop - start) / step)
     check(count >= 1, f"{line} is empty")
     check(count > 1, f"{line} has one value; give that value, or a longer range")
+    low, high = sorted((start, start + (count - 1) * step))
     if all(isinstance(end, int) for end in ends):
         check(max(map(abs, ends)) <= MAX_INT, f"{line}: whole numbers end at {MAX_INT}")
-        low, high = sorted((int(start), int(start + (count - 1) * step)))
-        return IntDistribution(low, high, step=abs(int(step)))
+        return IntDistribution(int(low), int(high), step=int(abs(step)))
     check(count <= MAX_CHOICES, f"{line} has {count} values; write interval(...)")
-    values = sorted(sweep.range())
-    check(len(set(values)) > 1, f"{line} has one value; give that value, or a longer range")
-    width = abs(float(step))
-    with no_warnings():  # of an end that Optuna moves
-        stepped = FloatDistribution(values[0], values[-1], step=width)
-    is_exact = all(values[0] + i * width == value for i, value in enumerate(values))
-    if is_exact and stepped.high == values[-1]:
-        return stepped
-    return CategoricalDistribution(values)
+    is_wide = float(low) < float(high)
+    check(is_wide, f"{line} has one value; give that value, or a longer range")
+    return FloatDistribution(float(low), float(high), step=float(abs(step)))
 
 
 def _choices(override: Override) -> list[Any]:

@@ -54,6 +54,12 @@ def test_drawn_floats_are_short(value, low, high, expected):
     assert rounded(value, Float(low, high)) == expected
 
 
+def test_a_drawn_number_with_a_step_is_the_decimal_that_is_meant():
+    stepped = Float(0.1, 0.4, step=0.1)
+    assert 0.1 + 2 * 0.1 != 0.3
+    assert [rounded(0.1 + k * 0.1, stepped) for k in range(4)] == [0.1, 0.2, 0.3, 0.4]
+
+
 def test_seeds_are_stable():
     assert [seed_of(1, number) for number in range(2)] == [1330067697, 2774662235]
 
