@@ -1,8 +1,12 @@
-"""Errors that a user can fix: one line, exit code 2."""
+"""Errors that a user can fix: one line, exit code 2; and the words of messages."""
 
 import re
+import shlex
+import sys
+from pathlib import Path
 
 LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text
+MAIN = Path(__file__).resolve().parents[1] / "main.py"  # of a checkout
 
 
 class UserError(Exception):
@@ -90,6 +94,25 @@ def reason(error: OSError) -> str:
 def counted(number: int, noun: str) -> str:
     """Return `1 job` or `2 jobs`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def command(name: str = "train") -> str:
+    """Return what a user types to start a command, as this process was started.
+
+    That is `mingpt-ddp NAME`, `python main.py` in a checkout, or else `python -m mingpt_ddp.NAME`.
+    sys.argv[0] says how; `multiprocessing` sets that of its parent in a worker.
+    """
+    program = Path(sys.argv[0])
+    if program.name == "mingpt-ddp":
+        return f"mingpt-ddp {name}"
+    if name == "train" and program.resolve() == MAIN:
+        return f"python {shlex.quote(str(program))}"
+    return f"python -m mingpt_ddp.{name}".removesuffix(".train")
+
+
+def with_commands(text: str) -> str:
+    """Write each `python -m mingpt_ddp.NAME` in a help text as `command` does."""
+    return re.sub(r"python -m mingpt_ddp\b\.?(\w*)", lambda m: command(m[1] or "train"), text)
 
 
 def printable(text: str) -> str:

@@ -24,8 +24,9 @@ TYPES = {
 }
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 Keys = dict[str, dict[str, Any]]  # the JSON schemas of keys by name
-HELP = """mingpt_ddp trains a small GPT: main.py [group=preset ...] [group.key=value ...]
-For example: main.py experiment=demo ddp.nproc_per_node=2 trainer.max_steps=500
+# Its commands are printed as the user has typed them.
+HELP = """mingpt_ddp trains a small GPT: python -m mingpt_ddp [group=preset ...] [group.key=value ...]
+For example: python -m mingpt_ddp experiment=demo ddp.nproc_per_node=2 trainer.max_steps=500
 
 Flags: -m sweeps over values, as in optimizer.lr=1e-3,3e-4 sweep.parallel=auto; --cfg job shows the configuration; --config-dir=DIR adds
 presets of your own; --version; --hydra-help shows what else Hydra takes.

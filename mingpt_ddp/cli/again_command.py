@@ -3,7 +3,7 @@
     python -m mingpt_ddp.again outputs/demo optimizer.lr=3e-4
 
 RUN         a local run directory; its newest config.yaml counts, however the presets have changed since
-key=value   the changes; also presets and options of Hydra, as main.py takes them
+key=value   the changes; also presets and options of Hydra, as for training
 
 A change of a key that enters its name is another run: in a directory of its own, named like any unnamed run, or by
 run.name=NAME.
@@ -41,7 +41,7 @@ from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
-from mingpt_ddp.errors import LONGEST_LINE, ConfigError
+from mingpt_ddp.errors import LONGEST_LINE, ConfigError, command
 from mingpt_ddp.storage.run_dir import recorded_config
 from mingpt_ddp.sweeps.runs import hydra_value
 
@@ -58,9 +58,9 @@ def main() -> None:
         if text := answer(__doc__, sys.argv[1:]):
             echo(text)
             return
-        command = [sys.executable, "-m", "mingpt_ddp", *command_words(sys.argv[1], sys.argv[2:])]
-        read_env().call_on_rank_zero(lambda: echo(shlex.join(["python", *command[1:]])))
-        os.execv(sys.executable, command)
+        words = command_words(sys.argv[1], sys.argv[2:])
+        read_env().call_on_rank_zero(lambda: echo(f"{command()} {shlex.join(words)}"))
+        os.execv(sys.executable, [sys.executable, "-m", "mingpt_ddp", *words])
 
 
 def command_words(run: str, typed: list[str]) -> list[str]:

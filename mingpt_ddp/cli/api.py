@@ -31,7 +31,7 @@ ERROR = re.compile(r"\b(\w+ error|error): (.*)")  # a line of a command
 def train(
     overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None
 ) -> dict[str, Any]:
-    """Train as `python main.py` does, in processes of its own, and print what it prints.
+    """Train as the train command does, in processes of its own, and print what it prints.
 
     The same call again resumes. Ctrl-C, or the stop button of a notebook, saves a snapshot, then
     raises KeyboardInterrupt. The training ends with the calling process, even if that is killed.
@@ -49,7 +49,7 @@ def train(
     """
     from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
     from mingpt_ddp.distributed.fork_server import import_path
-    from mingpt_ddp.errors import ConfigError, RunError
+    from mingpt_ddp.errors import ConfigError, RunError, command
     from mingpt_ddp.storage.run_dir import read_result
 
     if isinstance(overrides, str):
@@ -58,7 +58,7 @@ def train(
     if nproc is not None:
         words.append(f"ddp.nproc_per_node={nproc}")
     if {"-m", "--multirun"} & {*words}:
-        raise ConfigError("train runs one job; start a sweep with python main.py -m")
+        raise ConfigError(f"train runs one job; start a sweep with {command()} -m")
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
         file = Path(name, "directory")
         environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}

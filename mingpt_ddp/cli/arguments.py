@@ -13,6 +13,7 @@ from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentia
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, echo
+from mingpt_ddp.errors import with_commands
 from mingpt_ddp.storage.urls import check_url
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def run_command(
 def answer(usage: str, words: list[str], needs_arguments: bool = True) -> str | None:
     """Return the text for --help or --version; None for a command line that does something."""
     if (needs_arguments and not words) or {"-h", "--help"} & {*words}:
-        return usage
+        return with_commands(usage)
     # only there: further on it may be the text of a key
     return f"mingpt_ddp {__version__}" if words[:1] == ["--version"] else None
 

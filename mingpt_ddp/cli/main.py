@@ -2,7 +2,7 @@
 
     mingpt-ddp COMMAND [URL ...] [key=value ...]
 
-train        train, as main.py does in a checkout
+train        train a model
 sample       generate text from a snapshot
 evaluate     measure the model of a snapshot on a split, or on other data
 snapshots    list, verify, prune and export snapshots

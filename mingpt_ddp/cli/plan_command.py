@@ -3,7 +3,7 @@
     python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
     python -m mingpt_ddp.plan model=gpt2 device=h100 ddp.nproc_per_node=8 [nodes=8] [network_gbps=400] [vocab_size=50257]
 
-group.key=value     as for main.py: the same presets, keys and errors
+group.key=value     as for training: the same presets, keys and errors
 format              text (the default) or json, in bytes and seconds
 device              GPUs to plan for instead of this machine: a100-40gb, a100-80gb, h100, h200, b200, l40s or 4090
 nodes               machines with ddp.nproc_per_node of them each (1)

@@ -19,8 +19,8 @@ def main() -> None:
         from mingpt_ddp.cli import train_job  # meanwhile, for a quarter of a second
     except ModuleNotFoundError as error:
         sys.exit(
-            f"error: {error.name} is not installed here; type `make train` once, then `. "
-            ".venv/bin/activate`"
+            f"error: {error.name} is not installed here; install mingpt_ddp with pip, or in a "
+            "checkout type `make train` once, then `. .venv/bin/activate`"
         )
     except KeyboardInterrupt:
         sys.exit(130)

@@ -31,7 +31,7 @@ from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.hydra_internals import unchecked_help
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, with_commands
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
@@ -115,7 +115,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
 def answer(argv: list[str]) -> str | None:
     """Return the text for --help or --version; None for a command line that starts a run."""
     if {"-h", "--help"} & {*argv}:
-        return Path(__file__).with_name("help.txt").read_text()
+        return with_commands(Path(__file__).with_name("help.txt").read_text())
     return f"mingpt_ddp {__version__}" if "--version" in argv else None
 
 

@@ -3,7 +3,7 @@
 A key has a type, a unit, bounds, a default and a meaning, and says whether it changes the numbers.
 pydantic checks the values (validation.py). The larger groups are in modules of their own:
 trainer_config.py, and those that users can extend in components.py and optimizer_config.py.
-docs/configuration.md and `main.py --help` are generated from all of them.
+docs/configuration.md and `--help` are generated from all of them.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field

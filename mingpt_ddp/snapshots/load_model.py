@@ -11,7 +11,7 @@ from mingpt_ddp.config.components import ModelConfig, TransformerConfig
 from mingpt_ddp.config.config import NotRegisteredError, build_group
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
 from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
-from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.errors import ConfigError, SnapshotError, command
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import Step, load
@@ -78,7 +78,7 @@ def read_model_spec(state: Any) -> ModelSpec:
     """
     if isinstance(state, dict) and "data" in state:  # of a dataset of samples, not of a text
         raise SnapshotError(
-            "its task is not a language model; measure it with python -m mingpt_ddp.evaluate"
+            f"its task is not a language model; measure it with {command('evaluate')}"
         )
     try:
         tokenizer = tokenizer_from_state(state)

@@ -15,6 +15,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import COMMAND_KEYS, flatten
 from mingpt_ddp.config.hydra_utils import key_of
+from mingpt_ddp.errors import command
 from mingpt_ddp.snapshots.format import Snapshot, step_of
 from mingpt_ddp.snapshots.load import recorded_train_state
 from mingpt_ddp.storage.records import read_yaml
@@ -57,7 +58,7 @@ def model_card(
     state = snapshot.state if isinstance(snapshot.state, dict) else {}
     values = _flat(state.get("config"))
     source = shlex.quote(redact(url))
-    export = f"python -m mingpt_ddp.snapshots export {source} step={snapshot.step}"
+    export = f"{command('snapshots')} export {source} step={snapshot.step}"
     export += f" to={shlex.quote(directory)} format={form}"
     front_matter = FRONT_MATTER.get(form, "")
     if license:
@@ -156,7 +157,7 @@ def training_commands(url: str) -> list[str]:
     if not isinstance(overrides, list) or not all(isinstance(each, str) for each in overrides):
         return []
     last = {key_of(override): override for override in overrides}  # a worker's have run.name twice
-    words = ["python", "main.py"]
+    words = [command()]
     for key, override in last.items():
         if key not in COMMAND_KEYS:
             words.append(shlex.quote(redact(override)))

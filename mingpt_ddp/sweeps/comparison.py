@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 
 from mingpt_ddp.config.config import effect_of
-from mingpt_ddp.errors import counted
+from mingpt_ddp.errors import command, counted
 from mingpt_ddp.metrics.objective import (
     LOSS,
     TEXT_KEYS,
@@ -65,7 +65,7 @@ def group_notes(groups: list[Group]) -> list[str]:
         count = counted(len(close), "other group")
         notes.append(
             f"the 95% intervals of {count} overlap that of the best: whether they differ, "
-            "`python -m mingpt_ddp.report DIR compare` tests"
+            f"`{command('report')} DIR compare` tests"
         )
     return notes
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from mingpt_ddp.config.config import PLACES, with_defaults
 from mingpt_ddp.config.hydra_utils import config_flags
-from mingpt_ddp.errors import DataError, RunError
+from mingpt_ddp.errors import DataError, RunError, command
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.metrics.objective import LOSS, Objective, loss_unit, objective_of
 from mingpt_ddp.storage.records import read_yaml
@@ -262,11 +262,10 @@ def identity(value: Value) -> Hashable:
 
 
 def command_line(job: Job) -> str:
-    """Return `python main.py key=value ...`, quoted for the shell and for Hydra.
+    """Return `mingpt-ddp train key=value ...`, or what `command` says, quoted for shell and Hydra.
 
     Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
-    start, run.name included: they continue the job, or repeat it under another run.name. Without
-    main.py in the current directory it is `python -m mingpt_ddp ...`.
+    start, run.name included: they continue the job, or repeat it under another run.name.
     """
     # the overrides may have the sweep's run.name, which is another run
     if "run.name" not in job.config:
@@ -288,8 +287,7 @@ def command_line(job: Job) -> str:
     if isinstance(name, str) and ("/" in name or len(named) > 1):
         words = [word for word in words if word not in named]
         words.append(f"run.name={hydra_value(name)}")
-    program = ["main.py"] if Path("main.py").exists() else ["-m", "mingpt_ddp"]
-    return shlex.join(["python", *program, *words])
+    return f"{command()} {shlex.join(words)}".rstrip()
 
 
 def _read_record(directory: Path, name: str) -> Any:

@@ -12,7 +12,7 @@ from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes, cores, count_cores
 from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, command
 from mingpt_ddp.metrics.objective import LOSS, Objective
 from mingpt_ddp.sweeps.sources import is_study
 from mingpt_ddp.sweeps.sweep_file import SweepFile
@@ -103,7 +103,7 @@ def _check_study(first: Config) -> None:
 
 def _check_lock_step(settings: SweepConfig) -> None:
     """Check what torchrun's ranks can do, which have no parent of all jobs."""
-    started = "python main.py -m ddp.nproc_per_node=N"
+    started = f"{command()} -m ddp.nproc_per_node=N"
     check(
         settings.parallel == 1,
         f"sweep.parallel={settings.parallel} needs a parent of all jobs: {started} ...",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mingpt_ddp.errors import command
 from mingpt_ddp.sweeps.formats import cut, short_names, shown
 from mingpt_ddp.sweeps.groups import Group, means_by_seed, replicates, seed_of
 from mingpt_ddp.sweeps.runs import Job, Value, varying
@@ -134,7 +135,7 @@ def _why_incomparable(one: Side, other: Side) -> str | None:
     if one.eval_steps != other.eval_steps:
         return (
             "they were measured on different parts of the validation split (trainer.eval_steps); "
-            "measure both with python -m mingpt_ddp.evaluate"
+            f"measure both with {command('evaluate')}"
         )
     return why_incomparable(one.values, other.values)
 

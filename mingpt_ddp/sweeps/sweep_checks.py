@@ -86,7 +86,8 @@ def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> li
     starts_workers = any(config.ddp.nproc_per_node for config in configs)
     check(
         not starts_workers or env.is_standalone or env.has_local_rank,
-        "ddp.nproc_per_node cannot sweep where RANK is set; use torchrun ... main.py -m ...",
+        "ddp.nproc_per_node cannot sweep where RANK is set; leave it out, and start the ranks with "
+        "torchrun",
     )
     check(
         len({(config.run.root, config.run.name) for config in configs}) == 1,

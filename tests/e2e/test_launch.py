@@ -415,7 +415,7 @@ def test_installed_wheel_contains_its_configuration(tmp_path):
     assert listed.splitlines()[-1].split()[:2] == ["12", "whole"]
     report = call([*console, "report", "outputs/wheel"], tmp_path, PYTHONPATH=str(site)).stdout
     assert report.endswith(
-        "python -m mingpt_ddp "
+        "mingpt-ddp train "
         + " ".join([*TINY, "run.name=wheel"])
         + "\nthe page is outputs/wheel/report.html\n"
     )

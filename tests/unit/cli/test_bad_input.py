@@ -768,8 +768,8 @@ def test_a_sweep_whose_jobs_start_workers_under_torchrun(program, cwd):
     """One of its jobs would start workers: no job starts."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     expected = (
-        "config error: ddp.nproc_per_node cannot sweep where RANK is set; use "
-        "torchrun ... main.py -m ..."
+        "config error: ddp.nproc_per_node cannot sweep where RANK is set; leave "
+        "it out, and start the ranks with torchrun"
     )
     check(program(["-m", "ddp.nproc_per_node=null,2"], cwd, **variables), expected)
 

@@ -178,7 +178,7 @@ def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
         loading, data, commands, configuration = blocks(card)
         assert len(loading) == 3 and str(target) in loading[1]
         assert data == [SHA256]
-        assert commands[0] == "python main.py model=gpt_nano 'data.path=a b.txt'"
+        assert commands[0] == "python -m mingpt_ddp model=gpt_nano 'data.path=a b.txt'"
         assert (
             commands[1]
             == f"python -m mingpt_ddp.snapshots export {url} step=4 to={target} format=safetensors"
@@ -238,4 +238,5 @@ def test_a_run_directory_without_a_readable_command(tmp_path, call):
     ):
         (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(content)
         assert call("export", tmp_path / "run", f"to={tmp_path}/{number}")[0] == 0
-        assert "main.py" not in (tmp_path / str(number) / "README.md").read_text()
+        card = (tmp_path / str(number) / "README.md").read_text()
+        assert [line.split()[2] for line in blocks(card)[2]] == ["mingpt_ddp.snapshots"]

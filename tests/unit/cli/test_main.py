@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
+import multiprocessing
 import runpy
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from tools import call_tool
 
 from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS, main
+from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.errors import command
 from mingpt_ddp.sweeps.schedule import SWEEPER
 
 PACKAGE = ROOT / "mingpt_ddp"
@@ -111,6 +115,47 @@ def test_a_command_gets_its_arguments(name, run):
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(
         "config error: stepp is not a key"
     )
+
+
+CONSOLE = "/env/bin/mingpt-ddp"
+
+
+@pytest.mark.parametrize(
+    ("program", "train", "report"),
+    [
+        (CONSOLE, "mingpt-ddp train", "mingpt-ddp report"),
+        (f"{ROOT}/main.py", f"python {ROOT}/main.py", "python -m mingpt_ddp.report"),
+        (f"{ROOT}/sample.py", "python -m mingpt_ddp", "python -m mingpt_ddp.report"),
+        (f"{PACKAGE}/__main__.py", "python -m mingpt_ddp", "python -m mingpt_ddp.report"),
+        ("main.py", "python -m mingpt_ddp", "python -m mingpt_ddp.report"),  # of somebody else
+    ],
+)
+def test_commands_are_named_as_they_are_typed(program, train, report, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [program])
+    assert (command(), command("report")) == (train, report)
+    first = hydra_utils.answer(["--help"]).splitlines()[0]
+    assert first.startswith(f"mingpt_ddp trains a small GPT: {train} [group=preset ...]")
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_workers_name_commands_as_their_parent(method, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [CONSOLE])
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply(command) == "mingpt-ddp train"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_installed_command_has_no_words_of_a_checkout(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [CONSOLE, name, "--help"])
+    if name == "train":
+        out = hydra_utils.answer(sys.argv[2:])
+    else:
+        with contextlib.suppress(SystemExit):
+            main.main()
+        out = capsys.readouterr().out
+    assert f"mingpt-ddp {name} " in out
+    assert "main.py" not in out and "python -m" not in out
 
 
 def test_help_lists_the_commands(run):

@@ -21,5 +21,5 @@ def test_the_commands_that_a_run_calls_are_not_published(tmp_path):
     card = model_card(
         Snapshot(5, {}, {}, {"config": config}), str(tmp_path), "safetensors", "out"
     ).decode()
-    assert "python main.py trainer.max_steps=5\n" in card and "run.seed=7" in card
+    assert "python -m mingpt_ddp trainer.max_steps=5\n" in card and "run.seed=7" in card
     assert "secret" not in card

@@ -76,7 +76,7 @@ def test_a_search_runs_in_batches_of_an_external_launcher(configure):
 @pytest.mark.parametrize("words", [["sweep.parallel=2"], ["sweep.parallel=auto"]])
 def test_torchrun_has_no_parent_of_all_jobs(words, configure):
     env = DistEnv(world_size=2, is_standalone=False)
-    with pytest.raises(ConfigError, match=r"needs a parent of all jobs: python main.py -m"):
+    with pytest.raises(ConfigError, match=r"needs a parent of all jobs: python -m mingpt_ddp -m"):
         check(configure(*words), env=env)
     with pytest.raises(ConfigError, match="all ranks fail alike"):
         check(configure("sweep.retries=1"), env=env)

@@ -591,8 +591,8 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
     run = fake_run(tmp_path / config["run"]["name"], overrides=overrides if recorded else None)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     command = command_line(read_jobs([tmp_path])[0])
-    python, main, *again = shlex.split(command)
-    assert (python, main) == ("python", "main.py")
+    python, m, package, *again = shlex.split(command)
+    assert (python, m, package) == ("python", "-m", "mingpt_ddp")
     output = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {shlex.join(again)}"], capture_output=True, text=True
     ).stdout
@@ -602,18 +602,14 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
 
 def test_a_single_run_keeps_its_name(tmp_path):
     run = fake_run(tmp_path / "study", overrides=["run.name=study"])
-    assert command_line(read_jobs([run])[0]) == "python main.py run.name=study"
+    assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
     overrides = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
     other = fake_run(
         tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=overrides
     )
-    assert command_line(read_jobs([other])[0]) == "python main.py optimizer.lr=2 optimizer.lr=1"
-
-
-def test_the_command_without_main_py(tmp_path, monkeypatch):
-    run = fake_run(tmp_path / "study", overrides=["run.name=study"])
-    monkeypatch.chdir(tmp_path)
-    assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
+    assert (
+        command_line(read_jobs([other])[0]) == "python -m mingpt_ddp optimizer.lr=2 optimizer.lr=1"
+    )
 
 
 def test_the_command_line_names_the_run_once(tmp_path):
@@ -623,7 +619,10 @@ def test_the_command_line_names_the_run_once(tmp_path):
         {"run.name": "study"},
         overrides=["optimizer.lr=2", "run.name=study", 'run.name="study"'],
     )
-    assert command_line(read_jobs([run])[0]) == "python main.py optimizer.lr=2 'run.name=\"study\"'"
+    assert (
+        command_line(read_jobs([run])[0])
+        == "python -m mingpt_ddp optimizer.lr=2 'run.name=\"study\"'"
+    )
 
 
 def test_no_command_line_of_another_run(tmp_path):
@@ -633,11 +632,11 @@ def test_no_command_line_of_another_run(tmp_path):
     run = fake_run(
         tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"]
     )
-    assert command_line(read_jobs([run])[0]) == "python main.py 'run.name=\"study/job\"'"
+    assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
     assert command_line(read_jobs([run])[0]) == NO_COMMAND
     text = report([run], tmp_path / "page.html")
-    assert "python main.py" not in text + Page(tmp_path / "page.html").text
+    assert "python -m mingpt_ddp" not in text + Page(tmp_path / "page.html").text
     assert "no command line" in text.splitlines()[-2]
 
 
@@ -650,22 +649,23 @@ def test_a_user_config_directory_is_in_the_command(tmp_path):
     record = {"hydra": {"job": {"config_name": "config"}, "runtime": {"config_sources": sources}}}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
     assert (
-        command_line(read_jobs([run])[0]) == "python main.py '--config-dir=/b presets' model=mine"
+        command_line(read_jobs([run])[0])
+        == "python -m mingpt_ddp '--config-dir=/b presets' model=mine"
     )
     sources[0]["path"] = str(tmp_path)
     record["hydra"]["job"] = {"config_name": "mine"}
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
     flags = f"--config-name=mine --config-path={tmp_path} '--config-dir=/b presets'"
-    assert command_line(read_jobs([run])[0]) == f"python main.py {flags} model=mine"
+    assert command_line(read_jobs([run])[0]) == f"python -m mingpt_ddp {flags} model=mine"
     sources[0]["path"] = "/" + "x" * 300  # a name that no filesystem takes
     (run / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump(record))
     assert (
         command_line(read_jobs([run])[0])
-        == "python main.py --config-name=mine '--config-dir=/b presets' model=mine"
+        == "python -m mingpt_ddp --config-name=mine '--config-dir=/b presets' model=mine"
     )
     for broken in ("", "[]", "hydra: {runtime: 1}", "hydra: {runtime: {config_sources: [1]}}", "{"):
         (run / ".hydra" / "hydra.yaml").write_text(broken)
-        assert command_line(read_jobs([run])[0]) == "python main.py model=mine"
+        assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp model=mine"
 
 
 def test_any_text_survives_hydra():
