@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 RESULT = "result.json"
 ATTEMPT = "attempt.json"
+SWEEP = "sweep.json"  # in the directory of a sweep
 MAX_FAILURES = 10**6  # of attempts of a run; more are no count
 PARTIAL_FILES = (
     ".config*.partial",
@@ -116,10 +117,12 @@ class RunDirectory:
         Delete partial files of an owner that was killed.
 
         Raises:
-            RunError: another process has locked it, it is not writable, or it has a symbolic link
-                where a run writes.
+            RunError: another process has locked it, it is not writable or a sweep's, or it has a
+                symbolic link where a run writes.
         """
         self.path = path
+        if (path / SWEEP).exists():
+            raise RunError(f"{path} is the directory of a sweep; choose another run.name")
         for entry in [*path.glob("*"), *path.glob("tensorboard/*")]:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
                 raise RunError(

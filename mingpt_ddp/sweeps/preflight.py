@@ -16,6 +16,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import count_cores
@@ -27,6 +28,7 @@ from mingpt_ddp.metrics.objective import (
     objective_of,
 )
 from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.sweeps.runs import is_run
 from mingpt_ddp.sweeps.schedule import check_schedule, has_own_sweeper, plan_slots
 from mingpt_ddp.sweeps.sources import in_lock_step, is_study, number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -82,6 +84,12 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     if is_ours and not sweep.uses_external_launcher:
         sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
         sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
+    if first.run.name is not None:
+        is_mixed = env.call_on_rank_zero(lambda: is_run(sweep.directory))
+        check(
+            not is_mixed,
+            f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
+        )
     open_source = partial(source_of, sweep.settings, overrides, first, sweep.directory)
     if is_ours:
         env.call_on_rank_zero(open_source)  # refuses before anything is written

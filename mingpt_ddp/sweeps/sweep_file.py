@@ -7,9 +7,9 @@ from typing import Any
 
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.records import dump_json, read_json
+from mingpt_ddp.storage.run_dir import SWEEP
 from mingpt_ddp.storage.storage import atomic_write
 
-FILE = "sweep.json"
 MAX_CORES = 1 << 12  # and threads: torch cannot start any number of them
 
 
@@ -34,7 +34,7 @@ class SweepFile:
         Args:
             directory: of the sweep; None: it has none of its own, and nothing is kept.
         """
-        self._path = directory / FILE if directory else None
+        self._path = directory / SWEEP if directory else None
         self._values = read_json(self._path) if self._path else {}
 
     @property

@@ -813,6 +813,23 @@ def test_a_path_of_another_kind_instead_of_a_file(name, kind, cwd):
         assert "Traceback" not in outcome.text
 
 
+def test_a_sweep_is_not_mixed_with_a_run(program, cwd):
+    """In a run's directory it would list that run among its jobs, and a run in a sweep's too."""
+    run, sweep = cwd / "outputs" / "run", cwd / "outputs" / "sweep"
+    for file in (run / "result.json", sweep / "sweep.json"):
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+    outcome = program(["-m", "run.name=run", "run.seed=1,2", "trainer.max_steps=1"], cwd)
+    check(outcome, "config error: run.name=run names a single run, not a sweep; choose another")
+    args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 run.name=sweep"
+    outcome = run_alone([*args.split(), "trainer.max_epochs=null"], cwd)
+    assert outcome.code == 2, outcome.text
+    assert outcome.lines[-1] == (
+        "run error: outputs/sweep is the directory of a sweep; choose another run.name"
+    )
+    assert [*map(os.listdir, (run, sweep))] == [["result.json"], ["sweep.json"]]
+
+
 def test_a_valid_run_is_distinguished(cwd):
     """The same call with valid input trains and writes a run, so the checks above can fail."""
     args = (

@@ -17,12 +17,13 @@ from mingpt_ddp.distributed import rendezvous
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
+from mingpt_ddp.storage.run_dir import SWEEP
 from mingpt_ddp.sweeps import schedule
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, plan_slots
 from mingpt_ddp.sweeps.sources import Grid, LockStep
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.sweeps.sweep_file import FILE, Failure, SweepFile
+from mingpt_ddp.sweeps.sweep_file import Failure, SweepFile
 
 LOCAL = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
@@ -166,7 +167,7 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
     ["", "[", "[]", '{"cores": "2", "threads": [1], "failures": 3}', '{"failures": {"a": 1}}'],
 )
 def test_a_damaged_file_counts_as_none(content, tmp_path):
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / SWEEP).write_text(content)
     file = SweepFile(tmp_path)
     assert (file.cores, file.failures) == (None, [])
     assert file.threads(1, 2) == 2
