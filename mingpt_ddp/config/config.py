@@ -211,7 +211,7 @@ def explain_value(error: OmegaConfBaseException) -> str:
     """Return what is wrong with a value, as one line that begins with its key."""
     key = f"{error.full_key}: " if error.full_key else ""
     first = str(error).splitlines()[0]
-    return key + re.sub(r"^\w+ raised while resolving interpolation: ", "", first)
+    return key + re.sub(r"^\w+ (raised )?while resolving interpolation: ", "", first)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:

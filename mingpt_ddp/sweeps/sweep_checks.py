@@ -1,6 +1,7 @@
 """The checks of a sweep before its first job: Hydra's settings, the overrides, the values."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
@@ -27,16 +28,17 @@ def check_hydra_keys(config: DictConfig) -> None:
         "hydra.job.chdir=true would move the jobs away from run.root; leave it out",
     )
     check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
-    fixed = {
-        "run.dir": ".",
-        "sweep.dir": str(config.run.root),
-        "sweep.subdir": ".",
-        "output_subdir": None,
-    }
-    for key, only in fixed.items():
-        value = OmegaConf.select(config, f"hydra.{key}")
+    # as they are written: an interpolation may have no value before a job runs
+    hydra: Any = OmegaConf.to_container(config.hydra, resolve=False)
+    run, sweep = hydra["run"], hydra["sweep"]
+    for key, value, *allowed in (
+        ("run.dir", run["dir"], "."),
+        ("sweep.dir", sweep["dir"], "${run.root}", str(config.run.root)),
+        ("sweep.subdir", sweep["subdir"], "."),
+        ("output_subdir", hydra["output_subdir"], None),
+    ):
         check(
-            value == only,
+            value in allowed,
             f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory",
         )
     size = OmegaConf.select(config, "hydra.sweeper.max_batch_size")

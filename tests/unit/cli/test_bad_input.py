@@ -485,6 +485,14 @@ CASES = [
         "config error: hydra.run.dir=/nowhere/x has no effect here: run.root and run.name set",
     ),
     ("hydra.output_subdir=.hydra", "config error: hydra.output_subdir=.hydra has no effect here"),
+    (
+        "'hydra.run.dir=x${hydra.job.num}'",
+        "config error: hydra.run.dir=x${hydra.job.num} has no effect here: run.root and run.name",
+    ),
+    (
+        "data=mnist 'data.name=${data.path}'",
+        "config error: data.name: Missing mandatory value: data.path",
+    ),
     ("hydra.verbose=true", "config error: hydra.verbose has no effect here"),
     ("optimizer.lr = 1e-3", "config error: optimizer.lr: write key=value without spaces around ="),
     ("optimizer.lr= 1e-3", "config error: 1e-3: write key=value without spaces around ="),
@@ -595,6 +603,10 @@ CASES = [
         "--config-dir extra experiment=deep",
         "config error: a value on the command line or in a configuration file is",
     ),
+    (
+        f"data.path={'[' * 2000}{']' * 2000}",
+        "config error: a value on the command line or in a configuration file is nested too deep",
+    ),
 ]
 
 SWEEPS = [
@@ -642,6 +654,10 @@ SWEEPS = [
     (
         "-m hydra.sweep.dir=jobs run.seed=1,2",
         "config error: hydra.sweep.dir=jobs has no effect here: run.root and",
+    ),
+    (
+        "-m 'hydra.sweep.subdir=x${hydra.job.num}' run.seed=1,2",
+        "config error: hydra.sweep.subdir=x${hydra.job.num} has no effect here: run.root and",
     ),
     (
         "-m hydra.output_subdir=x run.seed=1,2",
