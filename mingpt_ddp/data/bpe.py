@@ -133,8 +133,10 @@ def library() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        advice = "install it with pip install '.[tokenizers]', or use data.tokenizer=char or byte"
-        raise ConfigError(f"a BPE tokenizer needs the library tokenizers; {advice}") from error
+        raise ConfigError(
+            "a BPE tokenizer needs tokenizers; pip install 'mingpt_ddp[tokenizers]', or use "
+            "data.tokenizer=char or byte"
+        ) from error
     return tokenizers
 
 

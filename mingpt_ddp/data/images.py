@@ -93,7 +93,7 @@ def digits(config: DigitsConfig) -> Datasets:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise DataError(
-            "data=digits needs scikit-learn: pip install 'mingpt-ddp[digits]'"
+            "data=digits needs scikit-learn; pip install 'mingpt_ddp[digits]'"
         ) from error
     found = load_digits()
     n = len(found.target)

@@ -235,7 +235,7 @@ def test_the_name_of_a_model_is_no_path():
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[tokenizers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'mingpt_ddp\[tokenizers\]'"):
         train_bpe(iter([TEXT]), 300)
 
 

@@ -1,0 +1,130 @@
+"""Every advice to install something, in code and docs: the extra exists and has what it is for."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+from launching import ROOT
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from mingpt_ddp.config.hydra_utils import PLUGINS
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
+from mingpt_ddp.storage.urls import check_url
+
+pytestmark = pytest.mark.integration
+
+SHIPPED = ("mingpt_ddp", "hydra_plugins", "conf")  # in a wheel, where `.` is no checkout
+READ = (*SHIPPED, "docs", "README.md", "CONTRIBUTING.md", "data/README.md")
+EXTRA = re.compile(r"'(mingpt[-_]ddp|\.)\[(.+?)\]'")
+NEEDED = re.compile(r"needs? ([A-Za-z][\w-]*)[^'\"\n]* pip install '[^']*\[([\w,]+)\]'")
+BARE = re.compile(r"pip install ([a-z][\w-]*(?: [a-z][\w-]*)*)")
+# What the braces of an f-string become.
+FILLED = {"{name}": TRACKERS, "{PLUGINS[plugin[2]]}": PLUGINS.values()}
+NO_EXTRA = {"pandas"}  # docs/python.md says so
+
+
+def requirements() -> dict[str, set[str]]:
+    """Return the names of the distributions of each extra."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    extras = {}
+    for name, lines in setup["options.extras_require"].items():
+        required = [Requirement(line) for line in lines.splitlines() if line]
+        extras[name] = {canonicalize_name(one.name) for one in required}
+    return extras
+
+
+EXTRAS = requirements()
+
+
+def is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def problems(text: str, is_shipped: bool = True) -> Iterator[str]:
+    """Yield what is wrong with each advice in a text."""
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # the parts of a string
+    for package, names in EXTRA.findall(text):
+        if package != "mingpt_ddp" and (is_shipped or package != "."):
+            yield f"{package}[{names}] is no name of the installed package"
+        for extra in FILLED.get(names, names.split(",")):
+            if extra not in EXTRAS:
+                yield f"there is no extra {extra}"
+            elif missing := [name for name in EXTRAS[extra] if not is_installed(name)]:
+                yield f"of the extra {extra} {missing} are not installed here"
+    for name, extra in NEEDED.findall(text):
+        if canonicalize_name(name) not in EXTRAS.get(extra, ()):
+            yield f"the extra {extra} has no {name}"
+    for names in BARE.findall(text):
+        for name in {*names.split()} - NO_EXTRA:
+            if not is_installed(name):
+                yield f"{name} is not installed here"
+
+
+def texts() -> dict[str, str]:
+    found = {}
+    for name in READ:
+        path = ROOT / name
+        for file in [path] if path.is_file() else path.rglob("*"):
+            if file.suffix in (".py", ".md", ".yaml", ".txt", ".ipynb", ".html"):
+                found[str(file.relative_to(ROOT))] = file.read_text()
+    return found
+
+
+def test_every_advice_can_be_followed():
+    wrong = []
+    for name, text in texts().items():
+        wrong += [f"{name}: {problem}" for problem in problems(text, name.startswith(SHIPPED))]
+    assert wrong == []
+    found = "".join(texts().values())
+    assert len(EXTRA.findall(found)) > 30 and len(NEEDED.findall(found)) >= 5
+    for name in TRACKERS:
+        assert importlib.util.find_spec(name)
+
+
+@pytest.mark.parametrize(
+    ("advice", "problem"),
+    [
+        ("pip install 'mingpt_ddp[gcs]'", "there is no extra gcs"),
+        ("pip install 'mingpt_ddp[s3,gcs]'", "there is no extra gcs"),
+        ("pip install 'mingpt_ddp[{kind}]'", "there is no extra {kind}"),
+        ("pip install '.[s3]'", ".[s3] is no name of the installed package"),
+        ("it needs plotly; pip install 'mingpt_ddp[s3]'", "the extra s3 has no plotly"),
+        ("pip install no-such-package", "no-such-package is not installed here"),
+    ],
+)
+def test_a_wrong_advice_is_found(advice, problem):
+    assert [*problems(advice)] == [problem]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "module", "advice"),
+    [
+        ("s3", "s3fs", "pip install 'mingpt_ddp[s3]'"),
+        ("hf", "huggingface_hub", "huggingface_hub"),
+        ("gs", "gcsfs", "gcsfs"),
+        ("gcs", "gcsfs", "gcsfs"),
+        ("az", "adlfs", "adlfs"),
+        ("abfs", "adlfs", "adlfs"),
+        ("sftp", "paramiko", "paramiko"),
+        ("hdfs", "pyarrow", "pyarrow"),
+    ],
+)
+def test_the_package_of_a_protocol(protocol, module, advice, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    with pytest.raises(ConfigError, match=rf"data.path=\S+ {protocol}:// is not installed; ") as no:
+        check_url(f"{protocol}://bucket/text.txt", "data.path")
+    assert advice in str(no.value).partition("; ")[2]
