@@ -28,6 +28,7 @@ from mingpt_ddp.cli.arguments import answer, human_size, parse_value
 from mingpt_ddp.cli.train_job import prepare
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.fields import PositiveInt
+from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
@@ -72,7 +73,7 @@ def main() -> None:
         except Exception as error:
             if composed:  # not from Hydra
                 raise
-            raise ConfigError(hydra_utils.explain(error)) from error
+            raise ConfigError(explain(error)) from error
         if text:
             echo(text)
     exit_process(None, 0)

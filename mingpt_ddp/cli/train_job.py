@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import refuse_credentials
 from mingpt_ddp.config.worker_config import run_composed
 from mingpt_ddp.distributed import logs
@@ -96,7 +97,7 @@ def main(composed: DictConfig | None = None) -> None:
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if type(error).__module__.startswith(("submitit.", "ray.")):
             exits.user_error(RunError(str(error)))
-        exits.user_error(ConfigError(hydra_utils.explain(error)))
+        exits.user_error(ConfigError(explain(error)))
     logs.to_console(exits.env)
     sweep.finish()
     # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun

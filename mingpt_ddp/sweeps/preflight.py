@@ -16,6 +16,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
@@ -60,7 +61,7 @@ def _exit_on_error() -> Iterator[None]:
         yield
     except Exception as error:
         if not isinstance(error, UserError):
-            error = ConfigError(hydra_utils.explain(error))
+            error = ConfigError(explain(error))
         ProcessExit().user_error(error)
 
 

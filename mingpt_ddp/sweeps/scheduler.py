@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.distributed.exit import USER_ERROR
 from mingpt_ddp.distributed.launcher import Ended, run_workers
 from mingpt_ddp.distributed.machine import check_machine
@@ -147,7 +147,7 @@ class Scheduler:
             raise
         except Exception as error:
             if not isinstance(error, UserError):
-                error = ConfigError(hydra_utils.explain(error))
+                error = ConfigError(explain(error))
             job = Job(number, self._source.label(number))
             raise sweep.record_failed(job, str(error), USER_ERROR) from error
 

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import check_machine
@@ -81,7 +82,7 @@ def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> li
             composed = compose(hydra.job.config_name, job)
             configs.append(hydra_utils.to_config(composed, hydra, job))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(hydra_utils.explain(error)) from error
+        raise ConfigError(explain(error)) from error
     for config in configs:
         if config.ddp.nproc_per_node != "gpu":
             check_machine(config)

@@ -13,6 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.errors import JobError
 from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
 from mingpt_ddp.sweeps.job import Job
@@ -110,7 +111,7 @@ def _reason(returned: object) -> str:
     try:
         _ = returned.return_value  # type: ignore[attr-defined]
     except Exception as error:
-        return hydra_utils.explain(error)
+        return explain(error)
     return "its directory has no result.json here"
 
 

@@ -14,7 +14,7 @@ from launching import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from mingpt_ddp.config.hydra_utils import PLUGINS
+from mingpt_ddp.config.hydra_errors import PLUGINS
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
 from mingpt_ddp.storage.urls import check_url
