@@ -8,7 +8,7 @@ snapshot        a run directory, its snapshots or one of them; a path or any fss
                 several: the loss of each, and the metrics of the mean of their probabilities; or the metrics of each,
                 if they have no mean: other tokenizers (compare bits_per_byte), context lengths, or a regression
 step            newest (the default), best (lowest validation loss) or a number
-split           val (the default) or test
+split           val (the default) or test: all of it, also where training measures only trainer.eval_steps
 data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
 device          auto (the default: the GPU if there is one), cpu or cuda
 precision       auto (the default: as in training on this device), fp32, bf16 or fp16

@@ -239,7 +239,9 @@ class DataConfig(UserCodeConfig):
     @property
     def source(self) -> str:
         """The key that says where the one text is, with its value, for messages."""
-        return f"data.reader={self.reader}" if self.path is None else f"data.path={self.path}"
+        if self.path is None:
+            return f"data.reader={self.reader}"
+        return f"data.{'sources' if self.sources else 'path'}={self.path}"
 
     @property
     def label(self) -> str:

@@ -82,8 +82,7 @@ def text_head(path: str, size: int) -> bytes:
 def _check_count(count: int) -> None:
     if count > MAX_MEMBERS:
         raise DataError(
-            f"an archive may have {MAX_MEMBERS:,} files; unpack it and give the directory as "
-            "data.path"
+            f"an archive may have {MAX_MEMBERS:,} files; unpack it and name the directory"
         )
 
 

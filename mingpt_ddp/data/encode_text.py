@@ -43,7 +43,7 @@ from mingpt_ddp.storage.storage import atomic_write, sync_directory
 class Source:
     """A text to encode."""
 
-    config: DataConfig  # data.path is this text
+    config: DataConfig  # its path is this text
     open: OpenBytes
     sha256: str
     contents: Contents

@@ -48,7 +48,8 @@ def prepare_all(
                 sources = _open_all(text, cache.root, is_new)
                 encoded[name] = _prepare(sources, text, tokenizer, cache, is_new)
             except DataError as error:
-                raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
+                message = str(error.args[0]).replace("data.path=", "")
+                raise DataError(f"data.val_paths.{name}: {message}") from error
     except UserError:
         cache.discard()
         raise
@@ -125,7 +126,7 @@ def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
     """Open the one text, or those of `data.sources`; what is new must look like a text."""
     paths: list[str | None] = [path for path, _ in config.sources or ()]
     paths = paths or [config.path]
-    return [_open(replace(config, path=path, sources=None), cache, is_new) for path in paths]
+    return [_open(replace(config, path=path), cache, is_new) for path in paths]
 
 
 def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
@@ -147,7 +148,7 @@ def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
         reason = str(error) or type(error).__name__
         message = f"cannot read {config.source} ({reason[:200]})"
         if "://" in config.source:
-            message += "; without a network, set data.path to a local copy"
+            message += "; without a network, name a local copy"
         raise DataError(message) from error
 
 

@@ -54,7 +54,7 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
         check: called with a download before it is kept; raises to refuse it.
 
     Raises:
-        DataError: there is no text at `data.path`.
+        DataError: there is no text there.
     """
     if config.reader is not None:
         return Text(partial(_stream, lambda: _read_pieces(config)), Contents(config.source))
@@ -74,14 +74,14 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
     elif os.path.isdir(name):
         if os.path.realpath(name) == os.sep:  # files without end, as in /proc
             raise DataError(
-                f"data.path={config.path} is the root of the file system; name a directory of texts"
+                f"{config.source} is the root of the file system; name a directory of texts"
             )
         paths = []
         for at, _, files in os.walk(name):
             paths += [Path(at, file).relative_to(name).as_posix() for file in files]
         return _joined_files(config, Path(name), sorted(paths))
     elif os.path.exists(name) and not os.path.isfile(name):
-        raise DataError(f"data.path={config.path} is not a regular file")
+        raise DataError(f"{config.source} is not a regular file")
     return _open_file(config, name)
 
 

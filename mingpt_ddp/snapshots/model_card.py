@@ -84,7 +84,7 @@ def model_card(
         "Losses are mean cross-entropy in nats.",
         "\n".join(table),
         "## Data",
-        "SHA-256 of the content of `data.path`:",
+        "SHA-256 of its content:",
         _block([sha256]),
         "## Commands",
         _block([*training_commands(url), export]),

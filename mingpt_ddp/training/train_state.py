@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 NOT_IN_IDENTITY = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model
 # its content counts, wherever it comes from
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
-DATA_SHA256 = "data.path (the content's SHA-256)"
+DATA_SHA256 = "the content of the data (SHA-256)"
 # what reading an untrusted state may raise
 INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
 

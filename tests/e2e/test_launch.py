@@ -237,7 +237,7 @@ def test_resume_with_another_model_or_text_is_refused(pair):
         cwd,
     )
     assert done.returncode == 2
-    assert "data.path (the content's SHA-256)" in done.stdout
+    assert "the content of the data (SHA-256)" in done.stdout
     assert weights(cwd / "outputs" / "pair") == before
 
 

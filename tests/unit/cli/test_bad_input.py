@@ -372,7 +372,7 @@ CASES = [
     ),
     (
         "data=text_file data.sources=[[good.txt,1],[docs.jsonl,1]]",
-        "data error: data.path=docs.jsonl looks like JSON Lines, not text; read it with a reader",
+        "data error: data.sources=docs.jsonl looks like JSON Lines, not text; read it with a",
     ),
     (
         text_file("shards"),
@@ -523,8 +523,17 @@ CASES = [
     ("trainer.batch_size=1000000", "data error: the training text has "),
     (
         "data.val_paths={a:nowhere}",
-        "data error: data.val_paths.a: data.path=nowhere: there is no such file",
+        "data error: data.val_paths.a: nowhere: there is no such file",
     ),
+    (
+        "data.sources=[[good.txt,1],[nowhere,1]]",
+        "data error: data.sources=nowhere: there is no such file",
+    ),
+    (
+        "data.sources=[[good.txt,1],[empty.txt,1]]",
+        "data error: data.sources=empty.txt is empty",
+    ),
+    ("data.sources=[[/,1]]", "data error: data.sources=/ is the root of the file system; name a"),
     (
         "run.init_from=gpt2",
         "snapshot error: run.init_from=gpt2 does not exist; name the directory of a run, ",

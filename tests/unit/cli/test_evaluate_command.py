@@ -47,6 +47,11 @@ def test_every_run_is_measured_on_the_split_of_the_first():
     )
 
 
+def test_all_of_the_split_is_measured():
+    own = state("trainer.eval_steps=1")
+    assert _run_config(EvaluateConfig(["a"]), "a", own).trainer.eval_steps is None
+
+
 def test_runs_of_different_tasks_are_refused():
     with pytest.raises(
         SnapshotError,

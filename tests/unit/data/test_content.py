@@ -237,11 +237,11 @@ def test_sources_and_validation_texts_are_looked_at(settings, tmp_path):
     prose = settings(PROSE)
     sources = [(str(prose.path), 1.0), (str(tmp_path / "a.jsonl"), 1.0)]
     mixed = replace(prose, path=None, sources=sources)
-    with pytest.raises(DataError, match=r"^data error: data.path=\S+a.jsonl looks like JSON"):
+    with pytest.raises(DataError, match=r"^data error: data.sources=\S+a.jsonl looks like JSON"):
         prepare_all(mixed)
     assert prepare_all(replace(mixed, format="text"))[""].parts
     measured = replace(prose, tokenizer="byte", val_paths={"other": str(tmp_path / "a.jsonl")})
-    with pytest.raises(DataError, match=r"data.val_paths.other: data.path=\S+ looks like JSON"):
+    with pytest.raises(DataError, match=r"data.val_paths.other: \S+ looks like JSON"):
         prepare_all(measured)
     assert prepare_all(replace(measured, format="text"))["other"].length == len(JSONL)
 

@@ -122,7 +122,7 @@ def test_another_optimizer(config):
 
 def test_another_text(config):
     with pytest.raises(
-        SnapshotError, match=r"data.path \(the content's SHA-256\) \(1111111111111111 there, 2222"
+        SnapshotError, match=r"the content of the data \(SHA-256\) \(1111111111111111 there, 2222"
     ):
         check_state(
             8,
