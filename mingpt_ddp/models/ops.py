@@ -82,8 +82,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
         return _blockwise_attention(q, k, v, dropout)
     T = q.shape[2]
     S = k.shape[2]
-    if T == S or T == 1:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=T > 1)
+    if T == S:  # first: in a torch.export T is symbolic, and is_causal must be a plain bool
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+    if T == 1:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
     is_visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, dropout_p=dropout)
 
@@ -164,10 +166,11 @@ def norm_and_shift(x: Tensor, share: Tensor) -> Tensor:
         x: (B, T, C).
         share: (C,).
     """
-    if is_on_cpu(x) and torch.is_grad_enabled():
+    if is_on_cpu(x) and torch.is_grad_enabled() and not torch.compiler.is_exporting():
         return _NormAndShift.apply(x, share)
     y = rms_norm(x)
-    previous = F.pad(y[:, :-1], (0, 0, 1, 0))
+    # not of y[:, :-1]: torch.export would forbid the length whose slice has one position
+    previous = F.pad(y, (0, 0, 1, -1))
     return torch.addcmul(y, previous, share.to(y.dtype))
 
 

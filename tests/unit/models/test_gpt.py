@@ -134,6 +134,38 @@ def test_more_tokens_than_the_context_length_are_refused(model):
         model.decode(random_tokens(length=1), model.new_cache(2, torch.float32), T)
 
 
+# Graphs for other programs
+
+
+@pytest.mark.parametrize("model", [config(), NGRAMS], indirect=True, ids=["gpt", "ngrams"])
+def test_a_graph_of_torch_export_takes_any_length(model):
+    """And any number of sequences; the graph records no gradients, though they are on."""
+    sizes = {0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=1, max=T)}
+    program = torch.export.export(
+        model, (random_tokens(length=5),), dynamic_shapes={"tokens": sizes}
+    )
+    for batch, length in ((1, 1), (2, 2), (3, 3), (2, T)):
+        tokens = random_tokens(batch, length)
+        torch.testing.assert_close(program.module()(tokens), model(tokens), atol=1e-6, rtol=0)
+
+
+@pytest.mark.integration
+def test_onnx_runtime_gives_the_same_logits(model, tmp_path):
+    import onnxruntime
+
+    sizes = {0: "batch", 1: "length"}
+    program = torch.onnx.export(
+        model, (random_tokens(length=5),), dynamic_shapes={"tokens": sizes}, dynamo=True
+    )
+    program.save(tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for batch, length in ((1, 1), (2, 2), (3, 3), (2, T)):
+        tokens = random_tokens(batch, length)
+        [logits] = session.run(None, {"tokens": tokens.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.tensor(logits), model(tokens), atol=1e-4, rtol=0)
+
+
 # GPT-2
 
 NAMES = {
