@@ -13,6 +13,8 @@ from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
+from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
@@ -20,6 +22,7 @@ from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.transformers_export import EXACT
 
 VOCABULARY = "\n abc"
 SHA256 = "5e" * 32  # of the text
@@ -124,6 +127,32 @@ def model_snapshot(step: int, **state: Any) -> Snapshot:
     return Snapshot(
         step, model, {"norm.weight:step": torch.tensor(float(step))}, {**written, **state}
     )
+
+
+def bpe_with_special(*names: str) -> BPETokenizer:
+    """Return a BPE tokenizer with special tokens after its own."""
+    values = json.loads(train_bpe(iter(["to be or not to be " * 9]), 270).json)
+    size = len(values["model"]["vocab"])
+    values["added_tokens"] = [
+        {"id": size + i, "content": name, "special": True, **EXACT} for i, name in enumerate(names)
+    ]
+    return BPETokenizer(json.dumps(values))
+
+
+def random_snapshot(tokenizer: Tokenizer, *overrides: str, **state: Any) -> Snapshot:
+    """Make a snapshot of random weights, far from zero, with a context of 16 tokens.
+
+    `state` replaces parts of its state.json.
+    """
+    words = ["data.block_size=16", *overrides]
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
+        config = from_mapping(to_plain(compose("config", words)))
+    torch.manual_seed(0)
+    model = build_model(config.model, tokenizer.vocab_size, config.data.block_size)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    written = {"config": config.to_dict(), **tokenizer.state()}
+    return Snapshot(4, model_state(model), {}, {**written, **state})
 
 
 def filled(run: str, *snapshots: Snapshot | int) -> SnapshotStore:

@@ -23,10 +23,23 @@ from mingpt_ddp.snapshots.load_model import build_around, read_model_spec
 from mingpt_ddp.storage.storage import Content
 
 ANY_CHARACTER = r"[\s\S]"  # line feeds too
-# no token ends a text
+# transformers' defaults are GPT-2's
 NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+# What tokenizers call the token before and after a text; tokenizer.json does not say which it is.
+BEGIN_NAMES = (
+    "<s>",
+    "<bos>",
+    "<|bos|>",
+    "[BOS]",
+    "<|begin_of_text|>",
+    "<|startoftext|>",
+    "<|endoftext|>",  # GPT-2 has one token for both
+)
+END_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
 MODELING = "modeling_modern.py"
 PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
+# An added token that stands for its own characters and no others.
+EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 GPT2_NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -65,12 +78,15 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
     spec = read_model_spec(snapshot.state)
     model = build_around(spec.config(), spec.sizes, snapshot.model)
     converted = CONVERTERS[architecture](model)
+    special = _special_tokens(spec.tokenizer)
+    ends = _begin_and_end(special)
     config = {
         **converted.config,
         "vocab_size": spec.tokenizer.vocab_size,
         "dtype": "float32",
         "torch_dtype": "float32",
         **NOT_SPECIAL,
+        **{f"{kind}_id": special[name] for kind, name in ends.items()},
     }
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -79,6 +95,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         "model_max_length": spec.block_size,
         "padding_side": "left",  # new tokens follow the last column
         **padding(spec.tokenizer),
+        **ends,
     }
     return {
         "config.json": _json(config),
@@ -107,12 +124,32 @@ def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     # tokenizer_json declares it; the empty map keeps transformers from making it special
     if "vocabulary" in state:
         return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
-    tokens = json.loads(state["tokenizer"].get("json", "{}")).get("added_tokens") or ()
-    special = [token["content"] for token in tokens if token.get("special")]
+    special = [*_special_tokens(tokenizer)]
     if special:  # as for GPT-2; prefer one that is meant for it
         named = [name for name in special if "pad" in name.lower()]
         return {"pad_token": (named or special)[0]}
     return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
+
+
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the special tokens by name; characters and bytes have none."""
+    kept = tokenizer.state().get("tokenizer", {})
+    added = json.loads(kept.get("json", "{}")).get("added_tokens") or ()
+    return {token["content"]: token["id"] for token in added if token.get("special")}
+
+
+def _begin_and_end(special: dict[str, int]) -> dict[str, str]:
+    """Return the names of the tokens before and after a text, as bos_token and eos_token.
+
+    Args:
+        special: ids by name.
+    """
+    found = {}
+    for kind, names in (("bos_token", BEGIN_NAMES), ("eos_token", END_NAMES)):
+        known = [name for name in names if name in special]
+        if known:
+            found[kind] = known[0]
+    return found
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> bytes:
@@ -151,10 +188,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         "id": len(vocabulary) - 1,
         "content": vocabulary[-1:],
         "special": False,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
+        **EXACT,
     }
     ids = {character: i for i, character in enumerate(vocabulary)}
     # No token has the empty name, so that a character that the model does not know is an error.

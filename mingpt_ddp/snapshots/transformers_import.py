@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mingpt_ddp.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
-from mingpt_ddp.snapshots.transformers_export import GPT2_NAMES, PADDING_BYTE
+from mingpt_ddp.snapshots.transformers_export import EXACT, GPT2_NAMES, PADDING_BYTE
 from mingpt_ddp.storage.storage import Storage
 
 NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
@@ -21,6 +21,7 @@ BYTE_LEVEL: dict[str, Any] = {
     "trim_offsets": True,
     "use_regex": True,
 }
+END = "<|endoftext|>"
 ALLOWED = {  # values, the default first, that models/gpt.py computes
     "model_type": ("gpt2",),
     "layer_norm_epsilon": (1e-5,),
@@ -112,9 +113,16 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
         merges = [line for line in lines if line and not line.startswith("#version")]
         vocab = load_json(storage.read("vocab.json", MAX_STATE_BYTES))
         model = {"type": "BPE", "vocab": vocab, "merges": merges}
-        text = json.dumps(
-            {"version": "1.0", "model": model, "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL}
-        )
+        values = {
+            "version": "1.0",
+            "model": model,
+            "pre_tokenizer": BYTE_LEVEL,
+            "decoder": BYTE_LEVEL,
+        }
+        if END in vocab:  # the files do not say that it is special
+            end = {"id": vocab[END], "content": END, "special": True, **EXACT}
+            values["added_tokens"] = [end]
+        text = json.dumps(values)
     else:
         return None
     tokenizer = BPETokenizer(text)

@@ -9,40 +9,27 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hydra import compose, initialize_config_dir
+from snapshot_helpers import bpe_with_special, random_snapshot
 from tokenizers import Tokenizer as TokenizersTokenizer
 from torch.nn import functional as F
 
-from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.bpe import train_bpe
 from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer
 from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.state_dict import model_state
-from mingpt_ddp.snapshots.transformers_export import MODELING, tokenizer_json, transformers_files
+from mingpt_ddp.snapshots.transformers_export import (
+    MODELING,
+    tokenizer_json,
+    transformers_files,
+)
 
 # Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
 # characters, and what tokenizers and JSON treat as special.
 ODD = "\n\r\t a\u00a0\u3000e\u0301é😀\u200d\x00\x85\ufeff\"\\'<|/>#[]Ġ▁"
 BLOCK_SIZE = 16
-
-
-def snapshot(*overrides: str, **state: Any) -> Snapshot:
-    """Make a snapshot of random weights; `state` replaces parts of its state.json."""
-    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        config = from_mapping(
-            to_plain(compose("config", [f"data.block_size={BLOCK_SIZE}", *overrides]))
-        )
-    torch.manual_seed(0)
-    model = build_model(config.model, len(ODD), BLOCK_SIZE)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return Snapshot(
-        4, model_state(model), {}, {"config": config.to_dict(), "vocabulary": ODD, **state}
-    )
 
 
 def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -77,7 +64,7 @@ def gpt2(config: dict[str, Any], t: dict[str, torch.Tensor], tokens: torch.Tenso
     "how", [["model.bias=false"], ["model.bias=true", "model.activation=gelu_tanh"]]
 )
 def test_gpt_is_gpt2(how):
-    saved = snapshot("model=gpt_nano", *how)
+    saved = random_snapshot(CharTokenizer(ODD), "model=gpt_nano", *how)
     files = transformers_files(saved)
     assert {*files} == {
         "config.json",
@@ -106,7 +93,7 @@ def test_gpt_is_gpt2(how):
 
 def test_modern_brings_its_code():
     """tests/e2e/test_transformers.py runs it."""
-    saved = snapshot("model=modern_nano")
+    saved = random_snapshot(CharTokenizer(ODD), "model=modern_nano")
     files = transformers_files(saved)
     names = {
         node.name for node in ast.parse(files[MODELING]).body if isinstance(node, ast.ClassDef)
@@ -133,7 +120,7 @@ def test_other_architectures_are_refused(name):
 
 
 def test_weights_of_another_model_are_refused():
-    saved = snapshot("model=gpt_nano", vocabulary=ODD + "x")
+    saved = random_snapshot(CharTokenizer(ODD), "model=gpt_nano", vocabulary=ODD + "x")
     with pytest.raises(SnapshotError, match="the snapshot's weights do not fit the model"):
         transformers_files(saved)
 
@@ -173,3 +160,27 @@ def test_bpe_comes_back():
     check_round_trip(
         tokenizer, [*ODD, "the quick  brown fox\n\n", "".join(a + b for a in ODD for b in ODD)]
     )
+
+
+@pytest.mark.parametrize(
+    ("special", "begin", "end"),
+    [
+        (["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>"),
+        (["<pad>", "</s>", "<s>", "<|endoftext|>"], "<s>", "</s>"),
+        (["<pad>", "</s>"], None, "</s>"),
+        (["<|python|>"], None, None),
+        ([], None, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["gpt_nano", "modern_nano"])
+def test_the_tokens_that_begin_and_end_a_text_are_named(model, special, begin, end):
+    tokenizer = bpe_with_special(*special)
+    files = transformers_files(random_snapshot(tokenizer, f"model={model}"))
+    config = json.loads(files["config.json"])
+    named = json.loads(files["tokenizer_config.json"])
+    for kind, name in (("bos_token", begin), ("eos_token", end)):
+        assert named.get(kind) == name
+        expected = None if name is None else tokenizer.encode(name)
+        found = config[f"{kind}_id"]
+        assert expected == (None if found is None else [found])

@@ -47,3 +47,18 @@ def test_a_tokenizer_that_transformers_has_saved_again(name, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(DataError, match="another id"):  # not that token
         read_tokenizer(open_storage(str(tmp_path)), ["tokenizer.json"]).encode("to")
+
+
+def test_the_end_of_a_text_in_the_files_of_gpt2(tmp_path):
+    """vocab.json and merges.txt do not say that it is a token of its own."""
+    pytest.importorskip("tokenizers")
+    model = json.loads(tokenizer_json(train_bpe(iter(["to be or not to be " * 9]), 270)))["model"]
+    end = len(model["vocab"])
+    vocab = {**model["vocab"], "<|endoftext|>": end}
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    tokenizer = read_tokenizer(open_storage(str(tmp_path)), ["vocab.json", "merges.txt"])
+    assert tokenizer is not None
+    assert tokenizer.encode("to<|endoftext|>be").count(end) == 1
+    assert tokenizer.decode(tokenizer.encode("to<|endoftext|>be")) == "to<|endoftext|>be"
