@@ -16,9 +16,20 @@ from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# Where an output has the cache, and `generate` passes it: "cache" from transformers 5.24 on.
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__annotations__ else "past_key_values"
+
 
 class Cache:
-    """Keys and values of every block and the last inputs of every smear, by name."""
+    """Keys and values of every block and the last inputs of every smear, by name.
+
+    A smear keeps its newest input alone, so that the cache cannot go back to fewer tokens.
+    """
+
+    # what transformers 5 asks
+    is_croppable = False
+    is_compileable = False
+    is_linear = (False,)
 
     def __init__(self, skipped: Tensor | int = 0) -> None:
         """
@@ -26,18 +37,29 @@ class Cache:
             skipped: (B,) tokens at the begin of each text that the model no longer sees.
         """
         self.skipped = skipped
-        self.tensors = dict[str, Tensor]()
+        self.tensors: dict[str, Tensor] = {}
         self.mask: Tensor | None = None  # (B, S) true where a token is not padding
 
-    def extend(self, name: str, x: Tensor, keep: int | None = None) -> Tensor:
-        """Return the cached tensor with x appended along the last dimension but one.
-
-        Args:
-            keep: how many of the last entries to cache; None: all.
-        """
+    def extend(self, name: str, x: Tensor) -> Tensor:
+        """Cache x (..., T, D) after what is there, and return both as (..., S, D)."""
         if name in self.tensors:
             x = torch.cat([self.tensors[name], x], dim=-2)
-        self.tensors[name] = x if keep is None else x[..., -keep:, :]
+        self.tensors[name] = x
+        return x
+
+    def add_last(self, name: str, x: Tensor, count: int) -> Tensor:
+        """Return x (B, T, D) after the `count` vectors before it, zeros before the text.
+
+        The last of them are cached.
+
+        Returns:
+            (B, count + T, D)
+        """
+        last = self.tensors.get(name)
+        if last is None:
+            last = x.new_zeros(x.shape[0], count, x.shape[2])
+        x = torch.cat([last, x], dim=1)
+        self.tensors[name] = x[:, -count:]
         return x
 
     def extend_mask(self, mask: Tensor | None, tokens: Tensor) -> Tensor:
@@ -63,6 +85,14 @@ class Cache:
             self.mask = self.mask.index_select(0, rows)
         if isinstance(self.skipped, Tensor):
             self.skipped = self.skipped.index_select(0, rows)
+
+
+def our_cache(*caches: Any) -> Cache | None:
+    """Return the one that a step before has filled: `generate` begins with one of transformers."""
+    for cache in caches:
+        if isinstance(cache, Cache):
+            return cache
+    return None
 
 
 class View(NamedTuple):
@@ -114,8 +144,8 @@ class Smear(nn.Module):
         self.share = nn.Parameter(torch.zeros(n_embd))
 
     def forward(self, x: Tensor, view: View, cache: Cache, name: str) -> Tensor:
-        before = cache.extend(name, x * view.is_token.to(x.dtype), keep=1)[:, :-1]
-        return x + self.share * F.pad(before, (0, 0, x.shape[1] - before.shape[1], 0))
+        known = cache.add_last(name, x * view.is_token.to(x.dtype), 1)  # (B, 1 + T, C)
+        return x + self.share * known[:, :-1]
 
 
 class NGramEmbedding(nn.Module):
@@ -127,9 +157,8 @@ class NGramEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, view: View, cache: Cache) -> Tensor:
         ids = (tokens + 1)[..., None] * view.is_token  # 0 is before the text
-        known = cache.extend("ngrams", ids, keep=4)  # (B, up to 4 + T, 1)
+        known = cache.add_last("ngrams", ids, 4)[..., 0]  # (B, 4 + T)
         T = tokens.shape[1]
-        known = F.pad(known, (0, 0, 4 + T - known.shape[1], 0))[..., 0]
         hashed = known[:, 4:]
         rows = []
         for n in (2, 3, 4, 5):
@@ -199,6 +228,7 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
     """Token ids in, logits out; `generate` moves the window on when the context is full."""
 
     config_class = ModernConfig
+    _is_stateful = True  # `generate` refuses drafts, of which it may take a part
 
     def __init__(self, config: ModernConfig) -> None:
         super().__init__(config)
@@ -221,6 +251,7 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """
@@ -228,12 +259,16 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids: (B, T) the tokens after those in the cache.
             attention_mask: (B, S) 0 for padding, else 1; by default there is none.
             position_ids: (B, T), by default counted without padding.
+            past_key_values, cache: either name is taken.
             labels: (B, T) the same tokens, for the loss; -100 is not counted.
         """
-        cache = past_key_values if isinstance(past_key_values, Cache) else Cache()
+        cache = our_cache(cache, past_key_values) or Cache()
         T = input_ids.shape[1]
         mask = cache.extend_mask(attention_mask, input_ids)
-        if mask.sum(-1).max() > self.config.block_size:
+        # A graph of torch.export or torch.compile has no branch on a value.
+        is_traced = torch.compiler.is_compiling()
+        longest = mask.shape[1] if is_traced else mask.sum(-1).max()
+        if longest > self.config.block_size:
             raise ValueError(f"more tokens than the context length of {self.config.block_size}")
         if position_ids is None:
             position_ids = (mask.cumsum(-1) - 1).clamp_min(0)[:, -T:]
@@ -253,9 +288,8 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=cache if use_cache else None
-        )
+        kept = {CACHE: cache} if use_cache else {}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
 
     def prepare_inputs_for_generation(
         self,
@@ -263,30 +297,41 @@ class ModernForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: Any = None,
         attention_mask: Tensor | None = None,
         use_cache: bool | None = True,
+        cache: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Give the model the newest token, or the newer half of a context that is full."""
+        """Give the model the newest token, or the newer half of a context that is full.
+
+        It reads a text again that has grown by more than a token since it was cached.
+        """
         size = self.config.block_size
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         lengths = mask.sum(-1)  # (B,)
-        if isinstance(past_key_values, Cache):
-            cache = past_key_values
-        else:
+        cache = our_cache(cache, past_key_values)
+        if cache is None:
             cache = Cache((lengths - size).clamp_min(0))
         is_full = lengths - cache.skipped > size
         if is_full.any():
             cache = Cache(torch.where(is_full, lengths - max(1, size // 2), cache.skipped))
-        if cache.get_seq_length():
-            newest = input_ids[:, -1:]
-            return {"input_ids": newest, "past_key_values": cache, "use_cache": use_cache}
         seen = lengths - cache.skipped
         width = int(seen.max())
+        if 0 < cache.get_seq_length() == width - 1:
+            newest = input_ids[:, -1:]
+            return {"input_ids": newest, CACHE: cache, "use_cache": use_cache}
         padding_first = mask.argsort(dim=-1, stable=True)
         tokens = input_ids.gather(1, padding_first)[:, -width:]
         mask = torch.arange(width, 0, -1, device=seen.device) <= seen[:, None]
         return {
             "input_ids": tokens,
             "attention_mask": mask,
-            "past_key_values": cache,
+            CACHE: Cache(cache.skipped),
             "use_cache": use_cache,
         }
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Do as transformers does, but refuse to draft for another model, which may take a part."""
+        if getattr(kwargs.get("generation_config"), "is_assistant", False):
+            raise ValueError(
+                "ModernForCausalLM cannot be an assistant_model: its cache cannot be cropped"
+            )
+        return super().generate(*args, **kwargs)
