@@ -9,7 +9,7 @@ PARALLEL = -n $(LANES) --dist loadfile --no-loadscope-reorder
 # What in ARGS names tests: then these run, whatever the target leaves out.
 NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
 # The test files with integrations, the longest first.
-INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
+INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,transformers_versions slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 CASES ?= 10000
@@ -45,7 +45,7 @@ test-rest: $(VENV)/.test  ## the tests that make test leaves out: several proces
 test-all: $(VENV)/.test  ## make test and make test-rest in one
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-integrations: $(VENV)/.integrations  ## the tests with transformers, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
+test-integrations: $(VENV)/.integrations  ## the tests with transformers, ONNX, trackers, Jupyter, Chromium, SLURM, Ray and Kubeflow's models
 	@$(BIN)/python -m pytest -m integration $(PARALLEL) $(ARGS) $(INTEGRATIONS)
 
 test-slow: $(VENV)/.test  ## the longest cases: random faults, second cases of a path, installs of the extras
