@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,9 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mingpt_ddp.config.hydra_errors import PLUGINS
-from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
-from mingpt_ddp.storage.urls import check_url
 
 pytestmark = pytest.mark.integration
 
@@ -106,25 +103,3 @@ def test_every_advice_can_be_followed():
 )
 def test_a_wrong_advice_is_found(advice, problem):
     assert [*problems(advice)] == [problem]
-
-
-@pytest.mark.parametrize(
-    ("protocol", "module", "advice"),
-    [
-        ("s3", "s3fs", "pip install 'mingpt_ddp[s3]'"),
-        ("hf", "huggingface_hub", "huggingface_hub"),
-        ("gs", "gcsfs", "gcsfs"),
-        ("gcs", "gcsfs", "gcsfs"),
-        ("az", "adlfs", "adlfs"),
-        ("abfs", "adlfs", "adlfs"),
-        ("sftp", "paramiko", "paramiko"),
-        ("hdfs", "pyarrow", "pyarrow"),
-    ],
-)
-def test_the_package_of_a_protocol(protocol, module, advice, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
-    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
-    with pytest.raises(ConfigError, match=rf"data.path=\S+ {protocol}:// is not installed; ") as no:
-        check_url(f"{protocol}://bucket/text.txt", "data.path")
-    assert advice in str(no.value).partition("; ")[2]

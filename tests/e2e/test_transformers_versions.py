@@ -55,8 +55,8 @@ tokens, greedy = torch.arange(11)[None], {"max_new_tokens": 5, "do_sample": Fals
 gpt = load("gpt")
 for name in ("gpt", "modern", "ngrams"):
     model, new = load(name), {}
-    new["lengths"], text = lengths_of(lambda: model.generate(tokens, **greedy))
-    new["same"] = [torch.equal(text, model.generate(tokens, **greedy, use_cache=False))]
+    new["lengths"], _ = lengths_of(lambda: model.generate(tokens, **greedy))
+    new["same"] = []
     for beams in (1, 3):
         with_cache, without = [
             model.generate(tokens, **greedy, num_beams=beams, use_cache=use) for use in (True, False)
@@ -184,7 +184,6 @@ def found(request, exports, tmp_path_factory) -> dict[str, Any]:
 @pytest.mark.parametrize("model", MODELS)
 def test_each_token_is_read_once(model, found):
     """The prompt, then one token at a time: the cache holds what is before."""
-    print("transformers", found["version"], model, found[model])
     assert found[model]["lengths"] == [11, 1, 1, 1, 1]
     assert all(found[model]["same"])
 
@@ -218,7 +217,6 @@ def test_the_end_of_a_text(found):
 
 def test_onnx_runtime_gives_the_same_logits(exports):
     lines = [line for line in run(ONNX, exports).splitlines() if line.startswith("difference")]
-    print(*lines, sep="\n")
     assert len(lines) == len(MODELS)
     for line in lines:
         assert max(map(float, line.split()[2:])) < 1e-4, line

@@ -316,12 +316,23 @@ def test_a_missing_package_is_named(url, monkeypatch):
         check_url(url, "snapshot.path")
 
 
-@pytest.mark.parametrize(("protocol", "package"), [("az", "adlfs"), ("gcs", "gcsfs")])
+@pytest.mark.parametrize(
+    ("protocol", "package"),
+    [
+        ("hf", "huggingface_hub"),
+        ("gs", "gcsfs"),
+        ("gcs", "gcsfs"),
+        ("az", "adlfs"),
+        ("abfs", "adlfs"),
+        ("sftp", "paramiko"),
+    ],
+)
 def test_the_package_of_another_protocol_is_one_that_exists(protocol, package, monkeypatch):
     """fsspec's extras have other names than its protocols."""
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(_registry, protocol, raising=False)
-    with pytest.raises(ConfigError, match=rf"{protocol}:// is not installed; .*nstall {package} "):
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    with pytest.raises(ConfigError, match=rf"{protocol}:// is not installed; .*{package}"):
         check_url(f"{protocol}://bucket/x", "snapshot.path")
 
 
