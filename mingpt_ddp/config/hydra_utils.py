@@ -92,8 +92,8 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
     Raises:
         Exception: of `task`, or Hydra's, for `explain`.
     """
-    command = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)
-    run = unchecked_help(command(task))
+    decorator = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)
+    run = unchecked_help(decorator(task))
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
         run()
         return ""

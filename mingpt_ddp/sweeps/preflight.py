@@ -86,9 +86,9 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
         sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
         sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
     if first.run.name is not None:
-        is_mixed = env.call_on_rank_zero(lambda: is_run(sweep.directory))
+        is_single_run = env.call_on_rank_zero(lambda: is_run(sweep.directory))
         check(
-            not is_mixed,
+            not is_single_run,
             f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
         )
     open_source = partial(source_of, sweep.settings, overrides, first, sweep.directory)
