@@ -12,7 +12,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.fields import Effect, enters_name
-from mingpt_ddp.config.hints import known_keys, suggest
+from mingpt_ddp.config.hints import known_keys, retired_names, suggest
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.schema import (
     BASES,
@@ -32,7 +32,6 @@ LIMITS = ("max_epochs", "max_steps")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
 COMMAND_KEYS = ("run.on_end", "run.on_failure")
 DEFAULT_CHOICE = {"task": "language_model"}
-REMOVED_KEYS = {"trainer": ("prune", "prune_after")}  # by group; recorded runs have them
 LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}  # which the first versions lacked
 KEYS = known_keys()  # of the schema, without those of users
 # Where the files of a run are: no two runs share all of them.
@@ -228,9 +227,9 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a group that this version knows or refuses, without REMOVED_KEYS."""
-    removed = REMOVED_KEYS.get(group, ())
-    return {key: value for key, value in values.items() if key not in removed}
+    """Return the keys of a group that this version knows or refuses, without retired ones."""
+    retired = retired_names()
+    return {key: value for key, value in values.items() if f"{group}.{key}" not in retired}
 
 
 def build_group(group: str, values: Any) -> Any:

@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mingpt_ddp.config.config import explain_value
-from mingpt_ddp.config.hints import suggest
+from mingpt_ddp.config.hints import retired, suggest
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}
@@ -20,6 +20,9 @@ def explain(error: Exception) -> str:
     plugin = re.search(r"Could not find '(hydra/(?:sweeper|launcher)/(\w+))'", text)
     if plugin and plugin[2] in PLUGINS:
         return f"{plugin[1]} is not installed; pip install 'mingpt_ddp[{PLUGINS[plugin[2]]}]'"
+    preset = re.search(r"Could not (?:find|load) '([^']+)/(\w+)'", text)
+    if preset and (line := retired("=".join(preset.groups()))):
+        return line
     if missing := re.search(r"Could not find '[^']+'(?=\s+Available options)", text):
         options = text.partition("Config search path")[0]
         known = ", ".join(re.findall(r"^\t(\S+)$", options, re.MULTILINE))
@@ -58,6 +61,8 @@ def explain(error: Exception) -> str:
 
 def _explain_unknown_key(key: str, error: Exception) -> str:
     """Name an unknown key, and the one that was meant."""
+    if line := retired(key):
+        return line
     cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
     in_group = (
         "." in key

@@ -267,7 +267,6 @@ class TrackerConfig:
     tensorboard: bool = neutral(
         False, "event files of every rank; the preset tensorboard is the default"
     )
-    csv: bool = neutral(False, "metrics.csv in the run directory, a row per step")
     wandb: bool = neutral(False, "Weights & Biases; WANDB_API_KEY, or WANDB_MODE=offline")
     mlflow: bool = neutral(False, "MLflow, at uri or MLFLOW_TRACKING_URI")
     trackio: bool = neutral(False, "Trackio, on this machine or at TRACKIO_SERVER_URL")

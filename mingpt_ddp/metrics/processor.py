@@ -17,7 +17,6 @@ from mingpt_ddp.metrics.panel import Panel
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
-from mingpt_ddp.metrics.trackers.csv_file import CSVLogger
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.sample_texts import append_sample
 from mingpt_ddp.storage.run_dir import run_directory
@@ -25,7 +24,7 @@ from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-Logger: TypeAlias = TensorBoardLogger | JSONLLogger | CSVLogger | Outbox
+Logger: TypeAlias = TensorBoardLogger | JSONLLogger | Outbox
 SPLITS = {"val": "validation", "test": "test"}
 
 
@@ -60,14 +59,10 @@ class MetricsProcessor:
         self.tensorboard = TensorBoardLogger(
             directory / "tensorboard" / f"rank{env.rank}", chosen.tensorboard
         )
-        files: list[Logger] = [
-            JSONLLogger(directory / METRICS),
-            *([CSVLogger(directory)] if chosen.csv else []),
-        ]
         self.outboxes: list[Outbox] = []
         self.loggers: list[Logger] = [
             self.tensorboard,
-            *(env.call_on_rank_zero(lambda: files) or []),
+            *(env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []),
         ]
         # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []

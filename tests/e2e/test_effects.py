@@ -68,7 +68,6 @@ OTHERS = {
     "snapshot.fallback_path": ["snapshot.fallback_path={tmp}/fallback"],
     "snapshot.grace_seconds": ["snapshot.grace_seconds=1"],
     "tracker.tensorboard": ["tracker.tensorboard=true"],
-    "tracker.csv": ["tracker.csv=true"],
     "tracker.project": ["tracker.project=other"],
     "tracker.entity": ["tracker.entity=other"],
     "tracker.uri": ["tracker.uri=file:{tmp}/mlruns"],

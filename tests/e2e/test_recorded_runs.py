@@ -1,7 +1,8 @@
-"""Runs of an earlier version go on."""
+"""Runs of an earlier version go on; what has been retired is refused in one line."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +10,17 @@ from pathlib import Path
 import pytest
 from launching import call, python_main
 from make_recorded_runs import DATA, RUNS, STEPS, command, train_losses
+
+RETIRED = {"csv": "tracker=csv"}  # the word of the command that is refused now, by run
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a directory."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -22,12 +34,24 @@ def cwd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_goes_on(name, cwd):
+    """Also one whose command had a word that has been retired, without it."""
     expected = json.loads((cwd / "expected.json").read_text())
     begun = train_losses(cwd / "outputs")
-    done = call([*python_main(), *command(name, more=True)], cwd)
+    words = [word for word in command(name, more=True) if word != RETIRED.get(name)]
+    done = call([*python_main(), *words], cwd)
     assert done.returncode == 0, done.stdout
     losses = train_losses(cwd / "outputs")
     if name != "study":  # whose third trial is another run
         assert {step: losses[step] for step in begun} == begun
         assert f"resuming from the snapshot of step {STEPS} " in done.stdout
     assert losses == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_retired_word_is_refused(name, cwd):
+    before = hashes(cwd)
+    done = call([*python_main(), *command(name, more=True)], cwd)
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"config error: {RETIRED[name]} is no longer there; ")
+    assert hashes(cwd) == before

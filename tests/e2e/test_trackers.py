@@ -32,7 +32,7 @@ def command(steps: int, cwd: Path, *overrides: str) -> list[str]:
         "run.name=run",
     ]
     own = [
-        f"tracker=[tensorboard,csv,{','.join(TRACKERS)}]",
+        f"tracker=[tensorboard,{','.join(TRACKERS)}]",
         f"tracker.uri=sqlite:///{cwd}/mlflow.db",
     ]
     return [

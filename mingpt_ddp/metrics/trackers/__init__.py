@@ -1,1 +1,1 @@
-"""Sinks outside of the run directory's own logs: metrics.csv, Weights & Biases, MLflow, Trackio."""
+"""Sinks outside of the run directory: Weights & Biases, MLflow, Trackio."""

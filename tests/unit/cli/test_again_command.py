@@ -36,7 +36,7 @@ EXPERIMENTS = [
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_the_words_compose_to_the_recorded_configuration(experiment, tmp_path):
-    own = ["trainer.max_epochs=7", "run.seed=5", "model.name='a b=\"c'", "tracker=[csv]"]
+    own = ["trainer.max_epochs=7", "run.seed=5", "model.name='a b=\"c'", "tracker=[mlflow]"]
     run = recorded(tmp_path, f"experiment={experiment}", *own)
     expected = configure(f"experiment={experiment}", *own, f"run.root={tmp_path}", "run.name=run")
     assert configure(*command_words(run, [])) == expected

@@ -309,7 +309,7 @@ CASES = [
         marks=needs_no_s3fs,
     ),
     pytest.param(
-        "tracker=[csv,trackio]",
+        "tracker=[tensorboard,trackio]",
         "config error: tracker=trackio is not installed; pip install 'mingpt_ddp[trackio]'",
         marks=needs_no_trackio,
     ),

@@ -189,7 +189,12 @@ def test_marks_agree_between_the_classes_that_have_a_key():
 
 def test_a_replay_takes_what_decides_the_bits(tmp_path):
     values = values_of()
-    for key in ("trainer.log_every", "tracker.csv", "snapshot.every_minutes", "trainer.patience"):
+    for key in (
+        "trainer.log_every",
+        "tracker.mlflow",
+        "snapshot.every_minutes",
+        "trainer.patience",
+    ):
         values = with_value(values, key, 7)
     for key in ("trainer.compile", "trainer.ema", "ddp.bucket_cap_mb", "data.max_expansion"):
         values = with_value(values, key, 0.5)

@@ -15,7 +15,7 @@ from mingpt_ddp.metrics.trackers.outboxes import TRACKERS, check_installed, open
 
 @pytest.fixture(scope="module")
 def config() -> Config:
-    return from_mapping(configure("tracker=[csv,mlflow,wandb]"))
+    return from_mapping(configure("tracker=[tensorboard,mlflow,wandb]"))
 
 
 def test_one_outbox_per_tracker(config, tmp_path):

@@ -78,7 +78,7 @@ def test_a_swept_key_of_operation_is_a_parameter(tmp_path):
 def test_a_seed_that_was_run_twice_is_no_sweep(tmp_path):
     for seed in (1, 2, 3):
         fake_run(tmp_path / f"{seed}", {"run.seed": seed})
-    fake_run(tmp_path / "again", {"run.seed": 1, "tracker.csv": True})
+    fake_run(tmp_path / "again", {"run.seed": 1, "tracker.mlflow": True})
     (group,) = groups_in(tmp_path)
     assert (len(group.jobs), group.seeds) == (4, 3)
 

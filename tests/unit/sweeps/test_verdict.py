@@ -49,11 +49,11 @@ def test_two_directories_are_compared_seed_by_seed(tmp_path, call):
 def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
     """Trackers, checks, evaluations and further texts change no result."""
     watched = {
-        2: {"tracker.csv": True},
+        2: {"tracker.mlflow": True},
         3: {"trainer.verify_every": 20},
         4: {"trainer.eval_every": 5},
         5: {"data.val_paths": {"wiki": "wiki.txt"}},
-        6: {"tracker.csv": True, "snapshot.every_steps": 7},
+        6: {"tracker.mlflow": True, "snapshot.every_steps": 7},
     }
     for lr, mean in ((1e-3, 2.0), (3e-3, 2.1)):
         for seed in range(1, 8):
@@ -61,7 +61,7 @@ def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
             if lr == 1e-3:
                 keys |= watched.get(seed, {})
             fake_run(tmp_path / f"{lr}-{seed}", keys, val_loss=mean + 0.01 * seed + lr * (seed % 2))
-    fake_run(tmp_path / "again", {"run.seed": 1, "optimizer.lr": 1e-3, "tracker.csv": True})
+    fake_run(tmp_path / "again", {"run.seed": 1, "optimizer.lr": 1e-3, "tracker.mlflow": True})
     code, out, _ = call(tmp_path, "compare")
     assert code == 0
     table = [line.split() for line in out.splitlines() if line.split()[-1].startswith("lr=")]
@@ -69,7 +69,7 @@ def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
     assert "lr=0.001 is better than lr=0.003" in out.splitlines()[-1]
     (note,) = [line for line in out.splitlines() if "replicates differ in" in line]
     assert note.endswith(": no loss depends on that")
-    for key in ("tracker.csv", "trainer.verify_every", "trainer.eval_every", "data.val_paths"):
+    for key in ("tracker.mlflow", "trainer.verify_every", "trainer.eval_every", "data.val_paths"):
         assert key in note
 
 

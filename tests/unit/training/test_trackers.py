@@ -59,7 +59,7 @@ def tracker(monkeypatch):
 def settings() -> str:
     schedule = ["optimizer.schedule_steps=12", "snapshot.keep_best=false", "trainer.sample_every=3"]
     return json.dumps(
-        configure(*TINY, *schedule, "trainer.device=cpu", "run.name=run", "tracker=[wandb,csv]")
+        configure(*TINY, *schedule, "trainer.device=cpu", "run.name=run", "tracker=[wandb]")
     )
 
 
