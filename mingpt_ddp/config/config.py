@@ -228,8 +228,8 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a group that this version knows or refuses, without retired ones."""
-    retired = retired_names()
-    return {key: value for key, value in values.items() if f"{group}.{key}" not in retired}
+    retired = {tuple(name.split(".")) for name in retired_names()}
+    return {key: value for key, value in values.items() if (group, key) not in retired}
 
 
 def build_group(group: str, values: Any) -> Any:

@@ -124,9 +124,14 @@ def _sha256_of(sources: list[Source]) -> str:
 
 def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
     """Open the one text, or those of `data.sources`; what is new must look like a text."""
-    paths: list[str | None] = [path for path, _ in config.sources or ()]
-    paths = paths or [config.path]
-    return [_open(replace(config, path=path), cache, is_new) for path in paths]
+    if config.sources is None:
+        return [_open(config, cache, is_new)]
+    opened = []
+    for path, weight in config.sources:
+        # one source: each of thousands of configurations is validated
+        one = replace(config, path=path, sources=[(path, weight)])
+        opened.append(_open(one, cache, is_new))
+    return opened
 
 
 def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
