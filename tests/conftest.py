@@ -63,6 +63,12 @@ def short_samples():
 
 
 @pytest.fixture(autouse=True)
+def propagate_logs():
+    """Let caplog see the package's log lines, also after a command that ran in this process."""
+    logging.getLogger("mingpt_ddp").propagate = True
+
+
+@pytest.fixture(autouse=True)
 def kill_leftover_jobs():
     """Kill the jobs that a failed test left running."""
     before = len(Job.started)
