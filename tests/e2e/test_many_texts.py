@@ -88,7 +88,7 @@ def test_a_configuration_that_could_not_be_read_is_refused(cwd):
     many.write_text(preset.read_text() + f"\n  - [{text}, 1.0]" * 25_000)
     words = ["data=too_many", "run.name=refused"]
     # OmegaConf 2.4 would refuse the preset, of more than 10,000 nodes, in a line of its own
-    done = call([*TRAIN, *words], cwd, OMEGACONF_MAX_YAML_EXPANDED_NODES="none")
+    done = call([*TRAIN, *words], cwd, timeout=280, OMEGACONF_MAX_YAML_EXPANDED_NODES="none")
     assert done.returncode == 2
     line = done.stdout.strip().splitlines()[-1]
     assert line.startswith("config error: the recorded configuration could not be read again")
