@@ -25,7 +25,7 @@ NEEDED = re.compile(r"needs? ([A-Za-z][\w-]*)[^'\"\n]* pip install '[^']*\[([\w,
 BARE = re.compile(r"pip install ([a-z][\w-]*(?: [a-z][\w-]*)*)")
 # What the braces of an f-string become.
 FILLED = {"{name}": TRACKERS, "{PLUGINS[plugin[2]]}": PLUGINS.values()}
-NO_EXTRA = {"pandas"}  # docs/python.md says so
+NO_EXTRA = {"pandas", "matplotlib"}  # docs/python.md says so
 
 
 def requirements() -> dict[str, set[str]]:
