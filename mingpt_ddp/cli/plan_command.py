@@ -121,11 +121,11 @@ def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
         typed = hydra_utils.typed_keys()
         # torch takes a second to import: report a mistyped key first
         if target is None:
-            from mingpt_ddp.training.run_plan import make_plan
+            from mingpt_ddp.planning.plan import make_plan
 
             plan = make_plan(config, typed)
         else:
-            from mingpt_ddp.training.gpu_plan import make_gpu_plan
+            from mingpt_ddp.planning.gpu_plan import make_gpu_plan
 
             plan = make_gpu_plan(config, target, typed, target.vocab_size)
         echo(json.dumps(plan, indent=1) if as_json else describe(plan))

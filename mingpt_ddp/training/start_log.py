@@ -19,7 +19,7 @@ from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.run_dir import Attempt, difference
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.doubts import early_end, long_metrics, long_warmup
+from mingpt_ddp.training.run_length import early_end, long_metrics, long_warmup
 from mingpt_ddp.training.train_step import count_steps
 
 log = logging.getLogger(__name__)

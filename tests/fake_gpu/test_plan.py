@@ -15,7 +15,7 @@ from fake_gpu.process import job, result_of
 from fake_gpu.strategies import RANKS, STRATEGIES
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.metrics.gpus import Machine
-from mingpt_ddp.training.gpu_plan import make_gpu_plan
+from mingpt_ddp.planning.gpu_plan import make_gpu_plan
 
 VOCABULARY = 50257
 MICRO = 4

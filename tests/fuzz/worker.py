@@ -78,7 +78,7 @@ def stop_before_training() -> None:
     for name in (
         "training.run.build",
         "distributed.launcher._run_with_restarts",
-        "training.run_plan.measure",
+        "planning.plan.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
@@ -222,7 +222,7 @@ def main() -> None:
     for name in (
         *(f"cli.{name}_command" for name in COMMANDS),
         "training.run",
-        "training.run_plan",
+        "planning.plan",
         "inference.generate",
     ):
         importlib.import_module(f"mingpt_ddp.{name}")

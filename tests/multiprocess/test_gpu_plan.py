@@ -15,8 +15,8 @@ from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.tensor_parallel import local_tensor
 from mingpt_ddp.metrics.gpus import Machine
+from mingpt_ddp.planning.gpu_plan import make_gpu_plan
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.gpu_plan import make_gpu_plan
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 from multiprocess.ranks import configure, run_ranks

@@ -24,6 +24,7 @@ ROOMS = (
     *(
         "cli",
         "sweeps",
+        "planning",
         "training",
         "snapshots",
         "metrics",

@@ -26,8 +26,8 @@ from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.training import result
-from mingpt_ddp.training.doubts import long_metrics
 from mingpt_ddp.training.record_checks import check_records
+from mingpt_ddp.training.run_length import long_metrics
 from mingpt_ddp.training.start_log import log_changes, log_start
 
 pytestmark = pytest.mark.usefixtures("one_thread")

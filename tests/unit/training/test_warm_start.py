@@ -25,13 +25,13 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
+from mingpt_ddp.planning.plan import make_plan
 from mingpt_ddp.snapshots.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.transformers_import import NAMES
 from mingpt_ddp.storage.run_dir import read_result, run_name
 from mingpt_ddp.training.run import run
-from mingpt_ddp.training.run_plan import make_plan
 
 # A step that changes nothing: what a run starts from is in its snapshot.
 FROZEN = [

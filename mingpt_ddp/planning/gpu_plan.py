@@ -32,11 +32,8 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.peak_flops import peak_flops_of
 from mingpt_ddp.models import count_parameters, flops_per_token
-from mingpt_ddp.storage.run_dir import run_directory
-from mingpt_ddp.tasks import build_task
-from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.doubts import find_doubts
-from mingpt_ddp.training.run_plan import (
+from mingpt_ddp.planning.doubts import find_doubts
+from mingpt_ddp.planning.plan import (
     WORLD_SIZES,
     BatchOnRanks,
     describe_length,
@@ -45,6 +42,9 @@ from mingpt_ddp.training.run_plan import (
     ranks_row,
     warm_start_of_plan,
 )
+from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.simulated_step import (
     MICRO_BATCHES,
     precision_of_gpu,

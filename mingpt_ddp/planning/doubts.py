@@ -5,14 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS
+from mingpt_ddp.training.run_length import early_end, long_metrics, long_warmup
 
 # usual ones, by optimizer
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
 MANY_EPOCHS = 10
 LARGE = 10  # parameters per item of the data
 GIB = 2**30
-BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
 def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
@@ -34,38 +33,6 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
             f"ddp.nproc_per_node={workers} is more than the {cores} cores of this machine; lower it"
         )
     return found
-
-
-def early_end(config: Config, steps: int) -> str | None:
-    """Return a notice if the limit of epochs ends the run before that of steps."""
-    limit = config.trainer.max_steps
-    if limit is None or steps >= limit:
-        return None
-    end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps}"
-    return f"{end}, before trainer.max_steps={limit}; set it to null to continue"
-
-
-def long_warmup(config: Config, steps: int) -> str | None:
-    """Return a warning if the learning rate never reaches its peak."""
-    warmup = config.optimizer.warmup_steps
-    length = config.optimizer.schedule_steps or steps
-    if warmup <= length:
-        return None
-    return (
-        f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
-        "reach optimizer.lr"
-    )
-
-
-def long_metrics(config: Config, steps: int) -> str | None:
-    """Return a warning if metrics.jsonl has no room for all steps."""
-    most = MAX_BYTES // BYTES_PER_LINE * config.trainer.log_every
-    if steps <= most:
-        return None
-    return (
-        f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
-        "trainer.log_every"
-    )
 
 
 def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:

@@ -13,9 +13,9 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.training import measure
-from mingpt_ddp.training.doubts import find_doubts
-from mingpt_ddp.training.run_plan import make_plan
+from mingpt_ddp.planning import measure
+from mingpt_ddp.planning.doubts import find_doubts
+from mingpt_ddp.planning.plan import make_plan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

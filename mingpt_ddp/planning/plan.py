@@ -31,11 +31,11 @@ from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
+from mingpt_ddp.planning.doubts import find_doubts
+from mingpt_ddp.planning.measure import Measured, measure
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.doubts import find_doubts
-from mingpt_ddp.training.measure import Measured, measure
 from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
 from mingpt_ddp.training.save_schedule import automatic_interval
 from mingpt_ddp.training.train_step import count_steps

@@ -19,9 +19,9 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.peak_flops import PEAK_TFLOPS, peak_flops_of
 from mingpt_ddp.models.ops import DTYPES
+from mingpt_ddp.planning import gpu_plan
+from mingpt_ddp.planning.gpu_plan import CONTEXT, make_gpu_plan
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training import gpu_plan
-from mingpt_ddp.training.gpu_plan import CONTEXT, make_gpu_plan
 from mingpt_ddp.training.simulated_step import runtime_without_data, simulate
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 2, 48, 3, 64, 8, 4

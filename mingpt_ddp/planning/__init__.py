@@ -1,0 +1,1 @@
+"""What a configuration means before it is trained: read plan.py first."""
