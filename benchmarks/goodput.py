@@ -4,11 +4,10 @@ Goodput is the fraction of time that becomes kept progress.
 
 A Monte Carlo simulation: failures are random, the failure of one machine stops all, loses the
 training since the last durable snapshot, and is followed by a restart, which may fail as well. It
-compares synchronous saves every 30 minutes, synchronous saves at the interval of Young and Daly,
-and asynchronous saves at the interval of Young and Daly, both as
-mingpt_ddp/training/save_schedule.py computes it. Each figure is checked against the expectation
-that availability.py derives; the script fails if they differ by more than five standard errors. The
-same seed gives the same figures.
+compares synchronous saves every 30 minutes, synchronous saves at Young's interval, and asynchronous
+saves at Young's interval, both as mingpt_ddp/training/save_schedule.py computes it. Each figure is
+checked against the expectation that availability.py derives; the script fails if they differ by
+more than five standard errors. The same seed gives the same figures.
 
 The time between failures of one machine follows from "The Llama 3 Herd of Models" (2024): 419
 unexpected interruptions in 54 days of training on 16,384 GPUs, for each GPU one in 54 * 16,384 /
@@ -38,7 +37,7 @@ import numpy as np
 from availability import goodput
 from common import RESULTS, ROOT, log, parser, report
 
-from mingpt_ddp.training.save_schedule import best_interval
+from mingpt_ddp.training.save_schedule import young_interval
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
@@ -87,15 +86,15 @@ class Way:
     def interval(self, mtbf_s: float) -> float:
         if self.interval_s is not None:
             return self.interval_s
-        return best_interval(self.cost_s, mtbf_s, least_s=self.durable_s)
+        return max(young_interval(self.cost_s, mtbf_s), self.durable_s)
 
 
 def ways(costs: Costs, fixed_minutes: float) -> list[Way]:
     wait, asynchronous = costs.sync_save_s, (costs.stall_s, costs.durable_s)
     return [
         Way(f"training waits, every {fixed_minutes:g} minutes", 60 * fixed_minutes, wait, wait),
-        Way("training waits, at Young and Daly's interval", None, wait, wait),
-        Way("in the background, at Young and Daly's interval", None, *asynchronous),
+        Way("training waits, at Young's interval", None, wait, wait),
+        Way("in the background, at Young's interval", None, *asynchronous),
     ]
 
 

@@ -208,14 +208,6 @@ class SnapshotManager:
             self.runtime.group.set_activity("waiting for a snapshot")
 
     @property
-    def has_save(self) -> bool:
-        """Return whether a save is in progress on a rank, or its result has not been taken yet.
-
-        The same on every rank.
-        """
-        return self._save is not None
-
-    @property
     def is_staging(self) -> bool:
         """Return whether the tensors of the save in progress are still being copied."""
         return self._save is not None and not self._save.staged.is_set()

@@ -7,7 +7,7 @@ snapshot.mtbf_hours, or the mean of the run so far if it has failed more often.
 Training runs for an interval, loses `cost_s` to a snapshot, and continues. A
 failure loses all training since the start of the last durable snapshot. When a snapshot becomes
 durable and how long a restart takes do not change the best interval: benchmarks/availability.py has
-the formula.
+the formula. What the threads of a save take of the cores is not measured.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusa
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
-from mingpt_ddp.training.save_cost import SaveCost, moving_mean
 from mingpt_ddp.training.train_state import (
     Context,
     TrainState,
@@ -34,51 +33,31 @@ log = logging.getLogger(__name__)
 
 FIRST_S = 30.0  # of training at most before the first snapshot of a run, which measures the cost
 LEAST_COSTS = 10  # times its cost between two snapshots: however often a run fails, it goes on
+NEWEST_SAVE = 0.25  # weight of the newest snapshot in the mean cost
 ASSUMED_COST_S = 0.0053  # until then: FIRST_S is the best interval at one failure a day
 
 
-def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
+def young_interval(cost_s: float, mtbf_s: float) -> float:
     """Return the seconds of training between two snapshots that lose the least time.
 
-    Snapshots and failures lose time. Daly's estimate, J. T. Daly, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22(3), 2006.
-    For rare failures it is sqrt(2 * cost_s * mtbf_s), which is Young's, J. W. Young, "A first order
-    approximation to the optimum checkpoint interval", CACM 17(9), 1974.
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
 
     Args:
-        cost_s: by how much one snapshot delays training, not how long the asynchronous write takes.
+        cost_s: how long training stalls for one snapshot, not how long the asynchronous write
+            takes.
         mtbf_s: mean time between failures of the whole run, that of one node divided by the number
             of nodes.
-        least_s: time until a snapshot is durable; saves do not overlap, so this is the minimum
-            interval.
-
-    Returns:
-        The interval without that cost; `least_s` where snapshots are free, infinity where nothing
-        fails.
-
-    Raises:
-        ValueError: a time is negative or not a number, or `mtbf_s` is 0.
     """
-    if not (mtbf_s > 0 and cost_s >= 0 and least_s >= 0):
-        raise ValueError(
-            f"mtbf_s={mtbf_s} must be above 0, cost_s={cost_s} and least_s={least_s} must "
-            "not be negative"
-        )
-    if cost_s == 0:
-        return least_s
-    if cost_s >= 2 * mtbf_s:
-        return max(mtbf_s, least_s)
-    x = math.sqrt(cost_s / (2 * mtbf_s))
-    return max(math.sqrt(2 * cost_s * mtbf_s) * (1 + x / 3 + x * x / 9) - cost_s, least_s)
+    return math.sqrt(2 * cost_s * mtbf_s)
 
 
 def automatic_interval(cost_s: float, mtbf_s: float, durable_s: float) -> float:
-    """Return the best interval that leaves most of the time to training, and saves one by one.
+    """Return Young's interval, or one that leaves most of the time to training.
 
     Args:
-        durable_s: from the start of a save to its commit.
+        durable_s: from the start of a save to its commit: saves do not overlap.
     """
-    return best_interval(cost_s, mtbf_s, max(durable_s, LEAST_COSTS * cost_s))
+    return max(young_interval(cost_s, mtbf_s), durable_s, LEAST_COSTS * cost_s)
 
 
 class SaveSchedule:
@@ -113,7 +92,7 @@ class SaveSchedule:
             self._every.append(self.snapshot_config.every_epochs * context.metrics.steps_per_epoch)
         self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
-        self._cost = SaveCost()
+        self._stall_s = 0.0  # since the last snapshot was taken
         self._recorded_step: int | None = None  # of the last snapshot whose cost is recorded
         self._clock = time.perf_counter()
         self._is_due = False
@@ -242,23 +221,7 @@ class SaveSchedule:
         with self.context.metrics.meter.paused() as pause:
             yield
         self.context.state.stall_seconds += pause.seconds
-        self._cost.add_stall(pause.seconds)
-
-    @contextlib.contextmanager
-    def timed_step(self) -> Iterator[None]:
-        """Time the step in this context: count as a stall what it takes longer during a save.
-
-        Only on CPUs: a GPU computes while the threads of a save run.
-        """
-        state = self.context.state
-        is_saving = self.manager.has_save
-        stalled_s = state.stall_seconds
-        begin = time.perf_counter()
-        yield  # a step that fails is not counted
-        if self.context.runtime.device.type != "cpu":
-            return
-        seconds = time.perf_counter() - begin - (state.stall_seconds - stalled_s)
-        state.stall_seconds += self._cost.add_step(seconds, is_saving)
+        self._stall_s += pause.seconds
 
     def _capture(self) -> RunState:
         """Return what to save of this step.
@@ -291,7 +254,7 @@ class SaveSchedule:
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
             )
         self._since = time.monotonic()
-        self._cost.begin_snapshot()
+        self._stall_s = 0.0
 
     def _record_cost(self) -> None:
         """Record what the last snapshot has cost, for this attempt and the next.
@@ -303,8 +266,8 @@ class SaveSchedule:
         if self.manager.durable_s is None or last_step == self._recorded_step:
             return
         self._recorded_step = last_step
-        before_s = None if state.save_durable_s is None else state.save_stall_s
-        state.save_stall_s = moving_mean(before_s, self._cost.seconds)
+        weight = 1.0 if state.save_durable_s is None else NEWEST_SAVE  # 1: it is the first
+        state.save_stall_s += weight * (self._stall_s - state.save_stall_s)
         state.save_durable_s = self.manager.durable_s
 
     def _best_interval(self) -> float:
@@ -314,7 +277,7 @@ class SaveSchedule:
         if state.failures:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
         if state.save_durable_s is None:
-            return min(FIRST_S, best_interval(ASSUMED_COST_S, mtbf_s))
+            return min(FIRST_S, young_interval(ASSUMED_COST_S, mtbf_s))
         return automatic_interval(state.save_stall_s, mtbf_s, state.save_durable_s)
 
 

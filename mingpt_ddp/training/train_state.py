@@ -56,7 +56,7 @@ class TrainState:
     # of the task's several losses, if it has some
     loss_part_sums: dict[str, float] = field(default_factory=dict)
     loss_steps: int = 0
-    stall_seconds: float = 0.0  # of wall_seconds, lost to snapshots: stalls, slower steps
+    stall_seconds: float = 0.0  # of wall_seconds, lost to stalls for snapshots
     wasted_seconds: float = 0.0  # startup and lost work, of all attempts
     saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
@@ -66,7 +66,7 @@ class TrainState:
     evaluations_above: int = 0  # in a row that did not
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
     failures: NonNegativeInt = 0  # attempts that died
-    save_stall_s: NonNegativeFloat = 0.0  # that a snapshot costs training, moving mean
+    save_stall_s: NonNegativeFloat = 0.0  # of training for a snapshot, moving mean
     # of the last snapshot, from its start to its commit; None: unknown
     save_durable_s: NonNegativeFloat | None = None
 

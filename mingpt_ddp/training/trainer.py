@@ -162,8 +162,7 @@ class Trainer:
             log.info("step %d is skipped after the rollback", step)
             receive_flags = self.train_step.control.send_flags(torch.zeros(()))
             return receive_flags()
-        with self.saves.timed_step():
-            result = self.train_step.run(step)
+        result = self.train_step.run(step)
         if result.anomaly is not None:
             is_skipped = self._skip(step, result)
             return result.flags if is_skipped else None

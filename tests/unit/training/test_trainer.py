@@ -272,14 +272,12 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
     caplog.set_level(logging.INFO, "mingpt_ddp")
     asked = []
 
-    def best_interval(cost_s: float, mtbf_s: float, least_s: float = 0.0) -> float:
-        if cost_s == save_schedule.ASSUMED_COST_S:
-            return 0.0
-        asked.append((cost_s, mtbf_s, least_s))
+    def automatic_interval(cost_s: float, mtbf_s: float, durable_s: float) -> float:
+        asked.append((cost_s, mtbf_s, durable_s))
         return 0.0 if len(asked) < 3 else 1e6
 
     monkeypatch.setattr(save_schedule, "FIRST_S", 0.0)
-    monkeypatch.setattr(save_schedule, "best_interval", best_interval)
+    monkeypatch.setattr(save_schedule, "automatic_interval", automatic_interval)
     begin = time.perf_counter()
     train(
         tmp_path,
@@ -293,8 +291,8 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
         "the cost of the first is known a step later, the third is followed by a pause"
     )
     assert all(
-        0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < least_s < 60
-        for cost_s, mtbf_s, least_s in asked
+        0 < cost_s < 60 and mtbf_s == 7 * 3600 and 0 < durable_s < 60
+        for cost_s, mtbf_s, durable_s in asked
     )
     assert sum(cost_s for cost_s, _, _ in asked) < elapsed
     logged = [record for record in caplog.records if "is due in" in record.getMessage()]

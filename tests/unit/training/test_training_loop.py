@@ -6,7 +6,7 @@ import logging
 import math
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock, call
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -44,7 +44,6 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
 
     parts.metrics.meter.paused = partial(noted_pause, parts)
-    parts.saves.timed_step = MagicMock()
     context = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),
@@ -72,14 +71,8 @@ def names(parts: Mock) -> list[str]:
     return [each[0] for each in parts.mock_calls]
 
 
-TIMED_STEP = [
-    "saves.timed_step",
-    "saves.timed_step().__enter__",
-    "step.run",
-    "saves.timed_step().__exit__",
-]
 EVERY_STEP = [
-    *TIMED_STEP,
+    "step.run",
     "anomaly.on_step_accepted",
     "metrics.meter.record",
     "metrics.step_done",
@@ -345,10 +338,7 @@ def test_a_step_is_recorded_after_the_policy_accepts_it():
     assert trainer.lr == 0.03
     losses = {"loss": torch.tensor(30.0)}
     assert parts.mock_calls == [
-        call.saves.timed_step(),
-        call.saves.timed_step().__enter__(),
         call.step.run(3),
-        call.saves.timed_step().__exit__(None, None, None),
         call.anomaly.on_step_accepted(3, 30.0),
         call.metrics.meter.record(losses, torch.tensor(1.0), 0.5),
     ]
@@ -374,7 +364,7 @@ def test_an_anomaly_is_not_recorded(is_skipped, monkeypatch):
     monkeypatch.setattr(trainer, "_skip", lambda *values: asked.append(values) or is_skipped)
     assert trainer._train(3) == (StepFlags(loss=30.0) if is_skipped else None)
     assert [(step, result.anomaly) for step, result in asked] == [(3, "a spike")]
-    assert names(parts) == TIMED_STEP
+    assert names(parts) == ["step.run"]
 
 
 def test_a_rolled_back_step_is_not_counted():
