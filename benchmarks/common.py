@@ -113,7 +113,7 @@ def nats_per_character(result: Mapping[str, Any]) -> float:
     """Return the validation loss of a result, whatever the tokenizer.
 
     Args:
-        result: of result.json, or of `python -m mingpt_ddp.evaluate`.
+        result: of result.json.
     """
     return math.log(2) * float(result["bits_per_char"])
 

@@ -7,9 +7,7 @@ Each seed is one run of the user command, on two ranks with one thread each, in 
 The figure is the loss of its result.json in nats per character, whatever the tokens are: over the
 whole validation split, at the end. The exit code is 1 if the mean over the seeds is above the
 experiment's limit. Recipes are tuned on a part of the training text, with other seeds. The ensemble
-of the seeds, of experiments in ENSEMBLE_LIMITS, has its own limit:
-
-    python -m mingpt_ddp.evaluate RUN RUN ...
+of the seeds, of experiments in ENSEMBLE_LIMITS, has its own limit.
 
     MINGPT_SHAKESPEARE=input.txt python benchmarks/recipe.py
 """
@@ -89,13 +87,26 @@ def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
 
 
 def ensemble_loss(experiment: str, seeds: range, root: Path) -> float:
-    """Return the validation loss of the mean of the seeds' probabilities."""
-    runs = [str(root / f"{experiment}-{seed}") for seed in seeds]
-    command = [sys.executable, "-m", "mingpt_ddp.evaluate", *runs, "device=cpu"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, check=True
-    )
-    loss = nats_per_character(json.loads(done.stdout))
+    """Return the loss of the mean of the seeds' probabilities, over the whole validation split."""
+    import numpy as np
+    import torch
+
+    from mingpt_ddp import load
+    from mingpt_ddp.data.dataloader import TokenSplit
+
+    runs = [load(root / f"{experiment}-{seed}") for seed in seeds]
+    tokenizer = runs[0].tokenizer
+    data = runs[0].config["data"]
+    tokens = np.array(tokenizer.encode(corpus_path().read_text()))
+    validation = tokens[int(len(tokens) * data["train_split"]) :]
+    split = TokenSplit(validation, data["block_size"], torch.device("cpu"))
+    nats = 0.0
+    with torch.no_grad():
+        for x, y in split.batches(0, 1):  # each (B, T)
+            logs = torch.stack([run.model(x).log_softmax(dim=-1) for run in runs])
+            mean = logs.logsumexp(dim=0) - math.log(len(runs))  # (B, T, V)
+            nats -= float(mean.gather(-1, y[..., None]).double().sum())
+    loss = nats / len(tokenizer.decode(validation[1:].tolist()))  # the first is no target
     log(f"{experiment}, ensemble of {len(runs)} seeds: validation loss {loss:.4f}")
     return loss
 

@@ -5,8 +5,7 @@
     python -m mingpt_ddp.evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
-                several: the loss of each, and the metrics of the mean of their probabilities; or the metrics of each,
-                if they have no mean: other tokenizers (compare bits_per_byte), context lengths, or a regression
+                several: the metrics of each, on the text of the first; bits_per_byte compares tokenizers
 step            newest (the default), best (lowest validation loss) or a number
 split           val (the default) or test: all of it, also where training measures only trainer.eval_steps
 data.path       a text to measure instead, as a whole, in the characters that the model knows; or where the data is now
@@ -42,10 +41,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mingpt_ddp.tasks.task import Task
-    from mingpt_ddp.training.evaluator import Evaluator
 
 OF_TOKENS = ("tokenizer", "vocab_size", "block_size")  # keys of data
-AVERAGED = ("language_model", "classification")  # tasks whose models give probabilities
+OF_DATA = ("text", "data")  # keys of a state with the SHA-256 of the data
 
 
 @dataclass(frozen=True)
@@ -72,20 +70,21 @@ def main() -> None:
 
 def _command(config: EvaluateConfig) -> int:
     env = read_env()
-    metrics = evaluate(config)
+    measured = evaluate(config)
     shown: dict[str, Any] = {}
     if config.data_path is not None:
         shown["data"] = config.data_path
     shown["split"] = config.split
-    shown.update(metrics)
+    if len(measured) == 1:
+        shown.update(*measured.values())
+    else:
+        shown["runs"] = [{"snapshot": url, **metrics} for url, metrics in measured.items()]
     env.call_on_rank_zero(lambda: echo(json.dumps(shown, indent=1)))
     return 0
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Return the metrics by name.
-
-    Of an ensemble also the loss of each of its `runs`, or why it is `not_averaged`.
+def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
+    """Return the metrics of each snapshot by its URL.
 
     A collective of all ranks that a launcher has started.
 
@@ -97,7 +96,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
-    from mingpt_ddp.inference.ensemble import why_not_averaged
     from mingpt_ddp.snapshots.load import load
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluator import Evaluator
@@ -105,67 +103,26 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     if config.code is not None:
         run_file(Path(config.code), "code")
     snapshots = {url: load(url, ("model",), config.step) for url in config.snapshot}
-    states = {url: snapshot.state for url, snapshot in snapshots.items()}
     first, *others = snapshots
-    configs = {first: _run_config(config, first, states[first])}
+    configs = {first: _run_config(config, first, snapshots[first].state)}
     for url in others:
-        configs[url] = _run_config(config, url, states[url], states[first])
+        configs[url] = _run_config(config, url, snapshots[url].state, snapshots[first].state)
     runtime = Runtime(configs[first], read_env())
+    measured = {}
     with attribute_errors_to_user_code(), contextlib.ExitStack() as refusals:
-        task = build_task(configs[first], runtime.group, kept=states[first])
-        refusals.enter_context(task.discarded_if_refused())
-        compared = list(task.state())
-        if config.data_path is not None and "text" in compared:
-            compared.remove("text")
-        reason = why_not_averaged(states, compared)
-        if others and configs[first].task.name not in AVERAGED:
-            reason = f"task.name={configs[first].task.name} has no probabilities to average"
-        tasks = dict.fromkeys(states, task)
-        if reason:
-            for url in others:
-                tasks[url] = build_task(configs[url], runtime.group, kept=states[url])
-                refusals.enter_context(tasks[url].discarded_if_refused())
-        for url in states if reason else [first]:
-            _adopt(tasks[url], config, url, states[url])
-        models = {}
+        tasks = {}
         for url, snapshot in snapshots.items():
-            model = _build(tasks[url], configs[url], snapshot.model)
-            models[url] = model.to(runtime.device)
-        if reason:
-            evaluators = {url: Evaluator(each, runtime) for url, each in tasks.items()}
-        else:
-            evaluators = dict.fromkeys(tasks, Evaluator(task, runtime))
-        metrics = _measure(models, evaluators, config.split, reason)
+            tasks[url] = build_task(configs[url], runtime.group, kept=snapshot.state)
+            refusals.enter_context(tasks[url].discarded_if_refused())
+            _adopt(tasks[url], config, url, snapshot.state)
+        for url, snapshot in snapshots.items():
+            model = _build(tasks[url], configs[url], snapshot.model).to(runtime.device)
+            metrics = Evaluator(tasks[url], runtime).run(model, config.split)
+            if not metrics:
+                raise DataError(f"the data of {url} has no {config.split} split")
+            measured[url] = metrics
     runtime.close()
-    return metrics
-
-
-def _measure(
-    models: "dict[str, nn.Module]",
-    evaluators: "dict[str, Evaluator]",
-    split: str,
-    reason: str | None,
-) -> dict[str, Any]:
-    """Return the metrics of one model, or of several and of the mean of their probabilities.
-
-    Args:
-        models, evaluators: by URL.
-        reason: why several models have no mean; None if they have one.
-    """
-    from mingpt_ddp.inference.ensemble import Ensemble
-
-    found = {url: evaluators[url].run(model, split) or {} for url, model in models.items()}
-    first = next(iter(models))
-    if not found[first]:
-        raise DataError(f"the data of {first} has no {split} split")
-    if reason:
-        runs = [{"snapshot": url, **each} for url, each in found.items()]
-        return {"not_averaged": reason, "runs": runs}
-    if len(models) == 1:
-        return found[first]
-    losses = [{"snapshot": url, "loss": each["loss"]} for url, each in found.items()]
-    average = evaluators[first].run(Ensemble([*models.values()]), split) or {}
-    return {**average, "runs": losses}
+    return measured
 
 
 def _adopt(task: "Task", config: EvaluateConfig, url: str, state: Any) -> None:
@@ -203,6 +160,11 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         values |= {"ddp": {}, "snapshot": {}}
         if first is not None:
             _measure_like(values, first["config"])
+            if config.data_path is None and _data_sha256(state) != _data_sha256(first):
+                raise ValueError(
+                    f"it has other data than {config.snapshot[0]}; measure it alone, or all on a "
+                    "text: data.path=..."
+                )
         if config.data_path is None:
             values = as_read_then(values)
         data = values["data"]
@@ -230,6 +192,11 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         message = str(error.args[0]) if error.args else type(error).__name__
         raise SnapshotError(f"the snapshot of {url} cannot be evaluated: {message}") from error
+
+
+def _data_sha256(state: Any) -> list[Any]:
+    """Return the SHA-256 of the data; [] of a task that records none. The state is untrusted."""
+    return [state[key]["sha256"] for key in OF_DATA if key in state]
 
 
 def _measure_like(values: dict[str, Any], first: Any) -> None:

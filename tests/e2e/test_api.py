@@ -67,6 +67,9 @@ def test_the_page_as_a_script(tmp_path):
     assert re.search(r"torch.Size\(\[1, 9, \d+\]\) \d+ \d0\n", done.stdout)
     [rows] = [line for line in done.stdout.splitlines() if line.startswith("[(10, ")]
     assert re.findall(r"\((\d+), ", rows) == ["10", "20", "30"]
+    losses = re.findall(r"^nats per token: (.*)", done.stdout, re.MULTILINE)
+    first, second, of_mean = map(float, losses)
+    assert of_mean < (first + second) / 2
 
 
 @pytest.mark.integration

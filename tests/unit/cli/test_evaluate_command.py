@@ -63,6 +63,15 @@ def test_runs_of_different_tasks_are_refused():
     assert _run_config(EvaluateConfig(["a", "b"]), "b", own, state()).task.name == "language_model"
 
 
+def test_runs_of_other_data_are_refused():
+    own = state() | {"text": {"sha256": "1"}}
+    other = state() | {"text": {"sha256": "2"}}
+    with pytest.raises(SnapshotError, match="it has other data than a; measure it alone, or all"):
+        _run_config(EvaluateConfig(["a", "b"]), "b", other, own)
+    _run_config(EvaluateConfig(["a", "b"]), "b", own, own)
+    _run_config(EvaluateConfig(["a", "b"], data_path="other.txt"), "b", other, own)
+
+
 @pytest.mark.parametrize(
     "first", [None, {}, {"data": 1}, {"data": {"path": 1}, "task": 7}, {"task": {}}], ids=str
 )

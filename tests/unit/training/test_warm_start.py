@@ -235,13 +235,13 @@ def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
     )
     result = read_result(tuned)
     assert result["val_loss"] < 2.0, "it has learnt its text"
-    found = evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32"))
+    [found] = evaluate(EvaluateConfig([str(tuned)], device="cpu", precision="fp32")).values()
     assert found["loss"] == pytest.approx(result["val_loss"], abs=1e-5)
     text = texts / "part.txt"
     text.write_text("the sea, 1234 the sea\n" * 9)
-    other = evaluate(
+    [other] = evaluate(
         EvaluateConfig([str(tuned)], device="cpu", precision="fp32", data_path=str(text))
-    )
+    ).values()
     assert other["loss"] < 3
     with pytest.raises(DataError, match="the model does not know '5'"):
         text.write_text("5 the sea\n")
