@@ -2,60 +2,36 @@
 
 import logging
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import nn
-from torch.autograd import DeviceType
-from torch.optim import Optimizer
 
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.device import peak_memory
-from mingpt_ddp.distributed.phases import FETCH
-from mingpt_ddp.distributed.process_group import WAITING
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.strategies.ddp import ALL_REDUCE
-from mingpt_ddp.distributed.tensor_parallel import local_tensor
-from mingpt_ddp.metrics.text_table import columns
 from mingpt_ddp.storage.run_dir import run_directory
 
 log = logging.getLogger(__name__)
 
 Paused: TypeAlias = Callable[[], AbstractContextManager[object]]
 STEP = "training step "  # begins the name of the event of a step
-COMMUNICATION = re.compile(rf"nccl|gloo:|mpi:|c10d::|record_param_comms|{ALL_REDUCE}|{WAITING}")
-TOP = 10  # operators in the summary
+TOP = 10  # rows of the summary
 LONGEST = 44  # characters of an operator's name
-OF_KIND = {"cpu": "operator, by its own time", "device": "kernel, by its time"}
-HEADINGS = ("ms per step", "share", "calls per step")
-WIDTHS = (-LONGEST, 12, 6, 15)
 DIRECTORY = "profile"  # in the run directory
 
 
 class Profiler:
     """Profile the steps of trainer.profile. No number of the run depends on it."""
 
-    def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        model: nn.Module,
-        optimizer: Optimizer,
-        steps: range,
-        paused: Paused,
-    ) -> None:
+    def __init__(self, config: Config, runtime: Runtime, steps: range, paused: Paused) -> None:
         """
         Args:
             steps: range(steps done so far, steps of the whole run).
             paused: a context for what takes time between steps.
         """
         self.runtime = runtime
-        self.model = model
-        self.optimizer = optimizer
         self._paused = paused
         self._directory = run_directory(config) / DIRECTORY
         self._profile: torch.profiler.profile | None = None  # while profiling
@@ -121,146 +97,17 @@ class Profiler:
         self._seconds.clear()
 
     def _summary(self, profile: torch.profiler.profile, path: str) -> str:
-        """Return what took the time and the memory of the profiled steps, on one screen."""
-        steps = len(self._seconds) or 1
+        """Return which operators or kernels took the time and the memory, on one screen."""
+        steps = len(self._seconds)
+        milliseconds = 1e3 * sum(self._seconds) / max(steps, 1)
         kind = "device" if self.runtime.device.type == "cuda" else "cpu"
-        total_us = max(sum(self._seconds), 1e-9) * 1e6
-        events = events_in_steps(list(profile.events() or []))
-
-        def per_step(microseconds: float) -> str:
-            return f"{microseconds / 1e3 / steps:.2f} ms ({microseconds / total_us:.0%})"
-
-        wait = sum(event.cpu_time_total for event in events if event.name == FETCH)
-        communication, exposed = communication_times(events, kind)
-        lines = [
-            f"profile of {steps} steps, {total_us / 1e3 / steps:.2f} ms each with the profiler:",
-            f"  data wait {per_step(wait)}, communication {per_step(communication)}, "
-            f"exposed {per_step(exposed)}",
-            f"  {self._memory(events, kind)}",
-            f"  {columns((OF_KIND[kind], *HEADINGS), WIDTHS, gap=' ')}",
-        ]
-        for name, own in slowest_operators(events, kind):
-            cells = [
-                name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}...",
-                f"{sum(own) / 1e3 / steps:.3f}",
-                f"{sum(own) / total_us:.0%}",
-                f"{len(own) / steps:.1f}",
-            ]
-            lines.append(f"  {columns(cells, WIDTHS, gap=' ')}")
-        lines.append(f"  the trace is {path}, one per rank; open it in https://ui.perfetto.dev")
-        return "\n".join(lines)
-
-    def _memory(self, events: Iterable[Any], kind: str) -> str:
-        """Say who holds the peak memory of this rank."""
-        held = held_bytes(self.model, self.optimizer)
-        peak = peak_memory(self.runtime.devices)
-        size = f"self_{kind}_memory_usage"
-        now = most = 0
-        for event in sorted(events, key=lambda event: event.time_range.end):
-            now += getattr(event, size)
-            most = max(most, now)
-        held["activations and temporary tensors"] = max(0, min(most, peak - sum(held.values())))
-        rest = "the rest" if kind == "device" else "the rest of the process"
-        held[rest] = max(0, peak - sum(held.values()))
-        parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in held.items())
-        return f"peak memory {peak / 2**20:.1f} MiB: {parts}"
-
-
-def held_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, gradients and optimizer state."""
-    held = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for parameter in model.parameters():
-        size = local_tensor(parameter.detach()).nbytes
-        held["parameters"] += size
-        if parameter.requires_grad:
-            held["gradients"] += size
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                held["optimizer"] += local_tensor(value).nbytes
-    return held
-
-
-def of_kind(events: Iterable[Any], kind: str) -> list[Any]:
-    """Return the events that count.
-
-    Args:
-        kind: `cpu`: those of the host, or `device`: a GPU's kernels and copies. What the host calls
-            around them has spans on the GPU too, from the first to the last kernel: annotations.
-    """
-    if kind == "cpu":
-        return [event for event in events if event.device_type == DeviceType.CPU]
-    on_gpu = [event for event in events if event.device_type == DeviceType.CUDA]
-    return [event for event in on_gpu if not event.is_user_annotation]
-
-
-def slowest_operators(events: Iterable[Any], kind: str) -> list[tuple[str, list[float]]]:
-    """Return what takes the most time, with the own microseconds of each call.
-
-    Args:
-        kind: `cpu`: operators, or `device`: kernels.
-    """
-    operators: dict[str, list[float]] = {}
-    for event in of_kind(events, kind):
-        if event.name in (FETCH, "[memory]") or COMMUNICATION.search(event.name):
-            continue
-        own = getattr(event, f"self_{kind}_time_total")
-        operators.setdefault(event.name, []).append(own)
-    return sorted(operators.items(), key=lambda item: -sum(item[1]))[:TOP]
-
-
-def events_in_steps(events: list[Any]) -> list[Any]:
-    """Return what happens in the profiled steps, without logging and evaluations between them."""
-    marks = [event for event in of_kind(events, "cpu") if event.name.startswith(STEP)]
-    steps = [mark.time_range for mark in marks]
-    found = []
-    for event in events:
-        if event.name.startswith(STEP):
-            continue
-        begin = event.time_range.start
-        if any(step.start <= begin <= step.end for step in steps):
-            found.append(event)
-    return found
-
-
-def communication_times(events: Iterable[Any], kind: str = "cpu") -> tuple[float, float]:
-    """Return the microseconds of communication, and those in which nothing else is done.
-
-    Args:
-        events: torch.profiler's, of one rank.
-        kind: `cpu`: operators count, or `device`: kernels.
-    """
-    communicating = []
-    computing = []
-    for event in of_kind(events, kind):
-        if event.name == "[memory]":
-            continue
-        span = (event.time_range.start, event.time_range.end)
-        if COMMUNICATION.search(event.name):
-            communicating.append(span)
-        elif event.cpu_children or event.name == FETCH or _is_part_of_communication(event):
-            continue
-        else:
-            computing.append(span)
-    exposed = _covered([*communicating, *computing]) - _covered(computing)
-    return _covered(communicating), exposed
-
-
-def _is_part_of_communication(event: Any) -> bool:
-    parent = event.cpu_parent
-    if parent is None:
-        return False
-    return bool(COMMUNICATION.search(parent.name)) or _is_part_of_communication(parent)
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    length = 0.0
-    latest = float("-inf")
-    for begin, end in sorted(spans):
-        length += max(0.0, end - max(begin, latest))
-        latest = max(latest, end)
-    return length
+        table = profile.key_averages().table(
+            f"self_{kind}_time_total", row_limit=TOP, max_name_column_width=LONGEST
+        )
+        return (
+            f"profile of {steps} steps, {milliseconds:.2f} ms each with the profiler:\n{table}"
+            f"the trace is {path}, one per rank; open it in https://ui.perfetto.dev"
+        )
 
 
 @contextmanager

@@ -60,8 +60,6 @@ class Trainer:
         self.profiler = Profiler(
             self.config,
             context.runtime,
-            context.trainable.model,
-            context.trainable.optimizer,
             range(self.state.step, self.steps),
             self.metrics.meter.paused,
         )

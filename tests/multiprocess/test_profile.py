@@ -64,16 +64,10 @@ def test_each_rank_has_a_trace_and_rank_zero_a_summary(name, steps, root):
         text = (root / name / f"main.rank{rank}.log").read_text()
         assert ("profile of 2 steps" in text) == (rank == 0)
     text = (root / name / "main.rank0.log").read_text()
-    data, communication, exposed = re.search(
-        r"data wait (\S+) ms .*communication (\S+) ms .*exposed (\S+) ms", text
-    ).groups()
-    assert 0 <= float(exposed) <= float(communication) > 0
-    assert float(data) < 1e4
-    memory = re.search(
-        r"peak memory (\S+) MiB: parameters (\S+), gradients (\S+), optimizer (\S+), activ", text
-    )
-    assert float(memory[1]) > 0.1  # of the whole process
-    assert re.search("aten::|c10d::|gloo:|FSDP", text), "the top operators"
+    summary = text.partition("profile of 2 steps, ")[2].partition("the trace is ")[0]
+    assert re.match(r"\d+\.\d\d ms each with the profiler:\n", summary)
+    assert "Self CPU time total: " in summary
+    assert re.search(r"^ *(aten::|c10d::|gloo:|FSDP|autograd::)", summary, re.MULTILINE)
     assert {path.name for path in (root / name / "profile").iterdir()} == {
         "rank0.json.gz",
         "rank1.json.gz",

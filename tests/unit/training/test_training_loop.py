@@ -169,9 +169,7 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
     trainer, parts = trainer_of(state=state)
     context = trainer.context
     paused = parts.metrics.meter.paused
-    assert profiler.mock_calls == [
-        call(context.config, context.runtime, "model", "optimizer", range(2, 6), paused)
-    ]
+    assert profiler.mock_calls == [call(context.config, context.runtime, range(2, 6), paused)]
     assert trainer.lr == 0.0
     trainer._load_meter()
     assert parts.mock_calls == [call.metrics.meter.load_state({"loss": 5.0, "aux": 1.0}, 3)]
