@@ -9,7 +9,7 @@ from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import exists
 from mingpt_ddp.data.encode_text import Source, encode, splits_texts
 from mingpt_ddp.data.text_cache import TextCache, digest_of, file_sha256
-from mingpt_ddp.data.texts import OpenBytes, open_source, opener
+from mingpt_ddp.data.texts import OpenBytes, open_source
 from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 
@@ -137,8 +137,8 @@ def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
 def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
     """Find a text and its SHA-256."""
 
-    def check(path: Path) -> str:
-        return _checked_sha256(opener(path), config)
+    def check(open_bytes: OpenBytes) -> str:
+        return _checked_sha256(open_bytes, config)
 
     try:
         text = open_source(config, cache, check)

@@ -13,15 +13,7 @@ from typing import Any, TypeAlias
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
-from mingpt_ddp.data.archives import (
-    UNPACKING_ERRORS,
-    Member,
-    archive_kind,
-    tar_members,
-    text_head,
-    unzipped,
-    zip_members,
-)
+from mingpt_ddp.data.archives import Member, members_of, text_head, unzipped
 from mingpt_ddp.data.content import (
     HEAD_BYTES,
     HIDDEN,
@@ -47,15 +39,19 @@ class Text:
     contents: Contents  # known once it has been read
 
 
-def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]) -> Text:
+def open_source(config: DataConfig, cache: Path, check: Callable[[OpenBytes], object]) -> Text:
     """Return how to open the text's bytes; download a remote file into the cache first.
 
     Args:
-        check: called with a download before it is kept; raises to refuse it.
+        check: called with the text of a download before it is kept; raises to refuse it.
 
     Raises:
         DataError: there is no text there.
     """
+
+    def check_download(path: Path) -> None:
+        check(_open_file(config, str(path)).open)
+
     if config.reader is not None:
         return Text(partial(_stream, lambda: _read_pieces(config)), Contents(config.source))
     assert config.path is not None
@@ -63,11 +59,11 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
         content = python_docs().encode()
         return Text(lambda: io.BufferedReader(io.BytesIO(content)), Contents(config.source))
     target = download_path(config.path, cache)
-    if target.exists() and config.sha256 and _accepts(check, target):
+    if target.exists() and config.sha256 and _accepts(check_download, target):
         return _open_file(config, str(target))
     fs, name, is_local = open_filesystem(config.path)
     if not is_local:
-        download(fs, name, target, check)
+        download(fs, name, target, check_download)
         name = str(target)
     elif not os.path.exists(name) and glob.has_magic(name):
         return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
@@ -87,13 +83,12 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Path], object]
 
 def _open_file(config: DataConfig, name: str) -> Text:
     """Return how to open a local file, or the members of an archive, as one stream."""
-    kind = archive_kind(name)
-    if kind is None:
+    open_members = members_of(name)
+    if open_members is None:
         looks_like = kind_of(text_head(name, HEAD_BYTES)) if config.format == "auto" else None
         return Text(opener(name), Contents(config.source, looks_like))
     limit = expanded_limit(os.path.getsize(name), config.max_expansion)
-    open_members = zip_members if kind == "zip" else tar_members
-    return _joined(config, partial(open_members, name, limit), limit)
+    return _joined(config, open_members, limit)
 
 
 def expanded_limit(size: int, max_expansion: float) -> int:
@@ -197,7 +192,7 @@ def _joined(config: DataConfig, open_members: Callable[[], Any], limit: int) -> 
 
     Args:
         open_members: a context manager of the list of members.
-        limit: bytes that all members may have.
+        limit: bytes that all texts may have.
     """
     contents = Contents(config.source)
 
@@ -252,5 +247,7 @@ def _errors_of(source: str) -> Iterator[None]:
     """Turn what a damaged archive raises into a DataError."""
     try:
         yield
-    except UNPACKING_ERRORS as error:
+    except (DataError, OSError):
+        raise
+    except Exception as error:  # zipfile and tarfile raise many kinds
         raise DataError(f"{source} cannot be unpacked: {str(error)[:200]}") from error

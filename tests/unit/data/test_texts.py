@@ -1,8 +1,9 @@
-"""Directories, globs and archives of texts, and hostile archives."""
+"""Directories, globs and archives of texts, and damaged archives."""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import logging
 import os
@@ -10,10 +11,11 @@ import tarfile
 import zipfile
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
-from mingpt_ddp.data import archives, texts
+from mingpt_ddp.data import texts
 from mingpt_ddp.data.prepare import prepare, prepare_all
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
@@ -35,8 +37,8 @@ def make_directory(path: Path, files=FILES) -> Path:
     return path
 
 
-def make_zip(path: Path, files=FILES) -> Path:
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+def make_zip(path: Path, files=FILES, method: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
     return path
@@ -62,7 +64,7 @@ def every_form(root: Path, files=FILES) -> list[Path]:
 
 
 def test_texts_are_joined_in_the_order_of_their_names(settings, tmp_path):
-    forms = every_form(tmp_path)
+    forms = [*every_form(tmp_path), make_zip(tmp_path / "lzma.zip", method=zipfile.ZIP_LZMA)]
     for path in forms:
         assert text_of(settings(path)) == JOINED
     assert text_of(settings(tmp_path / "texts/**/*.txt")) == "first\nsecond\n"
@@ -120,11 +122,8 @@ def test_names_are_labels_only(settings, tmp_path):
 def test_bombs_are_bounded(make, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(texts, "MIN_EXPANDED_BYTES", 1 << 16)
     path = make(tmp_path / "bomb", {f"{i}.txt": b"a" * (1 << 20) for i in range(4)})
-    with pytest.raises(DataError, match="unpack it yourself"):
+    with pytest.raises(DataError, match=r"expands to over [0-9,]+ bytes; .*unpack it yourself"):
         prepare(settings(path))
-    monkeypatch.setattr(archives, "MAX_MEMBERS", 3)
-    with pytest.raises(DataError, match="an archive may have 3 files"):
-        prepare(settings(make(tmp_path / "many", {f"{i}.txt": b"ab" for i in range(4)})))
 
 
 def gzip_bomb(path: Path) -> Path:
@@ -165,25 +164,6 @@ def test_a_damaged_sparse_member_of_a_tar_archive(settings, tmp_path):
         archive.addfile(info, io.BytesIO())
     with pytest.raises(DataError, match=r"x.tar cannot be unpacked: (?!.*network)"):
         prepare(settings(tmp_path / "x.tar"))
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_zip_methods_that_expand_a_whole_read_at_once_are_refused(method, settings, tmp_path):
-    """A megabyte of them may be gigabytes of memory, before any of it is counted."""
-    with zipfile.ZipFile(tmp_path / "x.zip", "w", method) as archive:
-        archive.writestr("a.txt", "ab" * 100)
-    with pytest.raises(DataError, match=r"cannot be unpacked: .*bzip2"):
-        prepare(settings(tmp_path / "x.zip"))
-
-
-def test_a_tar_header_that_fills_the_memory(settings, tmp_path):
-    info = tarfile.TarInfo("a.txt")
-    info.pax_headers = {"comment": "x" * (2 << 20)}
-    with tarfile.open(tmp_path / "x.tar.gz", "w:gz", format=tarfile.PAX_FORMAT) as archive:
-        archive.addfile(info, io.BytesIO())
-    # Python 3.14 reads it in parts, within the limit of the expansion.
-    with pytest.raises(DataError, match=r"cannot be unpacked: it expands too far|has no texts"):
-        prepare(settings(tmp_path / "x.tar.gz"))
 
 
 def test_damaged_archives(settings, tmp_path):
@@ -232,3 +212,13 @@ def test_several_sources_share_a_vocabulary(settings, tmp_path):
     (tmp_path / "val.txt").write_text("abcd")
     with pytest.raises(DataError, match=r"data.val_paths.mixed: the model does not know 'd'"):
         prepare_all(config)
+
+
+def test_a_remote_archive_has_the_sha256_of_its_texts(settings, tmp_path):
+    content = make_zip(tmp_path / "x.zip").read_bytes()
+    fsspec.filesystem("memory").pipe_file("/texts/x.zip", content)
+    sha256 = hashlib.sha256(JOINED.encode()).hexdigest()
+    for path in (str(tmp_path / "x.zip"), "memory://texts/x.zip"):
+        assert text_of(settings("", path=path, sha256=sha256)) == JOINED
+        with pytest.raises(DataError, match=f"has SHA-256 {sha256}, not data.sha256=0"):
+            prepare(settings("", path=path, sha256="0" * 64))
