@@ -22,6 +22,7 @@ from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.loader_process import set_up
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import CodeError, DataError
+from mingpt_ddp.storage.sockets import make_socket_directory
 
 Key = tuple[int, int]  # epoch and index of a sample
 MAX_BATCH = 256  # samples of a batch in evaluation
@@ -84,6 +85,8 @@ def _loader(
     dataset: KeyedDataset, batches: Iterable[list[Key]], config: DatasetConfig, on_gpu: bool
 ) -> Iterator[Any]:
     """Return collated batches of these samples, in this order; loader processes start at once."""
+    if config.num_workers:
+        make_socket_directory()  # they pass tensors on through sockets
     loader = DataLoader(
         dataset,
         batch_sampler=batches,

@@ -160,7 +160,11 @@ def check(faulty: FaultyRun, undisturbed: FaultyRun) -> None:
         assert found == expected, key
     assert tensors(run) == tensors(reference)
     assert names(run) == names(reference)
-    assert {name for name in names(faulty.tmpdir) if not name.startswith("torchinductor_")} == set()
+    # a killed parent leaves the directory of its sockets
+    left = [
+        name for name in names(faulty.tmpdir) if not name.startswith(("torchinductor_", "pymp-"))
+    ]
+    assert left == []
     ends = faulty.cwd / "ends.txt"
     # not killed between its result and the command
     if ends.exists() or faulty.jobs[-1].process.returncode == 0:

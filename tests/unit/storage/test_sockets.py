@@ -1,0 +1,68 @@
+"""The directory of multiprocessing's sockets, wherever TMPDIR is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+from mingpt_ddp.storage.sockets import LONGEST_TMPDIR
+
+LISTEN = """
+import multiprocessing
+from multiprocessing import connection
+from mingpt_ddp.storage.sockets import make_socket_directory
+def listen():
+    print(connection.Listener(family="AF_UNIX").address, flush=True)
+make_socket_directory()
+make_socket_directory()
+listen()
+child = multiprocessing.get_context("fork").Process(target=listen)
+child.start()
+child.join()
+"""
+LOAD = """
+import tempfile
+import torch
+from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.data.dataloader import BatchPlan
+from mingpt_ddp.data.samples import SampleLoader
+config = DatasetConfig(name="own", dataset="own", num_workers=1)
+loader = SampleLoader(torch.arange(4), config, batch_size=4, seed=1, on_gpu=False)
+(batch,) = loader.get_batch(1, BatchPlan(4, 4, 1), 0)
+print(sorted(batch.batch.tolist()))
+loader.close()
+"""
+
+
+def run(script: str, tmpdir: Path) -> str:
+    environ = {"TMPDIR": str(tmpdir), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.parametrize(("length", "where"), [(LONGEST_TMPDIR, ""), (LONGEST_TMPDIR + 1, "/tmp/")])
+def test_one_directory_for_a_process_and_its_children(length, where):
+    """The path of a socket has at most 103 bytes on every system."""
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:
+        tmpdir = Path(f"{directory}/{'t' * (length - len(directory) - 1)}")
+        tmpdir.mkdir()
+        addresses = run(LISTEN, tmpdir).split()
+        (used,) = {Path(address).parent for address in addresses}
+        assert len({*addresses}) == 2
+        assert str(used).startswith(where or f"{tmpdir}/")
+        assert not used.exists()
+        assert [*tmpdir.iterdir()] == []
+
+
+def test_loader_processes_where_tmpdir_is_long(tmp_path):
+    tmpdir = tmp_path / ("t" * 100)
+    tmpdir.mkdir()
+    assert run(LOAD, tmpdir) == "[0, 1, 2, 3]\n"
+    assert [*tmpdir.iterdir()] == []
