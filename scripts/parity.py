@@ -68,6 +68,7 @@ def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
     known = {"main.py": str(ROOT / "main.py"), "RUN": str(run)}
     found = [*programs[words[0]]]
     for word in words[1:]:
+        word = re.sub(r"(\$PWD/)?examples/", f"{ROOT}/examples/", word)
         found.append(known.get(word, word.replace("=RUN", f"={run}")))
     return found, variables
 

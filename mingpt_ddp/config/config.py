@@ -12,8 +12,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.fields import Effect, enters_name
-from mingpt_ddp.config.hints import known_keys, retired_names, suggest
+from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.retired import retired, retired_names
 from mingpt_ddp.config.schema import (
     BASES,
     GROUPS,
@@ -228,8 +229,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a group that this version knows or refuses, without retired ones."""
-    retired = {tuple(name.split(".")) for name in retired_names()}
-    return {key: value for key, value in values.items() if (group, key) not in retired}
+    return {key: value for key, value in values.items() if f"{group}.{key}" not in retired_names()}
 
 
 def build_group(group: str, values: Any) -> Any:
@@ -252,7 +252,7 @@ def build_group(group: str, values: Any) -> Any:
         if names == [None]:
             raise NotRegisteredError(f"{key} is registered by no Python file named as code")
         known = ", ".join("null" if name is None else name for name in names)
-        raise NotRegisteredError(f"{key} must be one of {known}")
+        raise NotRegisteredError(retired(key) or f"{key} must be one of {known}")
     known_keys = field_types(classes[choice])
     values = without_removed(group, values)
     for key in values:

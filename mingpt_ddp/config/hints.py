@@ -1,7 +1,6 @@
 """Suggest the key that an unknown key was meant to be; nanoGPT's, Lightning's and HF's count."""
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -55,21 +54,6 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
         similar = did_you_mean(name, last_parts, MIN_SIMILARITY)
         meant = None if similar is None else last_parts[similar]
     return "" if meant is None else f"; did you mean {meant}?"
-
-
-def retired(word: str) -> str | None:
-    """Return one line about a preset, key or command that an earlier version had."""
-    advice = retired_names().get(word)
-    return advice and f"{word} is no longer there; {advice}"
-
-
-@functools.cache
-def retired_names() -> dict[str, str]:
-    """Return what to do instead, by the preset, key or command of an earlier version.
-
-    Recorded configurations may still have the keys.
-    """
-    return dict(yaml.safe_load(Path(__file__).with_name("retired.yaml").read_text()))
 
 
 def _ours(word: str) -> str | None:

@@ -8,7 +8,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from mingpt_ddp.config.config import explain_value
-from mingpt_ddp.config.hints import retired, suggest
+from mingpt_ddp.config.hints import suggest
+from mingpt_ddp.config.retired import retired
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {"submitit_slurm": "slurm", "submitit_local": "slurm", "ray": "ray"}

@@ -42,6 +42,7 @@ from mingpt_ddp.config.optimizer_config import (
     OptimizerConfig,
     SGDConfig,
 )
+from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
@@ -162,7 +163,7 @@ class DDPConfig:
         1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head", changes="rounding"
     )
     comm_hook: str = neutral(
-        "none", "how gradients are averaged: none, fp16, bf16, ring or your own", changes="training"
+        "none", "how gradients are averaged: none, fp16, bf16 or your own", changes="training"
     )
     sync_batchnorm: bool = neutral(False, "batch normalization over all ranks", changes="training")
 
@@ -191,10 +192,11 @@ class DDPConfig:
             f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
             "use ddp or zero1",
         )
+        hook = f"ddp.comm_hook={self.comm_hook}"
         hooks = [*map(str, COMM_HOOKS)]
         meant = did_you_mean(self.comm_hook, hooks)
         hint = f"{', '.join(hooks)}{f'; did you mean {meant}?' if meant else ''}"
-        check(self.comm_hook in hooks, f"ddp.comm_hook={self.comm_hook} must be one of {hint}")
+        check(self.comm_hook in hooks, retired(hook) or f"{hook} must be one of {hint}")
         alone = self.tensor_parallel == 1 or self.comm_hook == "none"
         check(alone, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none")
         mpi = self.tensor_parallel > 1 and self.backend == "mpi"
@@ -204,11 +206,7 @@ class DDPConfig:
             "nccl, not mpi",
         )
         half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
-        check(
-            not half,
-            f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use "
-            "gloo or nccl",
-        )
+        check(not half, f"{hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +295,7 @@ BASES: dict[str, type] = {
     "comm_hook": DDPConfig,
 }
 # The registered values of ddp.comm_hook; none of them has keys of its own.
-COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16", "ring"), DDPConfig)
+COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16"), DDPConfig)
 # Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a
 # group without a value.
 Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic.fields import FieldInfo
 
+from mingpt_ddp.config.retired import retired
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -156,6 +157,8 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     of_key = [error for error in errors if error["loc"][0] == key]
     index = min(map(_index, of_key))  # a list that is too short comes before its values
     errors = [error for error in of_key if _index(error) == index]
+    if line := retired(f"{prefix}{key}{index}={errors[0]['input']}"):
+        return line
     hint = hints[key]
     wanted: list[str] = []  # of a union, what each member wants
     for error in errors:

@@ -44,10 +44,6 @@ def first_device_of_rank(
         raise ConfigError(
             "ddp.backend=mpi, but this torch is built without MPI; use ddp.backend=gloo"
         )
-    if ddp.comm_hook == "ring" and ddp.backend == "gloo" and on_gpu:
-        raise ConfigError(
-            "ddp.comm_hook=ring: gloo cannot send tensors of a GPU; use ddp.backend=nccl"
-        )
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()

@@ -222,7 +222,7 @@ def test_batches_on_the_gpu_equal_those_on_the_cpu(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
-@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "ring"])
+@pytest.mark.parametrize("hook", ["none", "fp16", "bf16"])
 def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_path: Path) -> None:
     options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
     options += [

@@ -157,4 +157,4 @@ def test_a_communication_hook(tmp_path):
     assert done.stdout.count("averaged") >= 2 * 12
     done = call([*python_main(), *settings], tmp_path)
     assert done.returncode == 2
-    assert done.stdout == "config error: ddp.comm_hook=mine must be one of none, fp16, bf16, ring\n"
+    assert done.stdout == "config error: ddp.comm_hook=mine must be one of none, fp16, bf16\n"

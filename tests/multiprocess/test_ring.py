@@ -1,5 +1,5 @@
-"""The ring all-reduce: the same bits on every rank, and the sum of torch's all-reduce up to
-rounding.
+"""The ring all-reduce of examples/ring_hook.py: the same bits on every rank, and the sum of torch's
+all-reduce up to rounding.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from example_files import EXAMPLES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.device import first_device_of_rank
-from mingpt_ddp.distributed.env import DistEnv, read_env
-from mingpt_ddp.distributed.ring import ring_all_reduce, ring_hook
+from mingpt_ddp.config.registry import BUILDERS, run_file
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError
 from multiprocess.ranks import configure, run_ranks
 
 # some below the number of ranks, most not divisible by it
@@ -35,7 +34,7 @@ class Scaled(nn.Module):
         return scale * (self.first.sum() + self.second.sum())
 
 
-def average(rank: int) -> list[float]:
+def average(rank: int, ring_hook: Any) -> list[float]:
     """Return the gradients of a model in two buckets, each of which the hook averages."""
     model = DDP(Scaled(), bucket_cap_mb=1e-5)
     model.register_comm_hook(None, ring_hook)
@@ -49,6 +48,9 @@ def reduce_all(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return the bits of the sums by size, their largest distance from torch's, and averaged
     gradients.
     """
+    run_file(EXAMPLES / "ring_hook.py", "data.code")
+    ring_hook = BUILDERS["comm_hook"]["ring"]
+    ring_all_reduce = ring_hook.__globals__["ring_all_reduce"]
     runtime = Runtime(from_mapping(config), read_env())
     bits, distances = [], []
     for size in SIZES:
@@ -59,7 +61,7 @@ def reduce_all(config: dict[str, Any], dtype: str) -> dict[str, Any]:
         ring_all_reduce(values)
         bits.append(values.view(torch.uint8).numpy().tobytes().hex())
         distances.append(float((values - expected).abs().max()))
-    gradients = average(runtime.group.rank)
+    gradients = average(runtime.group.rank, ring_hook)
     runtime.close()
     return {"bits": bits, "distance": max(distances), "gradients": gradients}
 
@@ -72,23 +74,3 @@ def test_every_rank_has_the_same_sum(world_size, dtype, tmp_path):
     assert all(result == results[0] for result in results)
     assert results[0]["distance"] < (1e-5 if dtype == "float32" else 0.1)
     assert results[0]["gradients"] == pytest.approx([(world_size - 1) / 2] * 12)
-
-
-def test_a_single_rank_keeps_its_values(tmp_path):
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
-    )
-    try:
-        values = torch.arange(5.0)
-        ring_all_reduce(values)
-        assert values.tolist() == [0, 1, 2, 3, 4]
-        assert average(3) == [3.0] * 12
-    finally:
-        dist.destroy_process_group()
-
-
-def test_gloo_cannot_send_tensors_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    config = from_mapping(configure("ddp=gloo", "ddp.comm_hook=ring", "trainer.device=cuda"))
-    with pytest.raises(ConfigError, match="gloo cannot send tensors of a GPU"):
-        first_device_of_rank(config.trainer, config.ddp, DistEnv())

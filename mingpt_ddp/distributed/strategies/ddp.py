@@ -17,7 +17,6 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.distributed.ring import ring_hook
 from mingpt_ddp.distributed.shared_memory import SharedMemoryAllReduce
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
@@ -26,7 +25,7 @@ TIMED_EVERY = 10  # steps between two that DDP times
 # Gradients and their sums are rounded to 16 bits; fp16 has more precision, bf16 the range of fp32.
 # DDP accepts torch's bf16 hook only with NCCL, although gloo can sum bf16 too.
 BUILDERS["comm_hook"].update(
-    fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook, ring=ring_hook
+    fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook
 )
 
 

@@ -77,7 +77,7 @@ FSDP = "set ddp.strategy=fsdp"
         (["ddp.strategy=fsdp"], {"ranks": 2, "shards_model": True}, [BATCH, CHECKPOINTING]),
         (["ddp.tensor_parallel=2"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
         (["optimizer=muon"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
-        (["ddp.comm_hook=ring"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
+        (["ddp.comm_hook=fp16"], {"ranks": 2}, [BATCH, CHECKPOINTING]),
     ],
 )
 def test_what_helps(overrides, state, expected):

@@ -1,0 +1,59 @@
+"""examples/ring_hook.py in training, and what `ddp.comm_hook=ring` says without it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+from example_files import EXAMPLES, command_of, run_in_shell
+from launching import ROOT, TINY, call, python_main
+
+EXAMPLE = EXAMPLES / "ring_hook.py"
+REFUSAL = (
+    "config error: ddp.comm_hook=ring is no longer there; "
+    "add +data.code=$PWD/examples/ring_hook.py, which registers it (docs/communication.md)"
+)
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a directory."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_the_command_of_the_example(tmp_path):
+    done = run_in_shell(command_of(EXAMPLE), tmp_path)
+    assert done.returncode == 0, done.stdout
+    result = json.loads((tmp_path / "outputs" / "demo" / "result.json").read_text())
+    assert (result["status"], result["step"], result["world_size"]) == ("complete", 20, 3)
+
+
+def test_a_recorded_run_goes_on_with_the_example_alone(tmp_path):
+    """Without it the same command, and `again`, are refused in one line and write nothing."""
+    run = [
+        *TINY,
+        "trainer.device=cpu",
+        "ddp.comm_hook=ring",
+        "ddp.nproc_per_node=3",
+        "run.name=run",
+    ]
+    command = [*python_main(), *run]
+    example = f"+data.code={EXAMPLE}"
+    done = call([*command, example], tmp_path)
+    assert done.returncode == 0, done.stdout
+    before = hashes(tmp_path)
+    more = "trainer.max_steps=16"
+    again = [sys.executable, "-m", "mingpt_ddp.again", "outputs/run"]
+    for refused in (command, again):
+        done = call([*refused, more], tmp_path, separate=True, PYTHONPATH=str(ROOT))
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == REFUSAL  # `again` says first what it leaves out
+    assert hashes(tmp_path) == before
+    done = call([*command, more, example], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot of step 12 " in done.stdout
