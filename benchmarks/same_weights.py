@@ -50,7 +50,16 @@ COMMON = [
     "snapshot.every_steps=5",
 ]
 LOSSES = ("train_loss", "grad_norm", "val_", "norms_")  # prefixes of keys in metrics.jsonl
-CLOCKS = ("wall_seconds", "stall_seconds", "wasted_seconds", "saved_at", "run_id")  # in state.json
+# In state.json.
+CLOCKS = (
+    "wall_seconds",
+    "stall_seconds",
+    "wasted_seconds",
+    "save_stall_s",
+    "save_durable_s",
+    "saved_at",
+    "run_id",
+)
 PARTS = ("model", "optimizer", "ema", "state", "losses")
 
 
