@@ -156,7 +156,9 @@ def peak_bytes(device: str, words: list[str]) -> int | None:
     trainable = build_trainable(runtime, task)
     train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     for step in (1, 2, 3):
-        train_step.run(step)
+        train_step.passes(step)
+        train_step.clip()
+        train_step.update(step)
     loader.close()
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 

@@ -110,7 +110,9 @@ def losses_of_steps(device: str, words: list[str], in_group: bool) -> list[float
     train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     losses = []
     for step in range(1, STEPS + 1):
-        losses.append(float(train_step.run(step).losses["loss"]))
+        losses.append(float(train_step.passes(step)["loss"]))
+        train_step.clip()
+        train_step.update(step)
     loader.close()
     return losses
 

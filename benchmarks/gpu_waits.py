@@ -131,8 +131,10 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
 
     def steps(first: int, last: int) -> None:
         for step in range(first, last + 1):
-            result = train_step.run(step)
-            meter.record(result.losses, result.grad_norm, train_step.phase.fetch_s)
+            losses = train_step.passes(step)
+            grad_norm = train_step.clip()
+            train_step.update(step)
+            meter.record(losses, grad_norm, train_step.phase.fetch_s)
 
     def stage() -> None:
         weights: dict[str, Any] = {"model.safetensors": trainable.tensors()["model"]}

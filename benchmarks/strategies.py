@@ -98,29 +98,29 @@ def worker_main(out: Path) -> None:
     from mingpt_ddp.distributed.process_group import ProcessGroup
     from mingpt_ddp.snapshots.manager import SnapshotManager
     from mingpt_ddp.training import stages
-    from mingpt_ddp.training.train_step import TrainStep
+    from mingpt_ddp.training.trainer import Trainer
 
     found: dict[str, Any] = {"steps": [], "saving": 0, "resuming": 0}
-    run_step = TrainStep.run
+    train = Trainer._train
     load_latest, restore = SnapshotManager.load_latest, stages.restore
     save, wait = SnapshotManager.save, SnapshotManager.wait
     before = 0
 
-    def timed_step(self: Any, step: int) -> Any:
+    def timed_step(self: Trainer, step: int) -> Any:
         began = time.perf_counter()
-        result = run_step(self, step)
+        flags = train(self, step)
         found["steps"].append(time.perf_counter() - began)
         found["training"] = memory("VmHWM")
         tensors = [
             t
-            for state in self.optimizer.state.values()
+            for state in self.train_step.optimizer.state.values()
             for t in state.values()
             if hasattr(t, "nbytes")
         ]
         found["state"] = sum(
             (t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors
         )
-        return result
+        return flags
 
     def measured_save(self: Any, *arguments: Any) -> None:
         nonlocal before
@@ -148,7 +148,7 @@ def worker_main(out: Path) -> None:
         original_close(self)
 
     original_close = ProcessGroup.close
-    TrainStep.run = timed_step  # type: ignore[method-assign]
+    Trainer._train = timed_step  # type: ignore[method-assign]
     SnapshotManager.save, SnapshotManager.wait = measured_save, measured_wait  # type: ignore[method-assign]
     SnapshotManager.load_latest, stages.restore = measured_load, measured_restore  # type: ignore[method-assign]
     ProcessGroup.close = close  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ from typing import Any
 LANES = os.environ.get("LANES", "2")
 SAMPLES = {  # mutants of each file, chosen by seed; all of the others
     "mingpt_ddp/distributed/process_group.py": 100,
-    "mingpt_ddp/training/step_control.py": 6,
+    "mingpt_ddp/training/step_flags.py": 6,
     "mingpt_ddp/training/train_step.py": 40,
     "mingpt_ddp/training/trainer.py": 24,
     "mingpt_ddp/training/validation.py": 10,

@@ -128,8 +128,8 @@ PATCHES["mingpt_ddp.distributed.workers"] = patch_workers
 PATCHES["mingpt_ddp.distributed.launcher"] = patch_launcher
 PATCHES["mingpt_ddp.cli.train_job"] = patch_command
 PATCHES["mingpt_ddp.distributed.process_group"] = patch_group
-PATCHES["mingpt_ddp.training.step_control"] = lambda module: before(
-    module.RunControl, "send_flags", "first step"
+PATCHES["mingpt_ddp.training.trainer"] = lambda module: before(
+    module.Trainer, "_send_flags", "first step"
 )
 PATCHES["mingpt_ddp.snapshots.store"] = lambda module: before(
     module.SnapshotStore, "write_files", "saving"

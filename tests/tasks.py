@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+from torch import Tensor
 
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import Config
@@ -16,6 +18,7 @@ from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable
 from mingpt_ddp.training.weight_average import WeightAverage
 
@@ -71,3 +74,19 @@ def noted_pause(parts: Mock) -> Iterator[None]:
     parts.pause()
     yield
     parts.go_on()
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of `take_step` has computed."""
+
+    losses: dict[str, Tensor]
+    grad_norm: Tensor  # before clipping
+    lr: float
+
+
+def take_step(train_step: TrainStep, step: int) -> Step:
+    """Take a step as the loop does, but without other ranks or an anomaly policy."""
+    losses = train_step.passes(step)
+    grad_norm = train_step.clip()
+    return Step(losses, grad_norm, train_step.update(step))

@@ -34,7 +34,9 @@ class MicroBatch:
     index: int
     # Of text x and y (B, T) int64, where y has the token after each in x; else collated samples.
     batch: Any
-    weight: float = 1.0  # of the loss; 0 for a pass that only other ranks need
+    scale: float = 1.0  # of the loss before backward; 0 for a pass that only other ranks need
+    shares: int = 1  # that make up the loss of a step: one per micro-batch and rank
+    is_last: bool = True  # of this rank in the step
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
 from mingpt_ddp.tasks.task import Task, named_losses
 from mingpt_ddp.training.memory import refuse_out_of_memory
-from mingpt_ddp.training.step_control import StepControl
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
@@ -67,10 +66,8 @@ def _measure(runtime: Runtime, task: Task) -> Measured:
         model = trainable.model
         first = loader.get_batch(1, plan, 0)[0]
         activations = _activations(runtime, task, model, first.batch)
-        timer = _Timer(runtime)
         train_step = TrainStep(runtime, task, loader, plan, trainable)
-        train_step.control = timer
-        timer.run(train_step)
+        passes, updates = _time_steps(runtime, train_step)
         evaluation_s = _time_evaluation(runtime, task, model, split)
         begin = runtime.now()
         memory = _copy_snapshot(trainable)
@@ -82,8 +79,8 @@ def _measure(runtime: Runtime, task: Task) -> Measured:
     memory["gradients"] = sum(p.numel() * p.element_size() for p in trained)
     memory["activations"] = activations
     return Measured(
-        micro_s=statistics.median(timer.passes),
-        update_s=statistics.median(timer.updates),
+        micro_s=statistics.median(passes),
+        update_s=statistics.median(updates),
         evaluation_s=evaluation_s,
         stall_s=stall_s,
         parameters=count_parameters(model),
@@ -93,34 +90,30 @@ def _measure(runtime: Runtime, task: Task) -> Measured:
     )
 
 
-class _Timer(StepControl):
-    """The control of steps that are timed: the seconds of their passes, and of their updates."""
+def _time_steps(runtime: Runtime, train_step: TrainStep) -> tuple[list[float], list[float]]:
+    """Train some steps; return the seconds of their passes, and of their updates.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.passes: list[float] = []
-        self.updates: list[float] = []
-        self._passed = 0.0
-
-    def wait_for_staging(self) -> None:
-        """Take the time between the passes and the update, when a run would wait for staging."""
-        self._passed = self.runtime.now()
-
-    def run(self, train_step: TrainStep) -> None:
-        """Train some steps; the first, which allocates, does not count."""
-        train_step.warm_up()
-        deadline = self.runtime.now() + MEASURED_S
-        with progress_bar(self.runtime.group.env, MOST_STEPS, "measuring", "step") as bar:
-            for step in range(1, MOST_STEPS + 1):
-                begin = self.runtime.now()
-                train_step.run(step)
-                end = self.runtime.now()
-                bar.update()
-                if step > 1:
-                    self.passes.append(self._passed - begin)
-                    self.updates.append(end - self._passed)
-                if step > 2 and end > deadline:
-                    return
+    The first, which allocates, does not count.
+    """
+    passes: list[float] = []
+    updates: list[float] = []
+    train_step.warm_up()
+    deadline = runtime.now() + MEASURED_S
+    with progress_bar(runtime.group.env, MOST_STEPS, "measuring", "step") as bar:
+        for step in range(1, MOST_STEPS + 1):
+            begin = runtime.now()
+            train_step.passes(step)
+            passed = runtime.now()
+            train_step.clip()
+            train_step.update(step)
+            end = runtime.now()
+            bar.update()
+            if step > 1:
+                passes.append(passed - begin)
+                updates.append(end - passed)
+            if step > 2 and end > deadline:
+                break
+    return passes, updates
 
 
 def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> int:

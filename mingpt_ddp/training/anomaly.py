@@ -2,6 +2,8 @@
 
 import math
 
+from torch import Tensor
+
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.training.train_state import Context
@@ -26,8 +28,16 @@ class AnomalyPolicy:
         )
         self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
 
+    def find_in_step(self, loss: float, grad_norm: Tensor) -> str | None:
+        """Return what is wrong with a step, before its update; None also if it is checked later."""
+        if not self.checks_every_step:
+            return None
+        with self.context.runtime.group.waiting():  # reading waits for a GPU
+            norm = float(grad_norm)
+        return self.find_anomaly(loss, norm)
+
     def find_anomaly(self, loss: float, grad_norm: float) -> str | None:
-        """Return what is wrong with a step, before its update; None if nothing is.
+        """Return what is wrong with a step; None if nothing is.
 
         Args:
             loss: the mean loss of the step over all ranks.

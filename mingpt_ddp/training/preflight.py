@@ -26,7 +26,6 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.step_control import StepControl, StepFlags
 from mingpt_ddp.training.train_state import TrainState, restore
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
@@ -256,8 +255,8 @@ class TrialLoader:
         """Release nothing."""
 
 
-class _GradientCheck(StepControl):
-    """The control of a trial for several ranks: each micro-batch must give all gradients."""
+class _GradientCheck:
+    """Refuse a model of which some parameters have no gradient in a micro-batch."""
 
     def __init__(self, model: nn.Module, config: Config, micro_batches: int) -> None:
         self.config = config
@@ -271,8 +270,8 @@ class _GradientCheck(StepControl):
     def _count(self, name: str, parameter: Tensor) -> None:
         self.counts[name] += 1
 
-    def find_anomaly(self, flags: StepFlags, grad_norm: Tensor) -> str | None:
-        """Refuse parameters without a gradient, before the optimizer meets them.
+    def check(self) -> None:
+        """Refuse parameters without a gradient, after the passes of a step.
 
         Raises:
             ConfigError: names them.
@@ -287,7 +286,6 @@ class _GradientCheck(StepControl):
                 f"gradient; remove them, or set {allowed_by}"
             )
         self.counts = dict.fromkeys(self.counts, 0)
-        return None
 
 
 class _Trial:
@@ -299,13 +297,19 @@ class _Trial:
         micro_batches = len(loader.batch)
         plan = BatchPlan(micro_batches, 1, world_size=1)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable)
+        self.gradients: _GradientCheck | None = None  # which several ranks would wait for
         if runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
             model = self.trainable.model
-            self.train_step.control = _GradientCheck(model, task.config, micro_batches)
+            self.gradients = _GradientCheck(model, task.config, micro_batches)
 
     def step(self, step: int) -> Tensor:
         """Take an optimizer step and return its loss."""
-        return self.train_step.run(step).losses["loss"]
+        losses = self.train_step.passes(step)
+        if self.gradients is not None:
+            self.gradients.check()  # before the optimizer meets them
+        self.train_step.clip()
+        self.train_step.update(step)
+        return losses["loss"]
 
     def copy(self) -> Snapshot:
         """Return a snapshot of this step, in memory, if it could also be read from a file."""

@@ -30,7 +30,6 @@ from mingpt_ddp.training.stages import (
     prepare,
     record_start,
 )
-from mingpt_ddp.training.step_control import RunControl
 from mingpt_ddp.training.train_state import Context
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainer import Trained, Trainer
@@ -136,7 +135,6 @@ def train(
     saves = SaveSchedule(
         context, built.manager, anomaly, copies, plan.micro_batch_size, first_save_s
     )
-    train_step.control = RunControl(context, saves, anomaly)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
     trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
     with snapshot_when_out_of_memory(config, runtime):

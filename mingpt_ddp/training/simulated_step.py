@@ -32,7 +32,6 @@ from mingpt_ddp.torch_internals import (
     tensors_without_data,
 )
 from mingpt_ddp.training.preflight import TrialLoader
-from mingpt_ddp.training.step_control import StepControl
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
@@ -70,8 +69,8 @@ class Allocations:
         return {number: self.events[number][1] for number in self._numbers.values()}
 
 
-class _Marks(StepControl):
-    """The control of a simulated step: it notes what belongs to the passes."""
+class _Marks:
+    """Note what belongs to the passes of a simulated step."""
 
     def __init__(
         self, allocations: Allocations, model: nn.Module, counter: Any, micro_batches: int
@@ -98,7 +97,7 @@ class _Marks(StepControl):
     def _after_forward(self, *_: Any) -> None:
         self.kept.update(self.allocations.living())
 
-    def wait_for_staging(self) -> None:
+    def end_passes(self) -> None:
         """Note the gradients, when the passes have ended."""
         self.operations = self.counter.get_total_flops()
         self.last = len(self.allocations.events)
@@ -198,11 +197,17 @@ def simulate(
         train_step = TrainStep(runtime, task, same, plan, trainable)
         counter = count_operations()
         marks = _Marks(allocations, trainable.model, counter, micro_batches)
-        train_step.control = marks
+
+        def take(step: int) -> None:
+            train_step.passes(step)
+            marks.end_passes()
+            train_step.clip()
+            train_step.update(step)
+
         with counter:  # it keeps tensors, so not in the step that is measured
-            train_step.run(1)  # creates the optimizer's state
+            take(1)  # creates the optimizer's state
         marks.begin()
-        train_step.run(2)
+        take(2)
         sizes = _sizes(trainable)
         return marks.step_memory(_kinds_of_state(allocations, trainable), sizes), sizes
 

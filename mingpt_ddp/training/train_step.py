@@ -6,7 +6,6 @@ averages the gradients over the ranks.
 
 import logging
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.task import Task, named_losses
-from mingpt_ddp.training.step_control import StepControl, StepFlags
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
@@ -32,17 +30,6 @@ def count_steps(config: Config, steps_per_epoch: int) -> int:
     if config.trainer.max_epochs is not None:
         limits.append(config.trainer.max_epochs * steps_per_epoch)
     return min(limits)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What happened in a step."""
-
-    flags: StepFlags
-    grad_norm: Tensor  # before clipping
-    losses: dict[str, Tensor]  # this rank's share of the step's mean loss, and of its parts
-    lr: float = 0.0
-    anomaly: str | None = None  # why the update was skipped
 
 
 class TrainStep:
@@ -66,7 +53,6 @@ class TrainStep:
         self.model = trainable.model
         self.optimizer = trainable.optimizer
         self.average = trainable.average
-        self.control = StepControl()  # a run sets its own, once it has what that needs
         self.steps = count_steps(self.config, loader.steps_per_epoch)
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         # of the configuration: loading the optimizer's state replaces its groups
@@ -76,60 +62,60 @@ class TrainStep:
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
 
-    def run(self, step: int) -> StepResult:
-        """Train one step; at an anomaly leave the weights as they are.
+    def passes(self, step: int) -> dict[str, Tensor]:
+        """Run forward and backward of this rank's micro-batches; average the gradients over ranks.
 
         Micro-batch j has the same random numbers on any rank. The gradients of the rank's
-        micro-batches add up, and its last backward pass averages them over the ranks.
+        micro-batches add up, and its last backward pass averages them.
+
+        Args:
+            step: counts from 1.
+
+        Returns:
+            This rank's shares of the step's mean losses, by name: `loss` and its parts.
         """
-        strategy = self.strategy
-        scaler = self.runtime.scaler
         losses: dict[str, Tensor] = {}
-        strategy.begin_step()
+        self.strategy.begin_step()
         with self.phase("fetch", step):
             batch = self.fetch(step)
         for micro in batch:
-            is_last = micro is batch[-1]
-            with strategy.maybe_no_sync(self.parallel_model, last=is_last):
+            with self.strategy.maybe_no_sync(self.parallel_model, last=micro.is_last):
                 with self.phase("forward", step):
                     micro_losses = self.forward(step, micro)
-                with self.phase("backward", step, waiting=is_last):
-                    loss = micro_losses["loss"] * strategy.loss_scale(micro, self.plan)
-                    scaler.scale(loss).backward()
-            shares = self._loss_shares(micro_losses, micro)
-            for name, share in shares.items():
-                losses[name] = losses[name] + share if name in losses else share
-            strategy.take_gradients(self.parameters, shares)
-        strategy.reduce_gradients(self.parameters)
-        losses = strategy.step_losses(losses)
+                with self.phase("backward", step, waiting=micro.is_last):
+                    loss = micro_losses["loss"] * micro.scale
+                    self.runtime.scaler.scale(loss).backward()
+            losses = self.strategy.finish(micro, micro_losses, self.parameters)
+        return losses
 
-        self.control.wait_for_staging()  # the last snapshot may still copy the weights
-        receive_flags = self.control.send_flags(losses["loss"])  # they travel while we clip
-        scaler.unscale_(self.optimizer)
-        grad_norm = strategy.clip_grad_norm(self.parameters, self.config.trainer.grad_norm_clip)
-        flags = receive_flags()
-        anomaly = self.control.find_anomaly(flags, grad_norm)
-        if anomaly is not None:
-            scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)
-            strategy.broadcast_buffers(self.model)  # the forward passes have changed them
-            return StepResult(flags, grad_norm, losses, anomaly=anomaly)
+    def clip(self) -> Tensor:
+        """Clip the gradients to trainer.grad_norm_clip; return their global norm before."""
+        self.runtime.scaler.unscale_(self.optimizer)
+        return self.strategy.clip_grad_norm(self.parameters, self.config.trainer.grad_norm_clip)
 
+    def update(self, step: int) -> float:
+        """Update the weights, and their average; return the learning rate."""
+        scaler = self.runtime.scaler
         reads = scaler.is_enabled()  # from a GPU, which waits
-        with self.control.measure_norms(step), self.phase("update", step, waiting=reads):
+        with self.phase("update", step, waiting=reads):
             lr = self.set_lr(step)
             seed_everything("update", self.config.run.seed, step)
-            strategy.update(self.optimizer, scaler)
+            self.strategy.update(self.model, self.optimizer, scaler)
             scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
-            strategy.broadcast_buffers(self.model)
         self.average.update(step)
-        return StepResult(flags, grad_norm, losses, lr)
+        return lr
+
+    def discard(self) -> None:
+        """Drop the gradients of the passes, and leave the weights as they are."""
+        self.runtime.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.strategy.broadcast_buffers(self.model)  # the forward passes have changed them
 
     def fetch(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank; steps count from 1."""
         batch = self.loader.get_batch(step, self.plan, self.runtime.group.data_rank)
-        return self.strategy.pad(batch, self.plan.n_micro)
+        return self.strategy.micro_batches(batch, self.plan)
 
     def forward(self, step: int, micro: MicroBatch) -> dict[str, Tensor]:
         """Return the mean `loss` of a micro-batch, and its parts by name."""
@@ -137,13 +123,6 @@ class TrainStep:
         with self.runtime.autocast():
             batch = self.runtime.to_device(micro.batch)
             return named_losses(self.task.loss(self.parallel_model, batch))
-
-    def _loss_shares(self, micro_losses: dict[str, Tensor], micro: MicroBatch) -> dict[str, Tensor]:
-        """Return a micro-batch's shares of the losses of the step; {} of padding."""
-        if not micro.weight:
-            return {}
-        shares = self.strategy.loss_shares(self.plan)
-        return {name: value.detach() / shares for name, value in micro_losses.items()}
 
     def set_lr(self, step: int) -> float:
         """Set learning rate and weight decay of the parameter groups; return the run's rate."""
@@ -169,8 +148,8 @@ class TrainStep:
     def diagnose(self, step: int) -> str:
         """Repeat the passes of a step; return which rank's loss or gradient is not finite.
 
-        Its backward differs from that of `run`: the ranks keep their gradients apart, so that it is
-        known whose are wrong. A collective; call it when the gradients are free.
+        Its backward differs from that of `passes`: the ranks keep their gradients apart, so that it
+        is known whose are wrong. A collective; call it when the gradients are free.
         """
         found = ""
         self.runtime.group.set_activity(ACTIVITIES["fetch"].format(step))
@@ -179,8 +158,7 @@ class TrainStep:
                 with self.phase("forward", step):
                     loss = self.forward(step, micro)["loss"]
                 with self.phase("backward", step):
-                    scale = self.strategy.loss_scale(micro, self.plan)
-                    self.runtime.scaler.scale(loss * scale).backward()
+                    self.runtime.scaler.scale(loss * micro.scale).backward()
             found = found or self._find_nonfinite(loss, micro)
             if self.strategy.may_leave_passes(bool(found)):
                 break

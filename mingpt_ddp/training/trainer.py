@@ -3,11 +3,12 @@
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from mingpt_ddp.errors import DamageError, TrainingError
 from mingpt_ddp.metrics.profile import Profiler
@@ -16,9 +17,9 @@ from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.step_control import StepFlags
+from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.train_state import Context
-from mingpt_ddp.training.train_step import StepResult, TrainStep
+from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -158,28 +159,52 @@ class Trainer:
         """Train one step unless it is to be skipped; return None after a rollback."""
         if step in self.state.skipped_steps:
             log.info("step %d is skipped after the rollback", step)
-            receive_flags = self.train_step.control.send_flags(torch.zeros(()))
+            receive_flags = self._send_flags(torch.zeros(()))
             return receive_flags()
-        result = self.train_step.run(step)
-        if result.anomaly is not None:
-            is_skipped = self._skip(step, result)
-            return result.flags if is_skipped else None
-        self.anomaly.on_step_accepted(step, result.flags.loss)
-        self.lr = result.lr
-        self.metrics.meter.record(result.losses, result.grad_norm, self.train_step.phase.fetch_s)
-        return result.flags
+        losses = self.train_step.passes(step)
+        self.saves.wait_for_staging()  # the last snapshot may still copy the weights
+        receive_flags = self._send_flags(losses["loss"])  # they travel while we clip
+        grad_norm = self.train_step.clip()
+        flags = receive_flags()
+        if anomaly := self.anomaly.find_in_step(flags.loss, grad_norm):
+            self.train_step.discard()
+            is_skipped = self._skip(step, anomaly, flags.loss + float(grad_norm))
+            return flags if is_skipped else None
+        with self.metrics.norms.measure(step, self.metrics.log_values):
+            self.lr = self.train_step.update(step)
+        self.anomaly.on_step_accepted(step, flags.loss)
+        self.metrics.meter.record(losses, grad_norm, self.train_step.phase.fetch_s)
+        return flags
 
-    def _skip(self, step: int, result: StepResult) -> bool:
+    def _send_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
+        """Send this rank's flags; return a function that waits for those of all ranks.
+
+        Args:
+            loss: this rank's share of the step's mean loss.
+        """
+        flags = StepFlags(
+            interrupted=self.context.interrupt.signal_name is not None,
+            saving=self.saves.manager.save_in_progress,
+            save_is_due=self.saves.is_due(),
+            # reading it waits for a GPU
+            loss=float(loss) if self.anomaly.checks_every_step else 0.0,
+        )
+        return send_flags(flags, self.context.runtime.group)
+
+    def _skip(self, step: int, anomaly: str, found: float) -> bool:
         """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether it is skipped.
+
+        Args:
+            anomaly: what is wrong with the step.
+            found: the sum of its loss and its gradient norm.
 
         Raises:
             TrainingError: the run stops.
             DamageError: a rank holds a damaged copy of a tensor, which may be the cause.
         """
         self.saves.copies.compare(step - 1)
-        is_finite = math.isfinite(result.flags.loss + float(result.grad_norm))
-        cause = "" if is_finite else f" ({self.train_step.diagnose(step)})"
-        message = f"step {step} has {result.anomaly}{cause}"
+        cause = "" if math.isfinite(found) else f" ({self.train_step.diagnose(step)})"
+        message = f"step {step} has {anomaly}{cause}"
         self.state.consecutive_skips += 1
         skips = self.state.consecutive_skips
         policy = self.config.trainer.on_nonfinite

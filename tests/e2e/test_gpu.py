@@ -10,7 +10,7 @@ import pytest
 import torch
 from launching import ROOT, TINY, call, python_main
 from multiprocess.ranks import configure
-from tasks import gpt_config, text_task
+from tasks import gpt_config, take_step, text_task
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, plan_batches
@@ -111,7 +111,7 @@ def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) ->
     meter = Meter(runtime, 64, "tokens")
 
     def step(number: int) -> None:
-        result = train_step.run(number)
+        result = take_step(train_step, number)
         meter.record(result.losses, result.grad_norm, train_step.phase.fetch_s)
 
     step(1)
@@ -258,7 +258,7 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
     train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     numbers = []
     for step in range(1, 6):
-        result = train_step.run(step)
+        result = take_step(train_step, step)
         numbers += [float(result.losses["loss"]), float(result.grad_norm)]
     tensors = {**model_state(model), **optimizer_state(model, trainable.optimizer)}
     save = AsyncSave(

@@ -214,20 +214,20 @@ def test_a_blocked_rank_first_commits_its_snapshot(tmp_path):
 
 # Rank 1 hangs in its update of step 9, while rank 0 waits for what it sends, and has for longer.
 SLEEP_IN_UPDATE = """
-def patch(step_control):
-    original = step_control.RunControl.find_anomaly
+def patch(anomaly):
+    original = anomaly.AnomalyPolicy.find_in_step
     steps = []
-    def find_anomaly(self, flags, grad_norm):
-        steps.append(flags)
+    def find_in_step(self, loss, grad_norm):
+        steps.append(loss)
         group = self.context.runtime.group
         if len(steps) == 9 and group.rank == 1:
             time.sleep(1)
             group.set_activity(group.heartbeat["activity"])
             while True:
                 time.sleep(1)
-        return original(self, flags, grad_norm)
-    step_control.RunControl.find_anomaly = find_anomaly
-PATCHES["mingpt_ddp.training.step_control"] = patch
+        return original(self, loss, grad_norm)
+    anomaly.AnomalyPolicy.find_in_step = find_in_step
+PATCHES["mingpt_ddp.training.anomaly"] = patch
 """
 
 

@@ -78,13 +78,13 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
     return [
         Wait(
             "steps",
-            "read in training/step_control.py send_flags",
+            "read in training/trainer.py _send_flags",
             STEPS * case.skip,
             "trainer.on_nonfinite=skip decides by the loss before the update",
         ),
         Wait(
             "steps",
-            "read in training/step_control.py find_anomaly",
+            "read in training/anomaly.py find_in_step",
             STEPS * case.skip,
             "and by the norm of the gradients",
         ),

@@ -23,9 +23,9 @@ def peak_bytes(overrides: list[str], world_size: int, vocab_size: int) -> int:
     config = config_of(overrides)
     with fake_rank(config, world_size) as runtime, MemoryTracker().watching() as memory:
         run = build_run(config, runtime, vocab_size)
-        run.train_step.run(1)  # allocates the state of the optimizer
+        run.train(1)  # allocates the state of the optimizer
         memory.peak = memory.bytes
-        run.train_step.run(2)
+        run.train(2)
         return memory.peak
 
 
@@ -61,7 +61,7 @@ def run_mutant(name: str) -> dict[str, Any]:
 def dataparallel_step() -> None:
     """Let nn.DataParallel split a batch over the GPUs of this process."""
     with fake_rank(config_of([*Case().overrides(), "ddp.strategy=dp"]), 1) as runtime:
-        build_run(runtime.strategy.config, runtime, VOCABULARY).train_step.run(1)
+        build_run(runtime.strategy.config, runtime, VOCABULARY).train(1)
 
 
 def synchronized_batchnorm() -> None:

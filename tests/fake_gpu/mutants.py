@@ -34,12 +34,12 @@ MUTANTS = {
         "read in training/train_step.py forward",
     ),
     "synchronization in the step": Mutant(
-        "training.train_step",
-        "self.control.wait_for_staging()",
+        "training.trainer",
+        "self.saves.wait_for_staging()",
         "torch.cuda.synchronize()",
         Case(),
         "steps",
-        "wait for the GPU in training/train_step.py run",
+        "wait for the GPU in training/trainer.py _train",
     ),
     "scalar of the host in the loss": Mutant(
         "training.train_step",
@@ -47,7 +47,7 @@ MUTANTS = {
         'loss = micro_losses["loss"] * torch.ones(()) * ',
         Case(),
         "steps",
-        "mul of host and GPU in training/train_step.py run",
+        "mul of host and GPU in training/train_step.py passes",
     ),
     "vector of the host in the loss": Mutant(
         "training.train_step",
@@ -83,7 +83,7 @@ MUTANTS = {
     ),
     "all-reduce of every micro-batch": Mutant(
         "training.train_step",
-        "maybe_no_sync(self.parallel_model, last=is_last)",
+        "maybe_no_sync(self.parallel_model, last=micro.is_last)",
         "maybe_no_sync(self.parallel_model, last=True)",
         Case(strategy="ddp", ranks=8, accumulation=3),
         "steps",

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 from tasks import text_task
-from torch import nn
+from torch import Tensor
 
 from fake_gpu.expected import SAMPLED
 from mingpt_ddp.config.config import Config
@@ -24,10 +24,10 @@ from mingpt_ddp.snapshots.ledger import Ledger
 from mingpt_ddp.snapshots.shard_plan import ShardPlan
 from mingpt_ddp.tasks import language_model
 from mingpt_ddp.tasks.language_model import LanguageModel
-from mingpt_ddp.training import train_step
+from mingpt_ddp.training import train_step, trainer
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluator import Evaluator
-from mingpt_ddp.training.step_control import RunControl
+from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
 STEPS_OF_TEXT = 4  # steps in an epoch
@@ -51,8 +51,15 @@ class FakeRun:
     runtime: Runtime
     task: LanguageModel
     trainable: Trainable
-    train_step: train_step.TrainStep
-    meter: Meter
+    trainer: trainer.Trainer
+
+    def train(self, step: int) -> None:
+        """Take a step of the training loop."""
+        self.trainer._train(step)
+
+    @property
+    def meter(self) -> Meter:
+        return self.trainer.metrics.meter
 
 
 def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
@@ -63,37 +70,45 @@ def build_run(config: Config, runtime: Runtime, vocab_size: int) -> FakeRun:
     loader = task.train_loader(runtime.device)
     plan = plan_batches(config, runtime.group.data_size)
     step = train_step.TrainStep(runtime, task, loader, plan, trainable)
-    step.control = control_of(runtime, config, trainable.model)
     step.warm_up()
     meter = Meter(runtime, loader.items_per_step, task.unit)
-    return FakeRun(runtime, task, trainable, step, meter)
+    return FakeRun(runtime, task, trainable, trainer_of(config, runtime, trainable, step, meter))
 
 
-def control_of(runtime: Runtime, config: Config, model: nn.Module) -> RunControl:
-    """Return the control that couples the steps to a run, which nothing interrupts or saves."""
-    norms = LayerNorms(runtime.group, model, config.trainer.norms_every)
+def trainer_of(
+    config: Config, runtime: Runtime, trainable: Trainable, step: train_step.TrainStep, meter: Meter
+) -> trainer.Trainer:
+    """Return the loop around the steps, which nothing interrupts and nobody saves."""
+    norms = LayerNorms(runtime.group, trainable.model, config.trainer.norms_every)
     context: Any = SimpleNamespace(
         config=config,
         runtime=runtime,
+        trainable=trainable,
         interrupt=SimpleNamespace(signal_name=None),
-        metrics=SimpleNamespace(norms=norms, log_values=lambda step, values: None),
-        state=SimpleNamespace(loss_ema=None),
+        metrics=SimpleNamespace(norms=norms, meter=meter, log_values=lambda step, values: None),
+        state=TrainState(),
     )
     saves: Any = SimpleNamespace(
         manager=SimpleNamespace(save_in_progress=False),
         is_due=lambda: False,
         wait_for_staging=lambda: None,
     )
-    return RunControl(context, saves, AnomalyPolicy(context))
+    unused: Any = None
+    return trainer.Trainer(context, step, saves, unused, AnomalyPolicy(context), unused)
 
 
 def train(run: FakeRun) -> None:
     """Take two steps, and check that what they leave is on the GPUs of the rank."""
-    for step in (1, 2):
-        result = run.train_step.run(step)
-        run.meter.record(result.losses, result.grad_norm, 0.0)
-        for tensor in (result.grad_norm, *result.losses.values()):
+    record = run.meter.record
+
+    def check(losses: dict[str, Tensor], grad_norm: Tensor, fetch_s: float) -> None:
+        for tensor in (grad_norm, *losses.values()):
             assert tensor.device == run.runtime.device, "the losses and the norm of a step"
+        record(losses, grad_norm, fetch_s)
+
+    with mock.patch.object(run.meter, "record", check):
+        for step in (1, 2):
+            run.train(step)
     is_muon = isinstance(run.trainable.optimizer, Muon)
     for kind, tensors in run.trainable.tensors().items():
         for name, tensor in tensors.items():

@@ -81,10 +81,10 @@ def inject_flip(kind: str, rank: int, at: int) -> None:
     """Patch this process to flip a bit of one rank, once; or, if `at` is negative, every time."""
     repeats, at = at < 0, abs(at)
     pending = [at]
-    run_step, stage = TrainStep.run, AsyncSave._stage
+    update, stage = TrainStep.update, AsyncSave._stage
 
-    def run_and_flip(self, step):
-        result = run_step(self, step)
+    def update_and_flip(self, step):
+        lr = update(self, step)
         if step in pending and self.runtime.group.rank == rank:
             if not repeats:
                 pending.clear()
@@ -97,7 +97,7 @@ def inject_flip(kind: str, rank: int, at: int) -> None:
                     "ema": self.average._averages[0],
                 }[kind]
             )
-        return result
+        return lr
 
     def stage_and_flip(self):
         contents = stage(self)
@@ -109,7 +109,7 @@ def inject_flip(kind: str, rank: int, at: int) -> None:
     if kind == "staged":
         AsyncSave._stage = stage_and_flip  # type: ignore[method-assign]
     else:
-        TrainStep.run = run_and_flip  # type: ignore[method-assign]
+        TrainStep.update = update_and_flip  # type: ignore[method-assign]
 
 
 def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]:
@@ -118,7 +118,7 @@ def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]
     runtime_module.Watchdog = lambda *args: types.SimpleNamespace(start=lambda: None)
     # It sleeps after each return, so that event files get distinct names.
     tensorboard.time = types.SimpleNamespace(sleep=lambda _: None)
-    originals = TrainStep.run, AsyncSave._stage
+    originals = TrainStep.update, AsyncSave._stage
     errors = {}
     for job, (name, values) in enumerate(zip(names, configs, strict=True)):
         logs.to_console(read_env())  # closes the file of the run before
@@ -131,7 +131,7 @@ def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]
             run(config, runtime, {})
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
-        TrainStep.run, AsyncSave._stage = originals  # type: ignore[method-assign]
+        TrainStep.update, AsyncSave._stage = originals  # type: ignore[method-assign]
         runtime.close()
         del runtime
     return errors

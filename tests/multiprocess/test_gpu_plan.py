@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from launching import TINY
+from tasks import take_step
 from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
@@ -34,7 +35,7 @@ def held(config: dict[str, Any]) -> dict[str, int]:
         loader = task.train_loader(runtime.device)
         trainable = build_trainable(runtime, task)
         plan = plan_batches(parsed, runtime.group.data_size)
-        TrainStep(runtime, task, loader, plan, trainable).run(1)
+        take_step(TrainStep(runtime, task, loader, plan, trainable), 1)
         loader.close()
         state = [
             value

@@ -353,9 +353,8 @@ def take_steps(names: list[str], optimizers: list[str]) -> dict[str, list[float]
             parallel(torch.randn(8, 4)).square().mean().backward()
             strategy.reduce_gradients(list(model.parameters()))
             strategy.total_norm([p.grad for p in model.parameters()])
-            strategy.update(optimizer, runtime.scaler)
+            strategy.update(model, optimizer, runtime.scaler)
             optimizer.zero_grad()
-            strategy.broadcast_buffers(model)
         weights = strategy.on_whole_model(
             model,
             lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)),

@@ -27,7 +27,6 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.storage.run_dir import read_result, run_name
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.step_control import StepControl
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 from multiprocess.ranks import Ranks, configure, run_ranks, train_in_turn
@@ -54,21 +53,6 @@ def settings(root: Path, *overrides: str) -> dict[str, Any]:
     )
 
 
-class KeptGradients(StepControl):
-    """Keeps the whole gradients of a step, before and after clipping."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.gradients: dict[str, list[float]] = {}
-        self.clipped: dict[str, list[float]] = {}
-
-    def wait_for_staging(self) -> None:
-        self.gradients = whole_gradients(self.model)
-
-    def find_anomaly(self, *_: Any) -> None:
-        self.clipped = whole_gradients(self.model)
-
-
 def one_step(values: dict[str, Any]) -> dict[str, Any]:
     """Return what a step computes, the new weights, logits, a text."""
     config = from_mapping(values)
@@ -82,11 +66,13 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
     loader = task.train_loader(runtime.device)
     assert isinstance(loader, TokenLoader)
     plan = plan_batches(config, runtime.group.data_size)
-    kept = KeptGradients(model)
     step = TrainStep(runtime, task, loader, plan, trainable)
-    step.control = kept
-    result = step.run(1)
-    loss = runtime.group.all_reduce(result.losses["loss"].clone())
+    losses = step.passes(1)
+    gradients = whole_gradients(model)
+    grad_norm = step.clip()
+    clipped = whole_gradients(model)
+    step.update(1)
+    loss = runtime.group.all_reduce(losses["loss"].clone())
     updated = {}
     for name, tensor in model_state(model).items():
         updated[name] = gather(name, tensor).flatten().tolist()
@@ -97,11 +83,11 @@ def one_step(values: dict[str, Any]) -> dict[str, Any]:
     runtime.close()
     numbers = {
         "loss": float(loss),
-        "norm": float(result.grad_norm),
+        "norm": float(grad_norm),
         "logits": logits.tolist(),
         "text": text.tolist(),
     }
-    return {**numbers, "gradients": kept.gradients, "clipped": kept.clipped, "weights": updated}
+    return {**numbers, "gradients": gradients, "clipped": clipped, "weights": updated}
 
 
 def randomize(model: nn.Module) -> None:

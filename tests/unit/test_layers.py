@@ -210,14 +210,15 @@ def test_there_is_one_training_step():
             if calls(function, "backward"):
                 found[f"{name_of(path)}:{function.name}"] = function
     assert found.keys() == {
-        "training/train_step.py:run",
+        "training/train_step.py:passes",
         "training/train_step.py:diagnose",
         "distributed/strategies/base.py:warm_up",
     }
-    step = found["training/train_step.py:run"]
-    assert (step.end_lineno or 0) - step.lineno < 50
-    for part in ("fetch", "forward", "clip_grad_norm", "find_anomaly", "set_lr", "update"):
-        assert calls(step, part), part
+    (loop,) = [f for f in functions(PACKAGE / "training/trainer.py") if f.name == "_train"]
+    for function in (loop, found["training/train_step.py:passes"]):
+        assert (function.end_lineno or 0) - function.lineno < 40
+    for part in ("passes", "clip", "find_in_step", "discard", "update"):
+        assert calls(loop, part), part
 
 
 @every_module

@@ -1,13 +1,14 @@
 """The base class of all strategies: what the train step, evaluation and snapshots may ask.
 
 A model passes `prepare` before its optimizer is built, and the optimizer `configure`; the model
-passes `wrap` before the first step. Then every step calls `begin_step`, `pad`, `maybe_no_sync`
-around each forward and backward pass, `loss_scale`, `take_gradients`, `reduce_gradients`,
-`step_losses`, `clip_grad_norm`, `update` and `broadcast_buffers`.
+passes `wrap` before the first step. Then every step calls `begin_step`, `micro_batches`,
+`maybe_no_sync` around each forward and backward pass and `finish` after it, `clip_grad_norm`, and
+`update`; one that is discarded calls `broadcast_buffers` instead of `update`.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +32,13 @@ T = TypeVar("T")
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
 
 
+def loss_shares(micro: MicroBatch, losses: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a micro-batch's shares of the mean losses of its step; {} of scale 0."""
+    if not micro.scale:
+        return {}
+    return {name: value.detach() / micro.shares for name, value in losses.items()}
+
+
 class Strategy:
     """Each rank holds the whole state. The methods are those of one rank."""
 
@@ -51,6 +59,7 @@ class Strategy:
         self.compiles = compiles
         self.devices = devices_of_rank(device, config.model.devices)
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
+        self._losses: dict[str, Tensor] = {}  # this rank's shares of those of the step, so far
         self.clock = StepClock(device)
         # the first compiles, the second records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
@@ -148,13 +157,25 @@ class Strategy:
         """Return how many of `total` forward passes, divided over the ranks, this rank makes."""
         return len(range(self.group.data_rank, total, self.group.data_size))
 
-    def pad(self, batch: list[MicroBatch], total: int) -> list[MicroBatch]:
-        """Return the micro-batches of this rank, and one of weight 0 if other ranks have one more.
+    def micro_batches(self, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
+        """Return the passes of this rank in a step, with the scales of their losses.
 
-        Args:
-            total: micro-batches of the step, over all ranks.
+        If other ranks have one more, and wait for this one in each, the last has scale 0.
         """
-        return batch
+        scale = self.loss_scale(plan)
+        shares = plan.n_micro * self.group.tensor_size  # the ranks of a copy compute the same loss
+        passes = []
+        for micro in batch:
+            is_last = micro is batch[-1]
+            passes.append(replace(micro, scale=scale, shares=shares, is_last=is_last))
+        return passes
+
+    def loss_scale(self, plan: BatchPlan) -> float:
+        """Return the factor of a micro-batch's loss before backward.
+
+        The step averages over its micro-batches, and the ranks' gradients are averaged once more.
+        """
+        return self.group.data_size / plan.n_micro
 
     def any_in_pass(self, flag: bool) -> bool:
         """Return whether the flag is set on a rank that the next forward pass waits for."""
@@ -163,17 +184,6 @@ class Strategy:
     def may_leave_passes(self, flag: bool) -> bool:
         """Return whether this rank may leave out its remaining passes where the flag is set."""
         return self.group.any_in_copy(flag)
-
-    def loss_scale(self, micro: MicroBatch, plan: BatchPlan) -> float:
-        """Return the factor of a micro-batch's loss before backward.
-
-        The step averages over its micro-batches, and the ranks' gradients are averaged once more.
-        """
-        return micro.weight * self.group.data_size / plan.n_micro
-
-    def loss_shares(self, plan: BatchPlan) -> int:
-        """Return how many shares make up the loss of a step, one per micro-batch and rank."""
-        return plan.n_micro * self.group.tensor_size  # the ranks of a copy compute the same loss
 
     # A step.
 
@@ -200,7 +210,8 @@ class Strategy:
             buffer.copy_(buffers[name])
 
     def begin_step(self) -> None:
-        """Let CUDA graphs reuse the memory of their outputs of the last step."""
+        """Forget the losses of the last step; let CUDA graphs reuse the memory of their outputs."""
+        self._losses = {}
         if self.config.trainer.compile == "cuda_graphs":
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -208,23 +219,25 @@ class Strategy:
         """Average gradients over ranks only in the last backward of a step."""
         return nullcontext()
 
-    def take_gradients(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
-        """Take the gradients of a micro-batch, unless those of the next one are added to them.
+    def finish(
+        self, micro: MicroBatch, losses: dict[str, Tensor], parameters: list[nn.Parameter]
+    ) -> dict[str, Tensor]:
+        """Finish a pass: add its losses; after the last one the gradients are averages over ranks.
 
         Args:
-            losses: the micro-batch's shares of the step's mean losses.
+            losses: the mean losses of the micro-batch, by name.
+
+        Returns:
+            This rank's shares of the step's mean losses, complete after the last pass.
         """
+        for name, share in loss_shares(micro, losses).items():
+            self._losses[name] = self._losses[name] + share if name in self._losses else share
+        if micro.is_last:
+            self.reduce_gradients(parameters)
+        return self._losses
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients over ranks, unless the backward pass has done so."""
-
-    def step_losses(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's shares of the step's mean losses, after `reduce_gradients`.
-
-        Args:
-            losses: the sums of the shares of its micro-batches.
-        """
-        return losses
 
     @torch.no_grad()
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
@@ -254,12 +267,16 @@ class Strategy:
         """Return what this rank holds of a gradient."""
         return tensor
 
-    def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
-        """Take an optimizer step; all ranks then have the same weights, or their parts of them."""
+    def update(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
+        """Take an optimizer step; all ranks then have the same weights, or their parts of them.
+
+        And the buffers of rank zero.
+        """
         scaler.step(optimizer)
+        self.broadcast_buffers(model)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast the buffers of rank zero, which snapshots hold."""
+        """Broadcast the buffers of rank zero, which snapshots hold: forward passes change them."""
         if self.group.world_size == 1:
             return
         with self.group.waiting():

@@ -14,7 +14,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.ordered_sum import OrderedSum
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.distributed.strategies.base import Strategy
+from mingpt_ddp.distributed.strategies.base import Strategy, loss_shares
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.optim.muon import Muon
@@ -70,7 +70,7 @@ class CanonicalStrategy(Strategy):
         self.warmup_passes = 0  # nothing depends on the first backward pass
         self._sum: OrderedSum | None = None
         self._views: list[Tensor] = []  # of the gradients in the flat tensor
-        self._losses = torch.empty(0)  # (names) those in the flat tensor, behind the gradients
+        self._losses_sum = torch.empty(0)  # (names) those in the flat tensor, behind the gradients
         self._names: list[str] = []  # of the losses
         self._first_buffers: list[Tensor] = []  # before the first step
         self._micro_batches = 0  # of a step, over all ranks
@@ -107,16 +107,28 @@ class CanonicalStrategy(Strategy):
         super().watch(model, micro_batches)
         self._micro_batches = micro_batches
 
-    def loss_scale(self, micro: MicroBatch, plan: BatchPlan) -> float:
-        return micro.weight / plan.n_micro
+    def loss_scale(self, plan: BatchPlan) -> float:
+        return 1 / plan.n_micro
 
     def begin_step(self) -> None:
         super().begin_step()
         self.all_reduce_s = 0.0
         self._rounds = 0
 
+    def finish(
+        self, micro: MicroBatch, losses: dict[str, Tensor], parameters: list[nn.Parameter]
+    ) -> dict[str, Tensor]:
+        self._take_gradients(parameters, loss_shares(micro, losses))
+        if not micro.is_last:
+            return {}
+        self.reduce_gradients(parameters)
+        whole = self._losses_sum.clone()
+        if not self.group.is_rank_zero:
+            whole.zero_()
+        return dict(zip(self._names, whole, strict=True))
+
     @torch.no_grad()
-    def take_gradients(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
+    def _take_gradients(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
         """Send the gradients and losses of a micro-batch; they are added during the next one.
 
         Raises:
@@ -138,7 +150,7 @@ class CanonicalStrategy(Strategy):
             gradients.append(parameter.grad)
             parameter.grad = None
         for_each("copy_", self._views, gradients)
-        self._losses.copy_(torch.stack([losses[name] for name in self._names]))
+        self._losses_sum.copy_(torch.stack([losses[name] for name in self._names]))
         self._send()
         self.all_reduce_s += time.perf_counter() - start
 
@@ -155,7 +167,7 @@ class CanonicalStrategy(Strategy):
         self._sum = OrderedSum(self.group, total, parameters[0].dtype, self.device)
         parts = self._sum.flat[:n].split(sizes)
         self._views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        self._losses = self._sum.flat[n:total]
+        self._losses_sum = self._sum.flat[n:total]
 
     def _send(self) -> None:
         """Begin the next round; in the last one only the first ranks may have a micro-batch."""
@@ -187,12 +199,6 @@ class CanonicalStrategy(Strategy):
                 "ddp.reduction=canonical needs buffers that a forward pass does not change; use "
                 "ddp.reduction=fast"
             )
-
-    def step_losses(self, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-        whole = self._losses.clone()
-        if not self.group.is_rank_zero:
-            whole.zero_()
-        return dict(zip(self._names, whole, strict=True))
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.device import keep_freed_memory
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
@@ -152,10 +152,11 @@ class FSDPStrategy(Strategy):
         """Return the passes of the rank that makes most: all ranks make as many."""
         return math.ceil(total / self.group.data_size)
 
-    def pad(self, batch: list[MicroBatch], total: int) -> list[MicroBatch]:
-        if len(batch) == self.passes(total):
-            return batch
-        return [*batch, replace(batch[-1], weight=0.0)]
+    def micro_batches(self, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
+        *before, last = super().micro_batches(batch, plan)
+        if len(batch) == self.passes(plan.n_micro):
+            return [*before, last]
+        return [*before, replace(last, is_last=False), replace(last, scale=0.0)]
 
     def any_in_pass(self, flag: bool) -> bool:
         return any(self.group.all_gather(flag))

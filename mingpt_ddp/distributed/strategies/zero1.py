@@ -55,7 +55,7 @@ class Zero1Strategy(DDPStrategy):
             self._parameters[owner].append(parameters[name])
         return model
 
-    def update(self, optimizer: Optimizer, scaler: GradScaler) -> None:
+    def update(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Update the parameters of this rank, then receive the others.
 
         An optimizer skips a parameter without a gradient and creates no state for it. The scaler
@@ -68,10 +68,11 @@ class Zero1Strategy(DDPStrategy):
             for parameter in parameters:
                 parameter.grad = None
                 optimizer.state.pop(parameter, None)
-        super().update(optimizer, scaler)
+        scaler.step(optimizer)
         with self.group.waiting():
             for owner, parameters in enumerate(self._parameters):
                 self._broadcast(parameters, owner)
+        self.broadcast_buffers(model)
 
     @torch.no_grad()
     def _broadcast(self, parameters: list[nn.Parameter], owner: int) -> None:

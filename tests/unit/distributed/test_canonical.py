@@ -10,6 +10,7 @@ from multiprocess.ranks import configure
 from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.compile import allows_compile
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import canonical_threads
@@ -90,7 +91,7 @@ def test_a_buffer_that_a_step_changes():
 def test_a_parameter_without_a_gradient():
     found = strategy()
     with pytest.raises(TrainingError, match="needs a gradient of every parameter"):
-        found.take_gradients([nn.Parameter(torch.ones(2))], {"loss": torch.ones(())})
+        found.finish(MicroBatch(0, None), {"loss": torch.ones(())}, [nn.Parameter(torch.ones(2))])
 
 
 @pytest.mark.parametrize(("told", "threads"), [(None, 1), ("3", 3)])

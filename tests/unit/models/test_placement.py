@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from multiprocess.ranks import configure
-from tasks import text_task
+from tasks import take_step, text_task
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -199,7 +199,7 @@ def trained(overrides: list[str], steps: int = 3) -> tuple[list[float], dict[str
     step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     numbers = []
     for number in range(1, steps + 1):
-        result = step.run(number)
+        result = take_step(step, number)
         numbers += [float(result.losses["loss"]), float(result.grad_norm)]
     tokens = list(
         generate(model, torch.zeros(1, 1, dtype=torch.int64), 20, SamplingParams(temperature=0))

@@ -64,7 +64,7 @@ def test_at_most_two_frames_from_the_loop_to_the_backward_pass(tmp_path, monkeyp
     for stack in stacks:
         names = frames(stack)
         below_loop = names[names.index("trainer.fit") + 1 :]
-        assert below_loop == ["trainer._train", "train_step.run"]
+        assert below_loop == ["trainer._train", "train_step.passes"]
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

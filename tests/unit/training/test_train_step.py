@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from multiprocess.ranks import configure
-from tasks import text_task, trainable
+from tasks import take_step, text_task, trainable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,7 +22,6 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
 from mingpt_ddp.training import train_step as train_step_module
-from mingpt_ddp.training.step_control import StepControl, StepFlags
 from mingpt_ddp.training.train_step import TrainStep, count_steps
 
 V, T = 8, 4
@@ -57,44 +55,13 @@ class FixedLoader:
         return [MicroBatch(index, (tokens[index], tokens[1 - index])) for index in (0, 1)]
 
 
-class Recorder(StepControl):
-    """Notes when each of its methods is called, and the weights then."""
-
-    def __init__(self, model: nn.Module, anomaly: str | None = None) -> None:
-        self.model = model
-        self.anomaly = anomaly
-        self.calls: list[str] = []
-        self.gradients: Tensor = torch.empty(0)
-
-    def wait_for_staging(self) -> None:
-        self.calls.append("staging")
-        self.gradients = self.model.scores.weight.grad.clone()
-
-    def send_flags(self, loss: Tensor) -> Any:
-        self.calls.append("send flags")
-
-        def receive() -> Any:
-            self.calls.append("receive flags")
-            return SimpleNamespace(loss=float(loss))
-
-        return receive
-
-    def find_anomaly(self, flags: Any, grad_norm: Tensor) -> str | None:
-        self.calls.append("anomaly")
-        return self.anomaly
-
-
-def step_of(
-    model: nn.Module, *overrides: str, control: StepControl | None = None, ema: float | None = None
-) -> TrainStep:
+def step_of(model: nn.Module, *overrides: str, ema: float | None = None) -> TrainStep:
     config = config_of("trainer.max_epochs=null", "trainer.max_steps=10", *overrides)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     runtime = Runtime(config, DistEnv())
     task = text_task(config)
     parts = trainable(model, optimizer, ema)
-    step = TrainStep(runtime, task, FixedLoader(), BatchPlan(4, 2, 1), parts)
-    step.control = control or step.control
-    return step
+    return TrainStep(runtime, task, FixedLoader(), BatchPlan(4, 2, 1), parts)
 
 
 def expected_gradients(step: int) -> tuple[Tensor, float]:
@@ -113,7 +80,6 @@ def test_a_step_averages_its_micro_batches():
     """Each with its own random numbers; then it clips, and updates with the scheduled rate."""
     model = Table()
     before = model.scores.weight.detach().clone()
-    recorder = Recorder(model)
     train_step = step_of(
         model,
         "run.seed=1337",
@@ -122,40 +88,41 @@ def test_a_step_averages_its_micro_batches():
         "optimizer.lr=0.5",
         "optimizer.weight_decay=0",
         "trainer.grad_norm_clip=null",
-        control=recorder,
     )
-    result = train_step.run(3)
+    losses = train_step.passes(3)
     gradients, loss = expected_gradients(3)
-    torch.testing.assert_close(recorder.gradients, gradients)
-    assert float(result.losses["loss"]) == pytest.approx(loss)
-    assert float(result.grad_norm) == pytest.approx(float(gradients.norm()))
+    torch.testing.assert_close(model.scores.weight.grad, gradients)
+    assert float(losses["loss"]) == pytest.approx(loss)
+    assert float(train_step.clip()) == pytest.approx(float(gradients.norm()))
+    assert train_step.update(3) == 0.5
     torch.testing.assert_close(model.scores.weight.detach(), before - 0.5 * gradients)
-    assert (result.lr, result.anomaly, model.scores.weight.grad) == (0.5, None, None)
-    order = ["staging", "send flags", "receive flags", "anomaly"]
-    assert recorder.calls == order
+    assert model.scores.weight.grad is None
 
 
 def test_a_pass_that_only_others_need_changes_nothing(monkeypatch):
-    """Its weight is 0: neither the gradients nor the losses contain it."""
+    """Its scale is 0: neither the gradients nor the losses contain it."""
     alone, padded = Table(), Table()
-    result = step_of(alone).run(1)
-    pad = [MicroBatch(1, FixedLoader().get_batch(1, BatchPlan(4, 2, 1), 0)[1].batch, weight=0.0)]
-    monkeypatch.setattr(Strategy, "pad", lambda self, batch, total: [*batch, *pad])
-    again = step_of(padded).run(1)
+    step = take_step(step_of(alone), 1)
+    original = Strategy.micro_batches
+
+    def pad(strategy: Strategy, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
+        first, last = original(strategy, batch, plan)
+        return [first, replace(last, is_last=False), replace(last, scale=0.0)]
+
+    monkeypatch.setattr(Strategy, "micro_batches", pad)
+    again = take_step(step_of(padded), 1)
     assert torch.equal(alone.scores.weight, padded.scores.weight)
-    assert torch.equal(result.losses["loss"], again.losses["loss"])
+    assert torch.equal(step.losses["loss"], again.losses["loss"])
 
 
-def test_an_anomaly_leaves_weights_optimizer_and_average_as_they_are():
+def test_a_discarded_step_leaves_weights_optimizer_and_average_as_they_are():
     model = Table()
     before = model.scores.weight.detach().clone()
-    recorder = Recorder(model, "a spike")
-    train_step = step_of(model, "run.seed=1337", control=recorder, ema=0.5)
-    result = train_step.run(1)
-    assert (result.anomaly, result.lr) == ("a spike", 0.0)
-    loss = float(result.losses["loss"])
-    assert (result.flags.loss, loss) == (loss, pytest.approx(expected_gradients(1)[1]))
-    assert result.grad_norm > 0
+    train_step = step_of(model, "run.seed=1337", ema=0.5)
+    losses = train_step.passes(1)
+    assert float(losses["loss"]) == pytest.approx(expected_gradients(1)[1])
+    assert train_step.clip() > 0
+    train_step.discard()
     assert torch.equal(model.scores.weight, before) and model.scores.weight.grad is None
     assert not train_step.optimizer.state
     assert torch.equal(train_step.average.state()["ema"]["scores.weight"], before)
@@ -165,7 +132,7 @@ def test_the_average_follows_the_update():
     model = Table()
     before = model.scores.weight.detach().clone()
     train_step = step_of(model, "optimizer.warmup_steps=0", ema=0.99)
-    train_step.run(1)
+    take_step(train_step, 1)
     after = model.scores.weight.detach()
     expected = before + (1 - 2 / 11) * (after - before)
     torch.testing.assert_close(train_step.average.state()["ema"]["scores.weight"], expected)
@@ -177,8 +144,7 @@ def test_an_overflow_of_the_loss_scale_skips_the_update_and_lowers_the_scale():
     train_step.runtime.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model.scores.weight.register_hook(lambda gradient: gradient * float("inf"))
     before = model.scores.weight.detach().clone()
-    result = train_step.run(1)
-    assert not torch.isfinite(result.grad_norm)
+    assert not torch.isfinite(take_step(train_step, 1).grad_norm)
     assert torch.equal(model.scores.weight, before)
     assert train_step.runtime.scaler.get_scale() == 512.0
 
@@ -224,29 +190,43 @@ def noted(monkeypatch: pytest.MonkeyPatch, train_step: TrainStep, *names: str) -
 def test_the_strategy_divides_a_step(monkeypatch):
     """It synchronizes in the last backward pass alone, and scales each loss."""
     model = Table()
-    recorder = Recorder(model)
-    train_step = step_of(model, "trainer.grad_norm_clip=3", control=recorder)
-    names = ["begin_step", "pad", "maybe_no_sync", "loss_scale", "loss_shares"]
-    after = ["reduce_gradients", "clip_grad_norm", "update", "broadcast_buffers"]
-    calls = noted(monkeypatch, train_step, *names, *after)
-    train_step.run(2)
-    plan = train_step.plan
+    train_step = step_of(model, "trainer.grad_norm_clip=3")
+    words = ["begin_step", "micro_batches", "maybe_no_sync", "finish", "clip_grad_norm", "update"]
+    calls = noted(monkeypatch, train_step, *words, "reduce_gradients", "broadcast_buffers")
+    fetched = FixedLoader().get_batch(2, train_step.plan, 0)
+    monkeypatch.setattr(train_step.loader, "get_batch", lambda *_: fetched)
+    losses = take_step(train_step, 2).losses
+    first = replace(fetched[0], scale=0.5, shares=2, is_last=False)
+    second = replace(fetched[1], scale=0.5, shares=2, is_last=True)
     parallel = train_step.parallel_model
-    _, (_, batch, _), *rest = calls
-    first, second = batch
-    assert calls[:2] == [("begin_step",), ("pad", batch, 2)]
-    assert rest == [
+    parameters = train_step.parameters
+    finished = [each for each in calls if each[0] == "finish"]
+    assert [(micro, given) for _, micro, _, given in finished] == [
+        (first, parameters),
+        (second, parameters),
+    ]
+    mean = (finished[0][2]["loss"] + finished[1][2]["loss"]) / 2
+    torch.testing.assert_close(losses["loss"], mean.detach())
+    assert [each for each in calls if each[0] != "finish"] == [
+        ("begin_step",),
+        ("micro_batches", fetched, train_step.plan),
         ("maybe_no_sync", parallel, False),
-        ("loss_scale", first, plan),
-        ("loss_shares", plan),
         ("maybe_no_sync", parallel, True),
-        ("loss_scale", second, plan),
-        ("loss_shares", plan),
-        ("reduce_gradients", train_step.parameters),
-        ("clip_grad_norm", train_step.parameters, 3.0),
-        ("update", train_step.optimizer, train_step.runtime.scaler),
+        ("reduce_gradients", parameters),
+        ("clip_grad_norm", parameters, 3.0),
+        ("update", model, train_step.optimizer, train_step.runtime.scaler),
         ("broadcast_buffers", model),
     ]
+
+
+def test_a_discarded_step_has_the_buffers_of_rank_zero(monkeypatch):
+    """The forward passes have changed them."""
+    train_step = step_of(Table())
+    calls = noted(monkeypatch, train_step, "update", "broadcast_buffers")
+    train_step.passes(2)
+    train_step.clip()
+    train_step.discard()
+    assert calls == [("broadcast_buffers", train_step.model)]
 
 
 def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
@@ -264,7 +244,7 @@ def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
         ("in the backward pass of step 2", True),
         ("in the optimizer update of step 2", False),
     ]
-    train_step.run(2)
+    take_step(train_step, 2)
     assert activities == expected
     activities.clear()
     train_step.diagnose(2)
@@ -300,42 +280,15 @@ def test_an_update_has_random_numbers_of_its_own(monkeypatch):
     monkeypatch.setattr(
         train_step.optimizer, "step", lambda: drawn.append(torch.rand(3)) or original()
     )
-    train_step.run(4)
+    take_step(train_step, 4)
     torch.manual_seed(derive_seed("update", 5, 4))
     assert torch.equal(drawn[0], torch.rand(3))
-
-
-def test_norms_are_measured_around_the_update():
-    """With the gradients as they are clipped."""
-    model = Table()
-    recorder = Recorder(model)
-    measured: list[Any] = []
-
-    @contextmanager
-    def measure(step: int) -> Iterator[None]:
-        before = model.scores.weight.detach().clone()
-        yield
-        measured.append((step, torch.equal(before, model.scores.weight)))
-
-    recorder.measure_norms = measure
-    step_of(model, "optimizer.warmup_steps=0", control=recorder).run(3)
-    assert measured == [(3, False)]
-
-
-def test_the_policy_gets_the_flags_and_the_norm_before_clipping():
-    recorder = Recorder(Table())
-    given: list[Any] = []
-    recorder.find_anomaly = lambda *values: given.append(values)
-    result = step_of(recorder.model, "trainer.grad_norm_clip=1e-3", control=recorder).run(1)
-    assert given == [(result.flags, result.grad_norm)]
-    assert result.grad_norm > 0.01
 
 
 def test_the_losses_of_a_task_are_averaged_by_name(monkeypatch):
     """The gradients are those of their sum."""
     model = Table()
-    recorder = Recorder(model)
-    train_step = step_of(model, control=recorder)
+    train_step = step_of(model)
 
     def loss(parallel_model: nn.Module, batch: Any) -> dict[str, Tensor]:
         whole = parallel_model(*batch)
@@ -343,10 +296,10 @@ def test_the_losses_of_a_task_are_averaged_by_name(monkeypatch):
 
     monkeypatch.setattr(train_step.task, "loss", loss)
     gradients, whole = expected_gradients(3)
-    losses = train_step.run(3).losses
+    losses = train_step.passes(3)
     expected = {"loss": whole, "loss_a": 0.25 * whole, "loss_b": 0.75 * whole}
     assert {name: float(value) for name, value in losses.items()} == pytest.approx(expected)
-    torch.testing.assert_close(recorder.gradients, gradients)
+    torch.testing.assert_close(model.scores.weight.grad, gradients)
 
 
 @pytest.mark.parametrize("compiles", [False, True])
@@ -404,11 +357,6 @@ def test_groups_have_their_own_share_of_rate_and_decay():
     ]
 
 
-def test_a_step_alone_exchanges_nothing():
-    result = step_of(Table()).run(1)
-    assert result.flags == StepFlags()
-
-
 def test_a_model_is_wrapped_and_watched(monkeypatch):
     wrapped, watched = nn.Linear(1, 1), []
     monkeypatch.setattr(Strategy, "wrap", lambda strategy, model: wrapped)
@@ -451,7 +399,7 @@ def test_a_step_clips_to_the_configured_norm():
     model = Table()
     before = model.scores.weight.detach().clone()
     settings = ["optimizer.warmup_steps=0", "optimizer.schedule=constant", "optimizer.lr=1"]
-    step_of(model, *settings, "trainer.grad_norm_clip=0.001").run(1)
+    take_step(step_of(model, *settings, "trainer.grad_norm_clip=0.001"), 1)
     assert float((model.scores.weight.detach() - before).norm()) == pytest.approx(0.001, rel=1e-3)
 
 

@@ -92,13 +92,13 @@ def test_a_result_has_the_number_of_parameters(tmp_path):
 
 def before_each_step(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) -> None:
     """Call `action` with the number of each step before its passes."""
-    original = TrainStep.run
+    original = TrainStep.passes
 
-    def run_step(train_step: TrainStep, number: int) -> Any:
+    def passes(train_step: TrainStep, number: int) -> Any:
         action(number)
         return original(train_step, number)
 
-    monkeypatch.setattr(TrainStep, "run", run_step)
+    monkeypatch.setattr(TrainStep, "passes", passes)
 
 
 def stop_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,14 +520,14 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
     """
     losses: list[tuple[int, float]] = []
     steps: list[int] = []
-    original = TrainStep.run
+    original = TrainStep.passes
     original_clip = Strategy.clip_grad_norm
 
-    def run_step(train_step: TrainStep, number: int) -> Any:
+    def passes(train_step: TrainStep, number: int) -> Any:
         steps.append(number)
-        result = original(train_step, number)
-        losses.append((number, float(result.losses["loss"])))
-        return result
+        found = original(train_step, number)
+        losses.append((number, float(found["loss"])))
+        return found
 
     def spoil_once(strategy: Strategy, parameters: Any, limit: Any) -> torch.Tensor:
         if steps[-1] == 7 and len(steps) == 7:
@@ -543,7 +543,7 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
         averages.append(all(torch.equal(found.ema[name], each) for name, each in average.items()))
         return state
 
-    monkeypatch.setattr(TrainStep, "run", run_step)
+    monkeypatch.setattr(TrainStep, "passes", passes)
     monkeypatch.setattr(Strategy, "clip_grad_norm", spoil_once)
     monkeypatch.setattr(save_schedule, "restore", restore)
     train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")

@@ -6,21 +6,22 @@ import logging
 import math
 from functools import partial
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from typing import Any
+from unittest.mock import MagicMock, Mock, call
 
 import pytest
 import torch
 from multiprocess.ranks import configure
 from tasks import noted_pause
+from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training import trainer as trainer_module
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
-from mingpt_ddp.training.step_control import StepFlags
+from mingpt_ddp.training.step_flags import StepFlags
 from mingpt_ddp.training.train_state import TrainState
-from mingpt_ddp.training.train_step import StepResult
 from mingpt_ddp.training.trainer import Trained, Trainer
 from mingpt_ddp.training.validation import Evaluated
 
@@ -33,7 +34,9 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     """Return a trainer of six steps, and its parts, which note their calls in one order."""
     parts = Mock()
     parts.step.steps = 6
-    parts.step.run.side_effect = result_of
+    parts.step.passes.side_effect = losses_of
+    parts.step.clip.return_value = torch.tensor(1.0)
+    parts.step.update.side_effect = lambda step: step / 100
     parts.step.diagnose.return_value = "rank 1"
     parts.step.phase.fetch_s = 0.5
     parts.validation.evaluate.return_value = Evaluated()
@@ -41,6 +44,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.validation.stop_early.return_value = None
     parts.validation.test.return_value = {"loss": 1.0}
     parts.metrics.log_train.return_value = {"train/loss": 3.0, "train/grad_norm": 2.0}
+    parts.anomaly.find_in_step.return_value = None
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
 
     parts.metrics.meter.paused = partial(noted_pause, parts)
@@ -53,26 +57,43 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
         interrupt=SimpleNamespace(exits="exits", deferred=False),
     )
     parts.saves.update_wall_time.side_effect = lambda: context.state
+    parts.metrics.norms.measure = MagicMock()
     trainer = Trainer(
         context, parts.step, parts.saves, parts.validation, parts.anomaly, parts.hooks
     )
+    trainer._send_flags = parts.send_flags
+    give_flags(parts)
     parts.reset_mock()
     return trainer, parts
 
 
-def result_of(step: int, anomaly: str | None = None, **flags: bool) -> StepResult:
-    """Return a step with a loss of ten times its number, as the result of its training."""
-    shares = {"loss": torch.tensor(10.0 * step)}
-    step_flags = StepFlags(loss=10.0 * step, **flags)
-    return StepResult(step_flags, torch.tensor(1.0), shares, step / 100, anomaly)
+def give_flags(parts: Mock, **flags: bool) -> None:
+    """Let the ranks send these flags in every step."""
+    parts.send_flags.side_effect = lambda loss: partial(StepFlags, loss=float(loss), **flags)
+
+
+def losses_of(step: int) -> dict[str, Tensor]:
+    """Return a loss of ten times the number of the step."""
+    return {"loss": torch.tensor(10.0 * step)}
 
 
 def names(parts: Mock) -> list[str]:
     return [each[0] for each in parts.mock_calls]
 
 
+PASSES = [
+    "step.passes",
+    "saves.wait_for_staging",
+    "send_flags",
+    "step.clip",
+    "anomaly.find_in_step",
+]
 EVERY_STEP = [
-    "step.run",
+    *PASSES,
+    "metrics.norms.measure",
+    "metrics.norms.measure().__enter__",
+    "step.update",
+    "metrics.norms.measure().__exit__",
     "anomaly.on_step_accepted",
     "metrics.meter.record",
     "metrics.step_done",
@@ -105,7 +126,7 @@ def test_the_order_of_a_run():
     assert parts.validation.prune.mock_calls == [call(last) for last in lasts]
     assert parts.validation.stop_early.mock_calls == [call(last) for last in lasts]
     assert profiled == [3, 4, 5, 6]
-    assert parts.step.run.mock_calls == [call(3), call(4), call(5), call(6)]
+    assert parts.step.passes.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.cover.mock_calls == [call(1)] * 5
     assert parts.saves.maybe_save.mock_calls == [call(False)] * 3
@@ -136,19 +157,19 @@ def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
     trainer.context.runtime = SimpleNamespace(group=group, strategy=strategy)
     parts.step.plan.micro_batch_size = 3
 
-    def run(step: int | None = None) -> StepResult:
+    def run(step: int | None = None) -> dict[str, Tensor]:
         if step == failing_step:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return result_of(step or 0)
+        return losses_of(step or 0)
 
     parts.step.warm_up.side_effect = run
-    parts.step.run.side_effect = run
+    parts.step.passes.side_effect = run
     expected = torch.OutOfMemoryError if failing_step == 5 else ConfigError
     with pytest.raises(expected) as failed:
         trainer.train()
     if expected is ConfigError:
         assert "a micro-batch of 3 does not fit" in str(failed.value)
-    assert parts.step.run.call_count == (failing_step or 2) - 2
+    assert parts.step.passes.call_count == (failing_step or 2) - 2
 
 
 def test_the_meters_exclude_the_warm_up():
@@ -217,7 +238,7 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
 def test_what_ends_a_run_before_its_last_step(flags, part, returns, end, calls):
     """Then it does not sample; nothing asks for another end; only a complete run is tested."""
     trainer, parts = trainer_of("trainer.eval_every=1", "trainer.sample_every=1")
-    parts.step.run.side_effect = lambda step: result_of(step, **flags)
+    give_flags(parts, **flags)
     getattr(parts.validation, part).return_value = returns
     assert trainer.train().status is end
     decided = [each for each in parts.mock_calls if each[0].startswith(("validation.", "saves.s"))]
@@ -229,14 +250,14 @@ def test_what_ends_a_run_before_its_last_step(flags, part, returns, end, calls):
 def test_a_snapshot_that_no_rank_is_writing_is_completed_at_once():
     for saving in (True, False):
         trainer, parts = trainer_of(state=TrainState(step=5))
-        parts.step.run.side_effect = lambda step, saving=saving: result_of(step, saving=saving)
+        give_flags(parts, saving=saving)
         trainer.train()
         assert ("saves.manager.wait" in names(parts)) is not saving
 
 
 def test_a_step_that_is_due_or_improves_is_saved():
     trainer, parts = trainer_of("trainer.eval_every=1", state=TrainState(step=3))
-    parts.step.run.side_effect = lambda step: result_of(step, save_is_due=step == 5)
+    parts.send_flags.side_effect = lambda loss: partial(StepFlags, save_is_due=float(loss) == 50)
     parts.validation.evaluate.side_effect = [Evaluated(), Evaluated(True), *[Evaluated()] * 2]
     trainer.train()
     saves = [each for each in parts.saves.mock_calls if each[0] in ("save", "maybe_save")]
@@ -329,14 +350,30 @@ def test_a_new_run_has_no_step_to_finish():
     assert not parts.mock_calls
 
 
-def test_a_step_is_recorded_after_the_policy_accepts_it():
+def test_a_step_in_order():
+    """The flags travel while the gradients are clipped; nothing is recorded before the update."""
     trainer, parts = trainer_of()
-    flags = trainer._train(3)
-    assert flags == StepFlags(loss=30.0)
+
+    def send_flags(loss: Tensor) -> Any:
+        parts.send(loss)
+        return lambda: parts.receive() and StepFlags(loss=float(loss))
+
+    trainer._send_flags = send_flags
+    assert trainer._train(3) == StepFlags(loss=30.0)
     assert trainer.lr == 0.03
     losses = {"loss": torch.tensor(30.0)}
+    norms = call.metrics.norms.measure(3, parts.metrics.log_values)
     assert parts.mock_calls == [
-        call.step.run(3),
+        call.step.passes(3),
+        call.saves.wait_for_staging(),
+        call.send(losses["loss"]),
+        call.step.clip(),
+        call.receive(),
+        call.anomaly.find_in_step(30.0, torch.tensor(1.0)),
+        norms,
+        norms.__enter__(),
+        call.step.update(3),
+        norms.__exit__(None, None, None),
         call.anomaly.on_step_accepted(3, 30.0),
         call.metrics.meter.record(losses, torch.tensor(1.0), 0.5),
     ]
@@ -345,39 +382,36 @@ def test_a_step_is_recorded_after_the_policy_accepts_it():
 def test_a_skipped_step_exchanges_flags_alone(caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
     trainer, parts = trainer_of(state=TrainState(step=2, skipped_steps=[3]))
-    parts.step.control.send_flags.return_value = lambda: "flags"
-    assert trainer._train(3) == "flags"
-    assert names(parts) == ["step.control.send_flags"]
-    (loss,) = parts.step.control.send_flags.call_args.args
+    assert trainer._train(3) == StepFlags()
+    assert names(parts) == ["send_flags"]
+    (loss,) = parts.send_flags.call_args.args
     assert torch.equal(loss, torch.zeros(()))
     assert caplog.messages == ["step 3 is skipped after the rollback"]
 
 
 @pytest.mark.parametrize("is_skipped", [True, False])
-def test_an_anomaly_is_not_recorded(is_skipped, monkeypatch):
+def test_an_anomaly_is_discarded_and_not_recorded(is_skipped, monkeypatch):
     """The step counts if it is skipped, and is trained again after a rollback."""
     trainer, parts = trainer_of()
-    parts.step.run.side_effect = lambda step: result_of(step, "a spike")
+    parts.anomaly.find_in_step.return_value = "a spike"
     asked = []
     monkeypatch.setattr(trainer, "_skip", lambda *values: asked.append(values) or is_skipped)
     assert trainer._train(3) == (StepFlags(loss=30.0) if is_skipped else None)
-    assert [(step, result.anomaly) for step, result in asked] == [(3, "a spike")]
-    assert names(parts) == ["step.run"]
+    assert asked == [(3, "a spike", 31.0)]
+    assert names(parts) == [*PASSES, "step.discard"]
 
 
 def test_a_rolled_back_step_is_not_counted():
     trainer, parts = trainer_of("trainer.on_nonfinite=rollback", state=TrainState(step=4))
-    results = iter([result_of(5, "a spike"), *map(result_of, (3, 4, 6))])
-    parts.step.run.side_effect = lambda step: next(results)
-    parts.step.control.send_flags.return_value = StepFlags
+    parts.anomaly.find_in_step.side_effect = ["a spike", None, None, None]
     parts.saves.restore_latest.return_value = TrainState(step=2)
     trainer.train()
-    assert parts.step.run.mock_calls == [call(5), call(3), call(4), call(6)]
+    assert parts.step.passes.mock_calls == [call(5), call(3), call(4), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
 
 
 MESSAGE = "step 3 has no loss (rank 1)"
-NONFINITE = StepResult(StepFlags(loss=math.nan), torch.tensor(1.0), {}, anomaly="no loss")
+NONFINITE = ("no loss", math.nan)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +427,7 @@ def test_an_anomaly_stops_the_run_by_policy_or_when_it_persists(policy, before, 
     state = TrainState(consecutive_skips=before)
     trainer, parts = trainer_of(f"trainer.on_nonfinite={policy}", state=state)
     with pytest.raises(TrainingError) as raised:
-        trainer._skip(3, NONFINITE)
+        trainer._skip(3, *NONFINITE)
     assert str(raised.value) == f"training error: {error}"
     assert parts.mock_calls == [
         call.saves.copies.compare(2),
@@ -408,7 +442,7 @@ def test_an_anomaly_is_skipped_by_policy_or_without_a_snapshot(policy, caplog):
     state = TrainState(consecutive_skips=MAX_CONSECUTIVE_SKIPS - 1)
     trainer, parts = trainer_of(f"trainer.on_nonfinite={policy}", state=state)
     parts.saves.restore_latest.return_value = None
-    assert trainer._skip(3, NONFINITE) is True
+    assert trainer._skip(3, *NONFINITE) is True
     assert state.consecutive_skips == MAX_CONSECUTIVE_SKIPS
     assert caplog.messages == [f"{MESSAGE} and is skipped"]
     tries = [] if policy == "skip" else [call.saves.restore_latest()]
@@ -418,8 +452,7 @@ def test_an_anomaly_is_skipped_by_policy_or_without_a_snapshot(policy, caplog):
 def test_a_finite_spike_is_not_repeated_to_find_its_cause(caplog):
     """It has none in the hardware, and the rank with the largest loss is not at fault."""
     trainer, parts = trainer_of("trainer.on_nonfinite=skip", state=TrainState())
-    spike = StepResult(StepFlags(loss=9.0), torch.tensor(1.0), {}, anomaly="loss 9.0000, a spike")
-    assert trainer._skip(3, spike) is True
+    assert trainer._skip(3, "loss 9.0000, a spike", 10.0) is True
     assert caplog.messages == ["step 3 has loss 9.0000, a spike and is skipped"]
     assert parts.mock_calls == [call.saves.copies.compare(2)]
 
@@ -440,7 +473,7 @@ def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
     )
     trainer, parts = trainer_of("trainer.on_nonfinite=rollback", state=left)
     parts.saves.restore_latest.return_value = restored
-    assert trainer._skip(10, NONFINITE) is False
+    assert trainer._skip(10, *NONFINITE) is False
     assert trainer.state is left
     assert left == TrainState(
         step=6,

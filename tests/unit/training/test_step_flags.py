@@ -1,0 +1,123 @@
+"""What the ranks exchange in a step, and when the loss is read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mingpt_ddp.training.step_flags import StepFlags, send_flags
+from mingpt_ddp.training.trainer import Trainer
+
+QUIET = [0.0, 0.0, 0.0, 0.0]  # interrupted, saving, a save is due, loss
+
+
+class Unreadable:
+    """A loss on a GPU, which must not be waited for."""
+
+    def __float__(self) -> float:
+        raise AssertionError("the loss was read")
+
+
+class Gathering:
+    """A process group whose other ranks send these rows after this one's, or before it."""
+
+    def __init__(self, *others: list[float], is_rank_zero: bool = True) -> None:
+        self.others = others
+        self.is_rank_zero = is_rank_zero
+        self.sent: list[Tensor] = []
+
+    def all_gather_async(self, row: Tensor) -> Any:
+        self.sent.append(row)
+        others = [torch.tensor(other, dtype=torch.float64) for other in self.others]
+        rows = [row, *others] if self.is_rank_zero else [*others, row]
+        return lambda: torch.stack(rows)
+
+
+def trainer_of(
+    group: Gathering,
+    signal: str | None = None,
+    saving: bool = False,
+    is_due: bool = False,
+    checks: bool = True,
+) -> Trainer:
+    """Return a trainer of which only the flags can be sent."""
+    trainer = object.__new__(Trainer)
+    trainer.context = SimpleNamespace(
+        interrupt=SimpleNamespace(signal_name=signal), runtime=SimpleNamespace(group=group)
+    )
+    trainer.saves = SimpleNamespace(
+        manager=SimpleNamespace(save_in_progress=saving), is_due=lambda: is_due
+    )
+    trainer.anomaly = SimpleNamespace(checks_every_step=checks)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("settings", "row"),
+    [
+        ({}, [0, 0, 0, 2.5]),
+        ({"signal": "SIGTERM"}, [1, 0, 0, 2.5]),
+        ({"saving": True}, [0, 1, 0, 2.5]),
+        ({"is_due": True}, [0, 0, 1, 2.5]),
+    ],
+)
+def test_a_rank_sends_its_own_flags_and_its_share_of_the_loss(settings, row):
+    group = Gathering()
+    flags = trainer_of(group, **settings)._send_flags(torch.tensor(2.5))()
+    assert group.sent[0].tolist() == row
+    assert group.sent[0].dtype == torch.float64
+    assert flags == StepFlags(bool(row[0]), bool(row[1]), bool(row[2]), 2.5)
+
+
+def test_the_loss_is_read_only_if_every_step_is_checked():
+    group = Gathering([0, 0, 0, 0.0])
+    flags = trainer_of(group, checks=False)._send_flags(Unreadable())()
+    assert group.sent[0].tolist() == QUIET
+    assert flags == StepFlags()
+    with pytest.raises(AssertionError, match="the loss was read"):
+        trainer_of(group)._send_flags(Unreadable())
+
+
+@pytest.mark.parametrize(
+    ("others", "flags"),
+    [
+        ([QUIET, QUIET], StepFlags(loss=1.0)),
+        ([QUIET, [1, 0, 0, 0]], StepFlags(interrupted=True, loss=1.0)),
+        ([QUIET, [0, 1, 0, 0]], StepFlags(saving=True, loss=1.0)),
+        ([[0, 0, 0, 2.0], [0, 0, 0, 4.0]], StepFlags(loss=7.0)),
+    ],
+)
+def test_a_flag_of_any_rank_counts_and_the_losses_add_up(others, flags):
+    for is_rank_zero in (True, False):
+        group = Gathering(*others, is_rank_zero=is_rank_zero)
+        assert send_flags(StepFlags(loss=1.0), group)() == flags
+
+
+def test_rank_zeros_clock_alone_decides_whether_a_save_is_due():
+    due = [0.0, 0.0, 1.0, 0.0]
+    for is_rank_zero in (True, False):
+        early = send_flags(StepFlags(), Gathering(due, due, is_rank_zero=is_rank_zero))
+        others = Gathering(QUIET, QUIET, is_rank_zero=is_rank_zero)
+        late = send_flags(StepFlags(save_is_due=True), others)
+        assert early().save_is_due is not is_rank_zero
+        assert late().save_is_due is is_rank_zero
+
+
+def test_the_flags_are_received_when_they_are_asked_for():
+    """The loop clips the gradients meanwhile."""
+    group = Gathering()
+    received: list[str] = []
+
+    def receive() -> Tensor:
+        received.append("table")
+        return torch.zeros(1, 4)
+
+    group.all_gather_async = lambda row: receive
+    wait = send_flags(StepFlags(), group)
+    assert not received
+    wait()
+    assert received == ["table"]
