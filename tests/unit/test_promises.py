@@ -13,6 +13,7 @@ TABLES = (
     "docs/multi-node.md",
     "docs/sweeps.md",
     "docs/your-own-model.md",
+    "docs/security.md",
     "docs/s3.md",
     "docs/slurm.md",
 )
