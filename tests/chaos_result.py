@@ -12,7 +12,7 @@ from launching import Job, python_main
 from snapshot_helpers import tensor_digests
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.metrics.jsonl import METRICS, read_history, read_since
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 
@@ -41,13 +41,12 @@ def check_result(chaos: Chaos, reference: Path) -> str:
         InvariantError: they differ.
     """
     found, expected = tensor_digests(chaos.url), tensor_digests(str(reference))
-    histories = [read_history(run / METRICS) for run in (chaos.run, reference)]
-    rows, undisturbed_rows = (history.by_step() for history in histories)
-    differ = [step for step, row in rows.items() if not agree(row, undisturbed_rows[step])]
+    rows, undisturbed_rows = (read_since(run / METRICS, 0) for run in (chaos.run, reference))
+    differ = [step for step in sorted(rows) if not agree(rows[step], undisturbed_rows[step])]
     if found != expected or differ:
         since = f" since step {differ[0]}" if differ else ""
         raise InvariantError(f"other bits than undisturbed{since}: {found}, {expected}")
-    recorded = [step for step, _ in histories[0].series("train_loss")]
+    recorded = [step for step, _ in read_history(chaos.run / METRICS).series("train_loss")]
     check_steps("metrics.jsonl", recorded, chaos)
     check_steps("TensorBoard", logged_steps(chaos.run, 0), chaos)
     store = SnapshotStore(chaos.url)

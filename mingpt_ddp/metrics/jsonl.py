@@ -147,13 +147,6 @@ class MetricsHistory:
                 found[row][key] = value if value == value else None  # NaN
         return sorted(itertools.compress(found, self.counts), key=itemgetter("step"))
 
-    def by_step(self) -> dict[int, Record]:
-        """Return one record per step, which has the values of all records of that step."""
-        merged: dict[int, Record] = {}
-        for row in self.rows:
-            merged.setdefault(row["step"], {}).update(row)
-        return merged
-
 
 def read_history(path: Path) -> MetricsHistory:
     """Read a `metrics.jsonl`, in time that grows with its lines alone.
@@ -225,21 +218,49 @@ def read_end(path: Path) -> HistoryEnd | None:
     row: Record = {}
     is_complete: bool | None = None
     reached = 0
-    limit = math.inf  # by the starts and rollbacks that follow
     try:
-        for record in filter(None, map(parse, read_backwards(path))):
+        for record, counts in _backwards(path):
             if is_complete is None and "rollback" not in record:
                 is_complete = "complete" in record
             if not MARKERS & record.keys():
                 reached = max(reached, record["step"])
-                if record["step"] > limit:
-                    continue
-                if step is not None and record["step"] < step:
-                    break
-                row = record | row if record["step"] == step else record
-                step = record["step"]
-            elif "complete" not in record:
-                limit = min(limit, record["step"])
+            if not counts:
+                continue
+            if step is not None and record["step"] < step:
+                break
+            row = record | row if record["step"] == step else record
+            step = record["step"]
     except OSError:
         return None
     return HistoryEnd(step, to_metrics(row), bool(is_complete), reached)
+
+
+def read_since(path: Path, step: int) -> dict[int, Record]:
+    """Read one record of each step from `step` on, with the values of all that count; backwards.
+
+    Lines that are not records are skipped.
+
+    Raises:
+        OSError: as of `read_backwards`.
+    """
+    found: dict[int, Record] = {}
+    for record, counts in _backwards(path):
+        at = record["step"]
+        if counts and at < step:
+            break
+        if counts:
+            found[at] = record | found.get(at, {})
+    return found
+
+
+def _backwards(path: Path) -> Iterator[tuple[Record, bool]]:
+    """Yield the records from the last one, and whether each is a measurement that counts.
+
+    Those that a later start or rollback has repeated do not.
+    """
+    limit = math.inf  # by the starts and rollbacks that follow
+    for record in filter(None, map(parse, read_backwards(path))):
+        is_measurement = not MARKERS & record.keys()
+        yield record, is_measurement and record["step"] <= limit
+        if not is_measurement and "complete" not in record:
+            limit = min(limit, record["step"])

@@ -24,7 +24,7 @@ from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-Logger: TypeAlias = TensorBoardLogger | JSONLLogger | Outbox
+Logger: TypeAlias = TensorBoardLogger | JSONLLogger
 SPLITS = {"val": "validation", "test": "test"}
 
 
@@ -59,7 +59,7 @@ class MetricsProcessor:
         self.tensorboard = TensorBoardLogger(
             directory / "tensorboard" / f"rank{env.rank}", chosen.tensorboard
         )
-        self.outboxes: list[Outbox] = []
+        self.outboxes: list[Outbox] = []  # of the trackers, on rank zero
         self.loggers: list[Logger] = [
             self.tensorboard,
             *(env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []),
@@ -80,11 +80,6 @@ class MetricsProcessor:
         self._repeats = self._reached > steps.start
         for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)
-
-    def attach(self, outboxes: list[Outbox]) -> None:
-        """Send all metrics to trackers, too."""
-        self.outboxes = outboxes
-        self.loggers.extend(outboxes)
 
     def cover(self, step: int | None) -> None:
         """Let the trackers have the points before `step`, the last one with a durable snapshot."""

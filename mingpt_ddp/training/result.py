@@ -4,7 +4,6 @@ import logging
 from datetime import timedelta
 from typing import Any
 
-from mingpt_ddp.metrics.trackers.outboxes import send_rest
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.stages import Built, Opened, Prepared, Reports
 from mingpt_ddp.training.train_state import has_stopped_early
@@ -24,7 +23,10 @@ def record_end(
     result = _result(prepared, built, trained)
     opened.owner.write_result(result)
     if trained.status is not RunStatus.PREEMPTED:
-        send_rest(reports.outboxes, built.state.step, result)
+        for outbox in reports.outboxes:
+            outbox.finish(built.state.step, result)
+        for outbox in reports.outboxes:
+            outbox.join()
         if not built.is_complete:
             reports.hooks.call("end", result)
     if trained.status is RunStatus.COMPLETE:

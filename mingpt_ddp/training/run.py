@@ -72,7 +72,7 @@ def run(
         built = build(prepared, opened)
         times.done("model and snapshot")
         record_start(prepared, opened, built, hydra_files)
-        reports = open_reports(prepared, built, resources)
+        reports = open_reports(prepared, built)
         if built.is_complete:
             trained = evaluate_complete(built)
         else:
@@ -128,7 +128,7 @@ def train(
     steps = range(state.step, prepared.steps)
     model = built.trainable.model
     metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.times)
-    metrics.attach(reports.outboxes)
+    metrics.outboxes = reports.outboxes
     context = Context(task, runtime, built.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)

@@ -310,24 +310,12 @@ def record_start(
         warn_of_lost_snapshots(opened.end, opened.last)
 
 
-def open_reports(prepared: Prepared, built: Built, resources: contextlib.ExitStack) -> Reports:
-    """Open the outboxes of the trackers; a run keeps its id there in its own snapshots.
-
-    Args:
-        resources: closes them when it is closed.
-    """
+def open_reports(prepared: Prepared, built: Built) -> Reports:
+    """Open the outboxes of the trackers; a run keeps its id there in its own snapshots."""
     group = prepared.runtime.group
     state = built.state
     has_own_snapshots = built.manager.last_step is not None
-    known = has_own_snapshots and state.run_id != ""
-    if not known:
+    if not has_own_snapshots or not state.run_id:
         state.run_id = uuid.uuid4().hex[:12]
-    covered = state.step if known else 0
-    open_all = partial(
-        open_outboxes, prepared.config, prepared.directory, state.run_id, state.step, covered
-    )
-    outboxes = group.env.call_on_rank_zero(open_all) or []
-    for outbox in outboxes:
-        outbox.start(state.step, group.world_size)
-        resources.callback(outbox.close)
-    return Reports(outboxes, Hooks(group))
+    open_all = partial(open_outboxes, prepared.config, prepared.directory, state.run_id)
+    return Reports(group.env.call_on_rank_zero(open_all) or [], Hooks(group))

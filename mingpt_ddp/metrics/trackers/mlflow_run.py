@@ -11,9 +11,8 @@ from mingpt_ddp.metrics.trackers.outbox import Points
 from mingpt_ddp.storage.run_dir import run_name
 
 TAG = "mingpt_ddp.run_id"
-MAX_METRICS = 1000  # per request, as the server allows
-MAX_PARAMS = 100  # likewise
-MAX_TEXT = 5000  # characters of a tag
+MAX_PARAM = 500  # characters, as any server allows
+MAX_TAG = 5000  # likewise
 
 
 class MLflowTracker:
@@ -27,17 +26,13 @@ class MLflowTracker:
         self._uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
         self.is_remote = urlsplit(self._uri or "").scheme in ("http", "https", "databricks")
 
-    def load(self) -> None:
+    def connect(self) -> int:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds, of 120
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow import entities
+        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        self._entities = entities
-        self._client_of = MlflowClient
-
-    def connect(self) -> None:
-        self._client = self._client_of(self._uri)
+        self._client = MlflowClient(self._uri)
         name = run_name(self._config)
         project = self._config.tracker.project
         experiment = self._client.get_experiment_by_name(project)
@@ -52,30 +47,31 @@ class MLflowTracker:
         new = []
         for key, value in flatten(self._config.to_dict()).items():
             if key not in run.data.params:
-                new.append(self._entities.Param(key, str(value)[:500]))
-        for begin in range(0, len(new), MAX_PARAMS):
-            self._client.log_batch(self._run, params=new[begin : begin + MAX_PARAMS])
-        self._tags = run.data.tags
+                new.append(Param(key, str(value)[:MAX_PARAM]))
+        self._client.log_batch(self._run, params=new)
         self._sent = set()
         for key in run.data.metrics:
             for point in self._client.get_metric_history(self._run, key):
                 self._sent.add((key, point.step))
+        return 0  # of a step some values may be missing
 
     def send(self, points: Points) -> None:
+        from mlflow.entities import Metric, RunTag
+
         now = int(1000 * time.time())
-        new = []
-        for step, metrics in points:
-            for key, value in metrics.items():
-                if key != "sample" and (key, step) not in self._sent:
-                    new.append(self._entities.Metric(key, value, now, step))
-        for begin in range(0, len(new), MAX_METRICS):
-            self._client.log_batch(self._run, metrics=new[begin : begin + MAX_METRICS])
-        for step, metrics in points:
-            tag = f"sample.{step:08d}"
-            if "sample" in metrics and tag not in self._tags:
-                self._client.set_tag(self._run, tag, metrics["sample"][:MAX_TEXT])
+        metrics = []
+        tags = []
+        for step, values in points:
+            for key, value in values.items():
+                if key == "sample":
+                    tags.append(RunTag(f"sample.{step:08d}", value[:MAX_TAG]))
+                elif (key, step) not in self._sent:
+                    metrics.append(Metric(key, value, now, step))
+        self._client.log_batch(self._run, metrics=metrics, tags=tags)
 
     def finish(self, result: dict[str, Any]) -> None:
-        for key, value in result.items():
-            self._client.set_tag(self._run, f"result.{key}", str(value))
+        from mlflow.entities import RunTag
+
+        tags = [RunTag(f"result.{key}", str(value)) for key, value in result.items()]
+        self._client.log_batch(self._run, tags=tags)
         self._client.set_terminated(self._run)

@@ -2,7 +2,6 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
@@ -29,21 +28,10 @@ def check_installed(config: Config) -> None:
         check(is_installed, f"tracker={name} is not installed; pip install 'mingpt_ddp[{name}]'")
 
 
-def open_outboxes(
-    config: Config, directory: Path, run_id: str, step: int, covered: int
-) -> list[Outbox]:
+def open_outboxes(config: Config, directory: Path, run_id: str) -> list[Outbox]:
     """Return an outbox per chosen tracker; arguments as of Outbox."""
     outboxes = []
     for name, cls in TRACKERS.items():
         if getattr(config.tracker, name):
-            tracker = cls(config, directory, run_id)
-            outboxes.append(Outbox(tracker, directory, run_id, step, covered))
+            outboxes.append(Outbox(cls(config, directory, run_id), directory, run_id))
     return outboxes
-
-
-def send_rest(outboxes: list[Outbox], step: int, result: dict[str, Any]) -> None:
-    """Send what is left at the end of a run, at `step`, to all trackers at once."""
-    for outbox in outboxes:
-        outbox.finish(step, result)
-    for outbox in outboxes:
-        outbox.join()

@@ -5,7 +5,6 @@ import textwrap
 import urllib.request
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.metrics.trackers.outbox import REMOTE_S, Points
@@ -23,20 +22,16 @@ class TrackioTracker:
         self._server = os.environ.get("TRACKIO_SERVER_URL")
         self.is_remote = bool(self._server or os.environ.get("TRACKIO_SPACE_ID"))
 
-    def load(self) -> None:
+    def connect(self) -> int:
         import trackio
 
-        self._trackio = trackio
-
-    def connect(self) -> None:
         if self._server:  # trackio.init would take a server that is away for an empty one
-            parts = urlsplit(self._server)
-            url = f"{parts.scheme}://{parts.netloc}{parts.path}"
+            url, _, _ = self._server.partition("?")  # without its write_token
             urllib.request.urlopen(url, timeout=REMOTE_S).close()
         project = self._config.tracker.project
         name = f"{run_name(self._config)}-{self._id}"
         config = flatten(self._config.to_dict())
-        self._run = self._trackio.init(
+        self._run = trackio.init(
             project,
             name,
             config=config,
@@ -45,19 +40,15 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        self._next = self._run._next_step
+        return self._run._next_step
 
     def send(self, points: Points) -> None:
+        from trackio import Markdown
+
         for step, metrics in points:
-            if step < self._next:
-                continue
-            values = {}
-            for tag, value in metrics.items():
-                if type(value) is str:
-                    value = self._trackio.Markdown(textwrap.indent(value, "    "))
-                values[tag] = value
-            self._run.log(values, step=step)
-            self._next = step + 1
+            if "sample" in metrics:
+                metrics["sample"] = Markdown(textwrap.indent(metrics["sample"], "    "))
+            self._run.log(metrics, step=step)
 
     def finish(self, result: dict[str, Any]) -> None:
         self._run.finish()

@@ -26,23 +26,16 @@ class WandbTracker:
         self._id = run_id
         self.is_remote = os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled")
 
-    def load(self) -> None:
+    def connect(self) -> int:
         import wandb
 
-        self._wandb = wandb
-
-    def connect(self) -> None:
-        if self.is_remote and not self._wandb.login(prompt=False):
+        if self.is_remote and not wandb.login(prompt=False):
             raise RunError("there are no credentials; set WANDB_API_KEY, or WANDB_MODE=offline")
         name = run_name(self._config)
-        settings: dict[str, Any] = {
-            "console": "off",
-            "silent": True,
-            "disable_git": True,
-            "save_code": False,
-            "init_timeout": 30,
-        }
-        self._run = self._wandb.init(
+        settings = wandb.Settings(
+            console="off", silent=True, disable_git=True, save_code=False, init_timeout=30
+        )
+        self._run = wandb.init(
             id=self._id,
             resume="allow",
             project=self._config.tracker.project,
@@ -53,25 +46,21 @@ class WandbTracker:
             config=flatten(self._config.to_dict()),
             allow_val_change=True,
             reinit="create_new",
-            settings=self._wandb.Settings(**settings),
+            settings=settings,
         )
         if self._run.offline:
             for other in self._directory.glob(f"wandb/offline-run-*-{self._id}"):
                 if other != Path(self._run.dir).parent:
                     shutil.rmtree(other)
-        self._next = self._run.step
+        return self._run.step
 
     def send(self, points: Points) -> None:
+        from wandb import Html
+
         for step, metrics in points:
-            if step < self._next:
-                continue
-            values = {}
-            for tag, value in metrics.items():
-                if type(value) is str:
-                    value = self._wandb.Html(f"<pre>{html.escape(value)}</pre>")
-                values[tag] = value
-            self._run.log(values, step=step)
-            self._next = step + 1
+            if "sample" in metrics:
+                metrics["sample"] = Html(f"<pre>{html.escape(metrics['sample'])}</pre>")
+            self._run.log(metrics, step=step)
 
     def finish(self, result: dict[str, Any]) -> None:
         self._run.summary.update(result)

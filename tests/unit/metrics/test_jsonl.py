@@ -14,7 +14,14 @@ from multiprocess.ranks import configure
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.metrics import columns, jsonl
-from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, read_end, read_history
+from mingpt_ddp.metrics.jsonl import (
+    METRICS,
+    HistoryEnd,
+    JSONLLogger,
+    read_end,
+    read_history,
+    read_since,
+)
 from mingpt_ddp.storage import lines
 from mingpt_ddp.storage import lines as storage_lines
 
@@ -315,8 +322,14 @@ def test_rows_and_ends_of_random_runs(path, chunk, monkeypatch):
         assert history.rows == rows
         assert end.step == history.last_step == max((row["step"] for row in rows), default=None)
         assert end.is_complete == history.is_complete
-        of_last = history.by_step().get(end.step, {})
-        assert end.metrics == jsonl.to_metrics(of_last)
+        merged: dict[int, dict[str, float | None]] = {}
+        for row in rows:
+            merged.setdefault(row["step"], {}).update(row)
+        assert end.metrics == jsonl.to_metrics(merged.get(end.step, {}))
+        begin = draw.randrange(12)
+        assert read_since(path, begin) == {
+            step: row for step, row in merged.items() if step >= begin
+        }
 
 
 def test_the_highest_step_that_was_reached(path):

@@ -4,8 +4,10 @@ is away or hangs.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ class Store:
         self.results: list[dict[str, Any]] = []
         self.connections = 0
         self.fails_after: float = float("inf")  # points of an attempt that it takes
+        self.seconds = 0.0  # for each call of `send`
         self.answers = threading.Event()
         self.answers.set()
 
@@ -38,22 +41,19 @@ class FakeTracker:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def load(self) -> None:
-        pass
-
-    def connect(self) -> None:
+    def connect(self) -> int:
         self.store.answers.wait()
         self.store.connections += 1
         self.taken = 0
-        self.last = max(self.store.steps, default=0)
+        return max(self.store.steps, default=0) + 1
 
     def send(self, points: Points) -> None:
-        for step, metrics in points:
-            if step > self.last:
-                if self.taken >= self.store.fails_after:
-                    raise ConnectionError("https://me:secret@host/api is away")
-                self.store.points.append((step, metrics))
-                self.taken += 1
+        time.sleep(self.store.seconds)
+        for point in points:
+            if self.taken >= self.store.fails_after:
+                raise ConnectionError("https://me:secret@host/api is away")
+            self.store.points.append(point)
+            self.taken += 1
 
     def finish(self, result: dict[str, Any]) -> None:
         self.store.results.append(result)
@@ -63,26 +63,21 @@ class Attempt:
     """One attempt of a run that begins after `step`."""
 
     def __init__(self, directory: Path, store: Store, step: int = 0) -> None:
-        self.outbox = Outbox(FakeTracker(store), directory, "id", step, step)
-        self.sinks = [JSONLLogger(directory / METRICS), self.outbox]
-        for sink in self.sinks:
-            sink.start(step, 1)
+        self.outbox = Outbox(FakeTracker(store), directory, "id")
+        self.history = JSONLLogger(directory / METRICS)
+        self.history.start(step, 1)
 
     def train(self, *steps: int, loss: float = 2.0) -> Attempt:
         for step in steps:
-            for sink in self.sinks:
-                sink.log(step, {"train/loss": loss + step})
-            for sink in self.sinks if step % 4 == 0 else ():
-                sink.log(step, {"val/loss": loss - step})
+            self.history.log(step, {"train/loss": loss + step})
+            if step % 4 == 0:
+                self.history.log(step, {"val/loss": loss - step})
         return self
 
     def save(self, step: int) -> Attempt:
         """Make a snapshot durable, and wait until the outbox has done what it can."""
         self.outbox.cover(step)
-        return self.settle()
-
-    def settle(self) -> Attempt:
-        wait_until(lambda: self.outbox._tried >= self.outbox._covered)
+        wait_until(lambda: not self.outbox._thread.is_alive())
         return self
 
     def end(self, step: int) -> None:
@@ -105,7 +100,8 @@ def points(*steps: int, loss: float = 2.0) -> Points:
 
 
 @pytest.fixture
-def store():
+def store(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fake", types.ModuleType("fake"))  # the library
     return Store()
 
 
@@ -129,9 +125,9 @@ def test_a_killed_attempt(sent_before_kill, store, tmp_path):
     Attempt(tmp_path, store).train(1, 2, 3, 4, 5).save(4)
     assert store.steps == [1, 2, 3][:sent_before_kill]
     store.fails_after = float("inf")
-    second = Attempt(tmp_path, store, step=4).settle()
+    second = Attempt(tmp_path, store, step=4).train(5).save(4)
     assert store.points == points(1, 2, 3)
-    second.train(5, 6, 7, 8).save(7)
+    second.train(6, 7, 8).save(7)
     third = Attempt(tmp_path, store, step=7).train(8)
     third.end(8)
     assert store.points == points(*range(1, 9))
@@ -139,8 +135,7 @@ def test_a_killed_attempt(sent_before_kill, store, tmp_path):
 
 def test_a_rollback_takes_no_point_back(store, tmp_path):
     attempt = Attempt(tmp_path, store).train(*range(1, 8)).save(4)
-    for sink in attempt.sinks:
-        sink.rollback(4)
+    attempt.history.rollback(4)
     attempt.train(6, 7, loss=1.0)  # step 5 is skipped
     attempt.end(7)
     assert store.points == [*points(1, 2, 3, 4), *points(6, 7, loss=1.0)]
@@ -187,9 +182,9 @@ def test_a_tracker_that_is_away_at_the_end_gets_the_rest_from_the_same_command(
 def test_a_complete_run_that_is_started_again_does_not_connect(store, tmp_path):
     """W&B offline would replace the complete file by one that lacks the last points."""
     Attempt(tmp_path, store).train(1, 2, 3).end(3)
-    Attempt(tmp_path, store, step=3).settle().end(3)
+    Attempt(tmp_path, store, step=3).end(3)
     assert (store.connections, store.points) == (1, points(1, 2, 3))
-    longer = Attempt(tmp_path, store, step=3).settle().train(4, 5)
+    longer = Attempt(tmp_path, store, step=3).train(4, 5)
     assert store.connections == 1
     longer.end(5)
     assert (store.connections, store.points) == (2, points(1, 2, 3, 4, 5))
@@ -206,18 +201,31 @@ def test_the_end_does_not_wait_for_a_tracker_that_hangs(store, tmp_path, monkeyp
     store.answers.set()
 
 
-def test_a_bounded_number_of_points_is_kept(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(outbox_module, "MAX_CACHED", 3)
-    attempt = Attempt(tmp_path, store).train(*range(1, 8))
-    assert len(attempt.outbox._cache) <= 3
-    attempt.save(3).train(8, 9).save(9)
-    assert store.points == points(*range(1, 9))
-    attempt.end(9)
-    assert store.points == points(*range(1, 10))
+def test_the_end_waits_as_long_as_points_arrive(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox_module, "REMOTE_S", 1.0)
+    monkeypatch.setattr(outbox_module, "BATCH", 1)
+    store.seconds = 0.2
+    Attempt(tmp_path, store).train(*range(1, 8)).end(7)
+    assert store.points == points(*range(1, 8))
+    assert store.results == [{"step": 7}]
 
 
-def test_a_run_that_is_preempted_does_not_send_more(store, tmp_path):
+def test_training_does_not_wait_for_a_tracker_that_hangs(store, tmp_path):
+    store.answers.clear()
     attempt = Attempt(tmp_path, store).train(1, 2, 3)
-    attempt.outbox.close()
-    wait_until(lambda: not attempt.outbox._thread.is_alive())
-    assert store.points == []
+    for step in (2, 3):
+        attempt.outbox.cover(step)  # returns
+    store.answers.set()
+    attempt.save(3)
+    attempt.end(3)
+    assert store.points == points(1, 2, 3)
+    assert store.connections == 1
+
+
+def test_a_run_that_is_trained_again_from_an_older_snapshot_ends_again(store, tmp_path):
+    """W&B offline would keep the file of a killed attempt, which lacks the last points."""
+    Attempt(tmp_path, store).train(1, 2, 3).end(3)
+    Attempt(tmp_path, store, step=2).train(3).save(2)  # and is killed
+    Attempt(tmp_path, store, step=3).end(3)
+    assert store.points == points(1, 2, 3)
+    assert store.results == [{"step": 3}, {"step": 3}]

@@ -19,7 +19,7 @@ def config() -> Config:
 
 
 def test_one_outbox_per_tracker(config, tmp_path):
-    names = [outbox._tracker.name for outbox in open_outboxes(config, tmp_path, "id", 0, 0)]
+    names = [outbox._tracker.name for outbox in open_outboxes(config, tmp_path, "id")]
     assert sorted(names) == ["mlflow", "wandb"]
 
 
