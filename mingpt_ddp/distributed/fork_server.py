@@ -17,7 +17,6 @@ PRELOADED = [
     "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
     "torch._dynamo",
-    "mingpt_ddp.distributed.preload_later",  # the last: it interrupts no import
 ]
 
 

@@ -187,7 +187,6 @@ def run_worker(
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it trains: Python's has a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the server's timer
     os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent
     os.environ.clear()
     os.environ.update(environ)

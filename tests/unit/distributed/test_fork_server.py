@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
-from launching import ROOT
 
 from mingpt_ddp.distributed import fork_server
 
@@ -53,23 +50,3 @@ def test_a_server_that_starts_again_has_one_socket(sockets):
     assert last != first
     assert len(os.listdir("/proc/self/fd")) == len(before)
     fork_server.stop_server()
-
-
-def test_tensorboard_is_imported_after_a_while():
-    """In the server, by a timer that a forked worker does not have."""
-    script = """
-import atexit, os, signal, sys
-def is_over():  # called after the module's own
-    if signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0):
-        os._exit(1)
-atexit.register(is_over)
-import mingpt_ddp.distributed.preload_later as later
-assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= later.AFTER_S
-assert "torch.utils.tensorboard" not in sys.modules
-if os.fork() == 0:
-    os._exit(signal.getitimer(signal.ITIMER_REAL) != (0.0, 0.0))
-assert os.wait()[1] == 0
-os.kill(os.getpid(), signal.SIGALRM)
-assert "torch.utils.tensorboard" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
