@@ -1,6 +1,5 @@
 """What a run has recorded, and which of its steps can be repeated."""
 
-import bisect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mingpt_ddp.snapshots.ledger import (
 from mingpt_ddp.snapshots.load import find_steps, load
 from mingpt_ddp.snapshots.store import SnapshotStore
 
-SHOWN = 8  # numbers of steps that an error lists
+SHOWN = 8  # snapshots that an error lists
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,8 @@ class Interval:
     """The steps to repeat: those after `base`, up to `target`."""
 
     base: int  # step of a snapshot, or 0: the start of the run
-    target: int  # step of a snapshot, or of a line of the ledger
-    state: dict[str, Any]  # of the attempt that trained them, or of one with the same settings
-    state_step: int  # of the snapshot that `state` is from, if need be before the target
+    target: int  # step of a later snapshot
+    state: dict[str, Any]  # of that one
 
 
 @dataclass(frozen=True)
@@ -58,32 +56,6 @@ class Recorded:
         states = {step: read_state(store, step) for step, store in stores.items()}
         ledger = {} if "://" in url else Ledger(run_of(Path(url))).read()
         return cls(stores, states, ledger)
-
-    def intervals(self, has_start: bool) -> dict[int, Interval]:
-        """Return the newest interval of each number of steps.
-
-        All its steps were trained with the settings that the next snapshot records, or the newest
-        one if that was deleted.
-
-        Args:
-            has_start: the first steps of the run can be repeated too.
-        """
-        of_states = {step: digest_settings(state) for step, state in self.states.items()}
-        settings = {step: record.settings for step, record in self.ledger.items()} | of_states
-        snapshots = sorted(self.states)
-        recorded = sorted(settings)
-        found: dict[int, Interval] = {}
-        for base in [*([0] if has_start else []), *snapshots]:
-            targets = recorded[bisect.bisect_right(recorded, base) :]
-            for target in targets:
-                if settings[target] != settings[targets[0]]:
-                    break
-                later = snapshots[min(bisect.bisect_left(snapshots, target), len(snapshots) - 1)]
-                known = found.get(target - base)
-                is_newest = known is None or known.target < target
-                if of_states[later] == settings[target] and is_newest:
-                    found[target - base] = Interval(base, target, self.states[later], later)
-        return found
 
     def content(self, step: int) -> Hashes:
         """Return the hashes of what a snapshot holds now.
@@ -136,28 +108,30 @@ def run_of(path: Path) -> Path:
 
 
 def choose_interval(recorded: Recorded, steps: int, words: list[str]) -> Interval:
-    """Return the newest interval of so many steps.
+    """Return the newest interval of so many steps, all trained with the settings of its end.
 
     Args:
         words: more of the command line that trains.
 
     Raises:
-        SnapshotError: there is none; names the nearest numbers of steps.
+        SnapshotError: there is none; names the newest snapshots.
     """
-    run = recorded.states[max(recorded.states)]["config"]["run"]
+    snapshots = sorted(recorded.states)
+    run = recorded.states[snapshots[-1]]["config"]["run"]
     source = str(run.get("init_from"))
     is_left_out = "://" in source and not any(word.startswith("run.init_from=") for word in words)
     has_start = run.get("resume") in ("auto", "never") and not is_left_out
-    found = recorded.intervals(has_start)
-    if steps in found:
-        return found[steps]
-    if not found:
-        raise SnapshotError("no recorded step follows a snapshot with the same settings")
-    nearest = sorted(sorted(found, key=lambda number: abs(number - steps))[:SHOWN])
-    which = ", ".join(map(str, nearest))
-    if len(found) > len(nearest):
-        which += f", or another of {len(found)} up to {max(found)}"
+    settings = {step: record.settings for step, record in recorded.ledger.items()}
+    for step, state in recorded.states.items():
+        settings[step] = digest_settings(state)
+    for target in reversed(snapshots):
+        base = target - steps
+        if base in recorded.states or (base == 0 and has_start):
+            within = {settings[step] for step in settings if base < step <= target}
+            if len(within) == 1:
+                return Interval(base, target, recorded.states[target])
+    newest = ", ".join(map(str, snapshots[-SHOWN:]))
     raise SnapshotError(
-        f"no recorded step is {steps} steps after a snapshot that is still there, or after the "
-        f"start of the run, with the same settings; set replay to {which}"
+        f"no snapshot is {steps} steps after another one, or after the start of the run, with the "
+        f"same settings; set replay to the steps between two of them: {newest}"
     )

@@ -140,9 +140,6 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
     within = [step for step in skipped if interval.base < step <= interval.target]
     if within:
         reasons.append(f"the run skipped step {within[0]} after a rollback")
-    may_skip = state["config"]["trainer"].get("on_nonfinite") != "stop"
-    if may_skip and interval.state_step < interval.target:
-        reasons.append("the snapshot that says which steps the run has skipped was deleted")
     return reasons
 
 
