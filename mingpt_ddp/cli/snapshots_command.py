@@ -40,7 +40,7 @@ from mingpt_ddp.cli.export_command import export
 from mingpt_ddp.config.fields import PositiveInt
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
-from mingpt_ddp.errors import ConfigError, RunError, SnapshotError, UserError
+from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
@@ -51,9 +51,8 @@ from mingpt_ddp.snapshots.load import find_steps, recorded_train_state, step_in
 from mingpt_ddp.snapshots.retention import expired_steps
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
-from mingpt_ddp.storage.lock import LOCK
+from mingpt_ddp.storage.lock import LOCK, acquire_lock
 from mingpt_ddp.storage.remote import RemoteStorage
-from mingpt_ddp.storage.run_dir import RunDirectory
 from mingpt_ddp.storage.urls import open_storage
 
 HEADINGS = (
@@ -215,7 +214,7 @@ def prune(config: PruneConfig) -> int:
             f"{config.url} is one snapshot; prune takes a run directory or its snapshots"
         )
     stores = [store for store, _ in find_steps(config.url, config.follow)]
-    with _locked(config.url, stores):
+    with _locked(stores):
         for store in stores:
             intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
             whole = list(itertools.islice(intact, config.keep_last))  # every byte verified
@@ -237,48 +236,27 @@ def prune(config: PruneConfig) -> int:
 
 
 @contextlib.contextmanager
-def _locked(url: str, stores: list[SnapshotStore]) -> Iterator[None]:
-    """Hold the locks and leases of a run, so that no run uses these snapshots.
+def _locked(stores: list[SnapshotStore]) -> Iterator[None]:
+    """Hold the locks and leases of the runs that these snapshots are of, so that none uses them.
+
+    A local directory that no run has locked so far gets no lock.
 
     Raises:
         RunError: a run is using them.
         StorageUnavailableError: a storage does not respond.
     """
-    run = open_storage(url)
-    owners: list[RunDirectory] = []
-    paths: list[Path] = []  # to lock
-    if run.local and (Path(run.root) / "config.yaml").exists():
-        paths.append(Path(run.root))
-    shared: list[RemoteStorage] = []  # to lease
-    for storage in (store.storage for store in stores):
-        if storage.local:
-            path = Path(storage.root)
-            has_run = path.parent in paths or (path.parent / LOCK).exists()
-            paths.append(path.parent if path.name == "snapshots" and has_run else path)
-        elif isinstance(storage, RemoteStorage) and storage.shared:
-            shared.append(storage)
+    directories = dict[Path, None]()
     with contextlib.ExitStack() as held:
         try:
-            for path in dict.fromkeys(path.resolve() for path in paths):
-                is_new = not (path / LOCK).exists()
-                owners.append(RunDirectory(path, wait_s=0))
-                held.callback(owners[-1].release)
-                if is_new:
-                    held.enter_context(_deleted_if_refused(path / LOCK))
-            for remote in shared:
-                if owners:
-                    owners[0].lock_snapshots(remote)
-                else:
-                    held.callback(Lease(remote).release)
+            for storage in (store.storage for store in stores):
+                if storage.local:
+                    path = Path(storage.root).resolve()
+                    directories |= dict.fromkeys([path, path.parent])  # the parent is the run's
+                elif isinstance(storage, RemoteStorage) and storage.shared:
+                    held.callback(Lease(storage).release)
+            for directory in directories:
+                if (directory / LOCK).exists():
+                    held.enter_context(acquire_lock(directory, wait_s=0))
         except RunError as error:
             raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
         yield
-
-
-@contextlib.contextmanager
-def _deleted_if_refused(lock: Path) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        lock.unlink(missing_ok=True)
-        raise
