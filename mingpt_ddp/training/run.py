@@ -132,9 +132,7 @@ def train(
     context = Context(task, runtime, built.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)
-    saves = SaveSchedule(
-        context, built.manager, anomaly, copies, plan.micro_batch_size, first_save_s
-    )
+    saves = SaveSchedule(context, built.manager, anomaly, copies, plan, first_save_s)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
     trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
     with snapshot_when_out_of_memory(config, runtime):

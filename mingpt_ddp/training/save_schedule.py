@@ -15,8 +15,8 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 
+from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.training.anomaly import AnomalyPolicy
@@ -24,8 +24,7 @@ from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.train_state import (
     Context,
     TrainState,
-    check_state,
-    restore,
+    restore_newest,
     snapshot_state,
 )
 
@@ -72,7 +71,7 @@ class SaveSchedule:
         manager: SnapshotManager,
         anomaly: AnomalyPolicy,
         copies: CopyCheck,
-        micro_batch_size: int,
+        plan: BatchPlan,
         first_s: float = math.inf,
     ) -> None:
         """
@@ -84,7 +83,7 @@ class SaveSchedule:
         self.manager = manager
         self.anomaly = anomaly
         self.copies = copies
-        self.micro_batch_size = micro_batch_size
+        self.plan = plan
         self._every: list[int] = []  # steps
         if isinstance(self.snapshot_config.every_steps, int):
             self._every.append(self.snapshot_config.every_steps)
@@ -205,12 +204,7 @@ class SaveSchedule:
     def restore_latest(self) -> TrainState | None:
         """Load the newest snapshot, if any, into what is trained; return its TrainState."""
         self.manager.wait()
-        found = self.manager.load_latest(partial(check_state, task=self.context.task))
-        if found is None:
-            return None
-        trainable = self.context.trainable
-        found = self.manager.read_shards(found, trainable.model, trainable.optimizer)
-        return restore(found, trainable, self.context.runtime.scaler)
+        return restore_newest(self.manager, self.context.task, self.context.trainable)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
@@ -238,7 +232,11 @@ class SaveSchedule:
         self.anomaly.check(state.step, state.loss_sum, float(meter.grad_norm))
         self._begin_interval()
         values = snapshot_state(
-            self.context, self.micro_batch_size, self.context.metrics.steps.stop
+            state,
+            self.context.runtime,
+            self.context.task,
+            self.plan,
+            self.context.metrics.steps.stop,
         )
         tensors = self.context.trainable.tensors()
         checksums = self.copies.checksums(tensors)

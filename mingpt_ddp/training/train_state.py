@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from torch.amp import GradScaler
@@ -18,6 +19,7 @@ from mingpt_ddp.config.config import (
 )
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt
 from mingpt_ddp.config.validation import build
+from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
@@ -25,6 +27,7 @@ from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.jsonl import HistoryEnd
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
 from mingpt_ddp.tasks.task import Task, recorded_sha256
 from mingpt_ddp.training.trainable import Trainable
@@ -162,22 +165,39 @@ class Context:
         return self.task.config
 
 
-def snapshot_state(context: Context, micro_batch_size: int, steps: int) -> dict[str, Any]:
+def snapshot_state(
+    state: TrainState, runtime: Runtime, task: Task, plan: BatchPlan, steps: int
+) -> dict[str, Any]:
     """Return the content of state.json.
 
     Args:
         steps: of the whole run, by the limits of this attempt.
     """
-    context.state.saved_at = time.time()
+    state.saved_at = time.time()
     return {
-        "train_state": asdict(context.state),
-        "scaler": context.runtime.scaler.state_dict(),
-        "micro_batch_size": micro_batch_size,
+        "train_state": asdict(state),
+        "scaler": runtime.scaler.state_dict(),
+        "micro_batch_size": plan.micro_batch_size,
         "steps": steps,
-        **context.task.state(),
-        "config": context.config.to_dict(),
-        "environment": context.runtime.environment(),
+        **task.state(),
+        "config": task.config.to_dict(),
+        "environment": runtime.environment(),
     }
+
+
+def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -> TrainState | None:
+    """Load the newest snapshot, if there is one, into what is trained; return its train state.
+
+    A collective.
+
+    Raises:
+        SnapshotError: there are snapshots, but none that this run can resume from.
+    """
+    found = manager.load_latest(partial(check_state, task=task))
+    if found is None:
+        return None
+    found = manager.read_shards(found, trainable.model, trainable.optimizer)
+    return restore(found, trainable, manager.runtime.scaler)
 
 
 def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> TrainState:

@@ -23,6 +23,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ROOMS = (
     *(
         "cli",
+        "loop",
         "sweeps",
         "planning",
         "training",

@@ -18,6 +18,7 @@ from tasks import ENCODED, text_task, trainable
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, StorageUnusableError
@@ -30,7 +31,6 @@ from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import RunDirectory
 from mingpt_ddp.training.train_state import (
-    Context,
     TrainState,
     check_state,
     restore,
@@ -62,13 +62,11 @@ def with_value(config: Config, key: str, value: object) -> Config:
 
 def state_of(config: Config) -> dict:
     """Return the state in a snapshot of this configuration, after a round trip through JSON."""
-    context = context_of(config, Runtime(config, DistEnv()), TrainState(step=8))
-    return json.loads(json.dumps(snapshot_state(context, micro_batch_size=4, steps=9)))
-
-
-def context_of(config: Config, runtime: Runtime, state: TrainState) -> Context:
-    nothing: Any = None
-    return Context(text_task(config), runtime, nothing, state, nothing, nothing)
+    runtime = Runtime(config, DistEnv())
+    content = snapshot_state(
+        TrainState(step=8), runtime, text_task(config), BatchPlan(12, 4, 1), steps=9
+    )
+    return json.loads(json.dumps(content))
 
 
 # The identity
@@ -291,9 +289,10 @@ def save(
     optim: torch.optim.Optimizer,
     micro_batch_size: int = 12,
 ) -> None:
-    context = context_of(manager.config, manager.runtime, train_state)
+    task = text_task(manager.config)
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optim)}
-    state = snapshot_state(context, micro_batch_size, steps=9)
+    plan = BatchPlan(12, micro_batch_size, 1)
+    state = snapshot_state(train_state, manager.runtime, task, plan, steps=9)
     manager.save(RunState(train_state.step, state, tensors, train_state.best_step))
     manager.wait()
     assert manager.last_step == train_state.step

@@ -1,0 +1,97 @@
+"""Train a small GPT in a loop of your own: the parts of main.py, without Hydra. Copy and change it.
+
+    python examples/train.py
+    torchrun --nproc_per_node=2 examples/train.py
+
+The same command again resumes from the newest snapshot, to the bits of a run that never stopped.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.loop import (
+    Evaluator,
+    Meter,
+    RunState,
+    Runtime,
+    SnapshotManager,
+    SnapshotStore,
+    TrainState,
+    TrainStep,
+    build_task,
+    build_trainable,
+    from_mapping,
+    plan_batches,
+    read_env,
+    restore_newest,
+    snapshot_state,
+)
+
+# What is not here has the defaults of docs/configuration.md.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "run": {"name": "example", "seed": 1337},
+    "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},
+    "optimizer": {"name": "adamw", "lr": 3e-3},
+    "data": {"name": "python_docs", "path": "builtin:python_docs", "block_size": 64},
+    "trainer": {
+        "max_epochs": None,
+        "max_steps": 500,
+        "eval_every": 100,
+        "batch_size": 16,
+        "micro_batch_size": 8,
+    },
+    "snapshot": {"every_steps": 100},
+    "ddp": {},
+}
+
+
+def train(settings: dict[str, dict[str, Any]]) -> TrainState:
+    """Train to trainer.max_steps; return what was reached."""
+    config = from_mapping(settings)
+    runtime = Runtime(config, read_env())  # device, precision, process group, strategy
+    task = build_task(config, runtime.group)  # the data, and what a model learns from it
+    loader = task.train_loader(runtime.device)
+    plan = plan_batches(config, runtime.group.data_size)
+    trained = build_trainable(runtime, task)  # model, optimizer, average of the weights
+    step = TrainStep(runtime, task, loader, plan, trained)
+    evaluator = Evaluator(task, runtime)
+    meter = Meter(runtime, loader.items_per_step, task.unit)
+
+    directory = Path(config.run.root, str(config.run.name))
+    stores = [SnapshotStore(str(directory / "snapshots"))]
+    snapshots = SnapshotManager(config, runtime, stores, directory)
+    state = restore_newest(snapshots, task, trained) or TrainState()
+
+    def log(text: str) -> None:
+        runtime.group.env.call_on_rank_zero(lambda: print(text, flush=True))
+
+    log(f"{task.describe_data()}; {trained.parameters:,} parameters; from step {state.step}")
+    step.warm_up()
+    for n in range(state.step + 1, step.steps + 1):
+        losses = step.passes(n)  # forward, backward; the gradients are averaged over the ranks
+        snapshots.wait_for_staging()  # the last snapshot may still copy the weights
+        norm = step.clip()
+        step.update(n)
+        meter.record(losses, norm, step.phase.fetch_s)
+        state.step = n
+
+        if n % config.trainer.log_every == 0:
+            metrics = meter.read()
+            log(f"step {n}: loss {metrics['train/loss']:.4f}, {metrics['speed/step_ms']:.1f} ms")
+        if n % config.trainer.eval_every == 0:
+            with meter.paused(), trained.average.applied():
+                val = evaluator.run(trained.model, "val") or {}
+            state.val_loss = val["loss"]
+            log(f"step {n}: {task.describe(val)}")
+        if n % config.snapshot.every_steps == 0 or n == step.steps:
+            snapshots.wait()  # for the one before; then this one is written while training goes on
+            content = snapshot_state(state, runtime, task, plan, step.steps)
+            snapshots.save(RunState(n, content, trained.tensors(), best_step=None))
+    snapshots.wait()
+    loader.close()
+    runtime.close()
+    return state
+
+
+if __name__ == "__main__":
+    train(SETTINGS)

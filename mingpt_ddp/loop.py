@@ -1,0 +1,36 @@
+"""The parts of a training loop of your own, as examples/train.py uses them. docs/python.md."""
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, plan_batches
+from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.train_state import TrainState, restore_newest, snapshot_state
+from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Trainable, build_trainable
+
+__all__ = [
+    "BatchPlan",
+    "Config",
+    "Evaluator",
+    "Meter",
+    "MicroBatch",
+    "RunState",
+    "Runtime",
+    "SnapshotManager",
+    "SnapshotStore",
+    "TrainState",
+    "TrainStep",
+    "Trainable",
+    "build_task",
+    "build_trainable",
+    "from_mapping",
+    "plan_batches",
+    "read_env",
+    "restore_newest",
+    "snapshot_state",
+]

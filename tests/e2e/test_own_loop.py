@@ -1,0 +1,92 @@
+"""examples/train.py: the same bits as main.py, also killed and run again."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import runpy
+import signal
+from pathlib import Path
+
+import pytest
+from launching import ROOT, call, python_main
+
+from mingpt_ddp import loop
+
+EXAMPLE = ROOT / "examples" / "train.py"
+STEPS = 20
+# Another script with the example's loop, which SIGKILL ends in the update of a step.
+SCRIPT = f"""
+import os, signal, sys
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+import train
+from mingpt_ddp.loop import TrainStep
+
+update = TrainStep.update
+
+def update_or_die(self, step):
+    if step == int(os.environ.get("DIES_AT", 0)) and self.runtime.group.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return update(self, step)
+
+TrainStep.update = update_or_die
+settings = train.SETTINGS
+settings["trainer"] |= dict(max_steps={STEPS}, eval_every=10)
+settings["snapshot"] = dict(every_steps=5)
+train.train(settings)
+"""
+
+
+def launcher(ranks: int) -> list[str]:
+    python = python_main()[0]
+    if ranks == 1:
+        return [python]
+    return [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+
+
+def hashes(run: Path) -> dict[str, str]:
+    """Return the SHA-256 of the model and the optimizer after the last step."""
+    snapshot = run / "snapshots" / f"step_{STEPS:08}"
+    return {
+        name: hashlib.sha256((snapshot / f"{name}.safetensors").read_bytes()).hexdigest()
+        for name in ("model", "optimizer")
+    }
+
+
+def overrides() -> list[str]:
+    """Return the settings of the example as those of main.py."""
+    settings = runpy.run_path(str(EXAMPLE))["SETTINGS"]
+    words = ["data=python_docs", "model=gpt_nano"]
+    for group in ("optimizer", "trainer"):
+        for key, value in settings[group].items():
+            words.append(f"{group}.{key}={'null' if value is None else value}")
+    model = settings["model"]
+    words += [f"model.{key}={model[key]}" for key in ("n_layer", "n_head", "n_embd")]
+    return [*words, f"data.block_size={settings['data']['block_size']}"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
+    """Killed in step 13, it resumes from the snapshot of step 10."""
+    script = tmp_path / "own_loop.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setenv("DIES_AT", "13")
+    command = [*launcher(ranks), str(script)]
+    killed = call(command, tmp_path, PYTHONPATH=str(ROOT))
+    assert killed.returncode == (-signal.SIGKILL if ranks == 1 else 1), killed.stdout
+    monkeypatch.delenv("DIES_AT")
+    done = call(command, tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    assert "from step 10" in done.stdout and "from step 0" not in done.stdout
+
+    limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "snapshot.every_steps=5"]
+    words = [*overrides(), *limits, "run.name=main", f"ddp.nproc_per_node={ranks}"]
+    assert call([*python_main(), *words], tmp_path).returncode == 0
+    outputs = tmp_path / "outputs"
+    assert hashes(outputs / "example") == hashes(outputs / "main")
+
+
+def test_the_page_documents_what_the_loop_may_import():
+    page = (ROOT / "docs" / "python.md").read_text()
+    documented = set(re.findall(r"`(\w+)[(`]", page))
+    assert set(loop.__all__) <= documented
