@@ -1,6 +1,7 @@
 """Write docs/configuration.md and config/help.txt, the references of all keys, from the schema."""
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 from mingpt_ddp.config.components import DatasetConfig  # noqa: E402
 from mingpt_ddp.config.hints import other_names  # noqa: E402
 from mingpt_ddp.config.schema import GROUPS  # noqa: E402
-from mingpt_ddp.config.validation import adapter, show_number  # noqa: E402
+from mingpt_ddp.config.validation import adapter  # noqa: E402
 
 TYPES = {
     "integer": "whole number",
@@ -110,6 +111,11 @@ def type_of(schema: dict[str, Any]) -> str:
         f"{sign} {show_number(schema[name])}" for name, sign in BOUNDS.items() if name in schema
     )
     return f"{TYPES[schema['type']]} {', '.join(bounds)}".strip()
+
+
+def show_number(value: float) -> str:
+    """Format a number as 10,000 or 1e6."""
+    return re.sub(r"e\+0*", "e", f"{value:,g}")
 
 
 def default_of(schema: dict[str, Any]) -> str:

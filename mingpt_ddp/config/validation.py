@@ -4,7 +4,6 @@ import dataclasses
 import difflib
 import functools
 import json
-import operator
 import re
 import types
 import typing
@@ -12,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from pydantic.fields import FieldInfo
 
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.errors import ConfigError
@@ -21,16 +19,6 @@ T = TypeVar("T")
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 SCALARS = (bool, int, float, str, type(None))  # types that YAML can represent
 NESTED = (list, tuple, dict, types.UnionType, typing.Union)
-# What a value must be, by pydantic's error type.
-WANTED = {
-    "bool_type": "true or false",
-    "int_type": "a whole number",
-    "float_type": "a finite number",
-    "finite_number": "a finite number",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-}
 # What other programs call a value.
 SYNONYMS = {
     **dict.fromkeys(("float32", "32", "32-true", "float", "no"), "fp32"),
@@ -38,7 +26,6 @@ SYNONYMS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     **dict.fromkeys(("gpu", "mps"), "cuda"),
 }
-COMPARISONS = {"ge": "at least", "gt": "greater than", "le": "at most", "lt": "less than"}
 MAX_NAME_BYTES = 255  # of a file, on Linux
 
 
@@ -147,42 +134,37 @@ def _without_loss(value: Any, hint: Any) -> Any:
 
 
 def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
-    """Describe the error of the first invalid key; unknown keys come first."""
+    """Return pydantic's description of the first invalid value; unknown keys come first."""
     first = min(errors, key=lambda error: error["type"] != "unexpected_keyword_argument")
     key = first["loc"][0]
     if first["type"] == "unexpected_keyword_argument":
         return f"{prefix}{key} is not a key; {hint_at(key, hints, prefix)}"
-    if first["type"] == "missing" and len(first["loc"]) == 1:
-        return f"{prefix}{key} is missing; give it a value"
-    of_key = [error for error in errors if error["loc"][0] == key]
-    index = min(map(_index, of_key))  # a list that is too short comes before its values
-    errors = [error for error in of_key if _index(error) == index]
-    if line := retired(f"{prefix}{key}{index}={errors[0]['input']}"):
+    index = _index(first)
+    if first["type"] == "missing":
+        return f"{prefix}{key}{index} is missing; give it a value"
+    if line := retired(f"{prefix}{key}{index}={first['input']}"):
         return line
-    hint = hints[key]
-    wanted: list[str] = []  # of a union, what each member wants
+    wanted = []  # of a union, what each member wants
     for error in errors:
-        if error["type"] != "literal_error":
-            wanted.append(_wanted(error, hint))
+        if error["loc"][0] == key and _index(error) == index:
+            wanted.append(re.sub(r"^\w+ should ", "must ", error["msg"]))
+    text = " or ".join(dict.fromkeys(wanted)).replace(" or must be ", " or ")
+    text = re.sub(r"0\.0{5,}\d+|\d{7,}", lambda digits: f"{float(digits[0]):g}", text)
+    value = "null" if first["input"] is None else repr(first["input"])
+    return f"{prefix}{key}{index}={value} {text}{_question(first['input'], hints[key])}"
+
+
+def _question(value: Any, hint: Any) -> str:
+    """Return `did you mean ...?` for a text, if one of the allowed texts was meant."""
+    if not isinstance(value, str):
+        return ""
     literals: list[str] = []
     for part in parts(hint):
         if typing.get_origin(part) is Literal:
             literals += map(str, typing.get_args(part))
-    if wanted:
-        must = " or ".join([*dict.fromkeys(wanted), *literals])
-    else:
-        must = f"be one of {', '.join(literals)}"
-    meant = _meant(errors[0]["input"], literals)
-    question = f"; did you mean {meant}?" if meant else ""
-    return f"{prefix}{key}{index}={_shown(errors[0])} must {must}{question}"
-
-
-def _meant(value: Any, literals: list[str]) -> str | None:
-    """Return the one of the allowed texts that a text was meant to be."""
-    if not isinstance(value, str):
-        return None
     synonym = SYNONYMS.get(value.lower())
-    return synonym if synonym in literals else did_you_mean(value, literals)
+    meant = synonym if synonym in literals else did_you_mean(value, literals)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def _index(error: Any) -> str:
@@ -190,67 +172,7 @@ def _index(error: Any) -> str:
 
     The other parts of its location name members of unions.
     """
-    if error["type"] == "missing":
-        return ""
     return "".join(f"[{part}]" for part in error["loc"] if isinstance(part, int))
-
-
-def _wanted(error: Any, hint: Any) -> str:
-    """Return the requirement that the value violates."""
-    if error["type"] in WANTED:
-        return f"be {WANTED[error['type']]}"
-    if error["type"].startswith(("greater_", "less_")):
-        for part in parts(hint):
-            if isinstance(part, FieldInfo):
-                limits = _limits(part)
-                if _violates(error["input"], limits):
-                    return _interval(limits)
-    for part in parts(hint):
-        if typing.get_origin(part) is tuple:
-            return f"be a list of {len(typing.get_args(part))} values"
-    return f"satisfy: {error['msg']}"
-
-
-def _limits(field: FieldInfo) -> dict[str, float]:
-    """Return the bounds of a key by comparison."""
-    limits = {}
-    for bound in field.metadata:
-        for name in COMPARISONS:
-            if hasattr(bound, name):
-                limits[name] = getattr(bound, name)
-    return limits
-
-
-def _violates(value: Any, limits: dict[str, float]) -> bool:
-    for name, limit in limits.items():
-        holds = getattr(operator, name)
-        if not holds(value, limit):
-            return True
-    return False
-
-
-def _interval(limits: dict[str, float]) -> str:
-    texts = [show_number(limit) for limit in limits.values()]
-    if len(limits) == 2:
-        opening = "[" if "ge" in limits else "("
-        closing = "]" if "le" in limits else ")"
-        return f"lie in {opening}{', '.join(texts)}{closing}"
-    wanted = []
-    for name, text in zip(limits, texts, strict=True):
-        wanted.append(f"be {COMPARISONS[name]} {text}")
-    return " and ".join(wanted)
-
-
-def show_number(value: float) -> str:
-    """Format a number as 10,000 or 1e6."""
-    return re.sub(r"e\+0*", "e", f"{value:,g}")
-
-
-def _shown(error: Any) -> str:
-    """Format the refused value; a float key shows 0 as 0.0."""
-    limit = next(iter(error.get("ctx", {}).values()), None)
-    value = float(error["input"]) if isinstance(limit, float) else error["input"]
-    return "null" if value is None else repr(value)
 
 
 def refuse_credentials(key: str, text: str, one_url: bool = False) -> None:

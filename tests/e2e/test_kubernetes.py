@@ -196,5 +196,5 @@ def test_a_single_pod_starts_its_own_ranks(tmp_path):
 def test_a_configuration_error_is_final(tmp_path):
     job = pod(tmp_path, 0, 1, free_port(), "optimizer.lr=-1")
     assert job.wait() == 2, job.text()
-    assert "config error: optimizer.lr=-1.0 must be greater than 0" in job.text()
+    assert "config error: optimizer.lr=-1 must be greater than or equal to 1e-30" in job.text()
     assert not (tmp_path / "outputs").exists()

@@ -205,50 +205,59 @@ CASES = [
         "config error: experiment is already in the defaults list; write experiment=demo, without",
     ),
     # Values of another type
-    ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a finite number"),
+    ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a valid number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
-    ("optimizer.lr=null", "config error: optimizer.lr=null must be a finite number"),
-    ("optimizer.betas=[0.9]", "config error: optimizer.betas=[0.9] must be a list of 2 values"),
-    ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a whole number"),
+    ("optimizer.lr=null", "config error: optimizer.lr=null must be a valid number"),
+    ("optimizer.betas=[0.9]", "config error: optimizer.betas[1] is missing; give it a value"),
+    ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a valid integer"),
     (
         "trainer.compile=1",
-        "config error: trainer.compile=1 must be true or false or auto or cuda_graphs",
+        "config error: trainer.compile=1 must be a valid boolean or 'auto' or 'cuda_graphs'",
     ),
-    ("run.seed=[1]", "config error: run.seed=[1] must be a whole number"),
-    ("trainer.device=tpu", "config error: trainer.device='tpu' must be one of auto, cpu, cuda"),
+    ("run.seed=[1]", "config error: run.seed=[1] must be a valid integer"),
+    ("trainer.device=tpu", "config error: trainer.device='tpu' must be 'auto', 'cpu' or 'cuda'"),
     (
         "optimizer.schedule=cubic",
-        "config error: optimizer.schedule='cubic' must be one of cosine, linear, wsd",
+        "config error: optimizer.schedule='cubic' must be 'cosine', 'linear', 'wsd'",
     ),
     # Values out of range
-    ("model.n_layer=0", "config error: model.n_layer=0 must be at least 1"),
-    ("model.n_layer=100000000", "config error: model.n_layer=100000000 must be at most 1,000"),
+    ("model.n_layer=0", "config error: model.n_layer=0 must be greater than or equal to 1"),
+    (
+        "model.n_layer=100000000",
+        "config error: model.n_layer=100000000 must be less than or equal to 1000",
+    ),
     ("model.n_embd=1000000", "config error: the model gpt_micro has 48,000,"),
     ("model=modern_nano model.n_embd=120000", "config error: the model modern_nano has 518,4"),
-    ("model.dropout=1", "config error: model.dropout=1.0 must lie in [0, 1)"),
-    ("optimizer.lr=0", "config error: optimizer.lr=0.0 must be greater than 0"),
+    ("model.dropout=1", "config error: model.dropout=1 must be less than 1"),
+    ("optimizer.lr=0", "config error: optimizer.lr=0 must be greater than or equal to 1e-30"),
     (
         "optimizer=muon optimizer.lr=1e300",
-        "config error: optimizer.lr=1e+300 must lie in [1e-30, 1e30]",
+        "config error: optimizer.lr=1e+300 must be less than or equal to 1e+30",
     ),
     (
         "optimizer=muon optimizer.head_lr=5e-324",
-        "config error: optimizer.head_lr=5e-324 must lie in [1e-30, 1e30]",
+        "config error: optimizer.head_lr=5e-324 must be greater than or equal to 1e-30",
     ),
     (
         "optimizer.weight_decay=1e200",
-        "config error: optimizer.weight_decay=1e+200 must be at most 1e6",
+        "config error: optimizer.weight_decay=1e+200 must be less than or equal to 1e+06",
     ),
-    ("optimizer.decay_ratio=0", "config error: optimizer.decay_ratio=0.0 must lie in (0, 1]"),
-    ("data.train_split=1", "config error: data.train_split=1.0 must lie in (0, 1)"),
+    ("optimizer.decay_ratio=0", "config error: optimizer.decay_ratio=0 must be greater than 0"),
+    ("data.train_split=1", "config error: data.train_split=1 must be less than 1"),
     (
         "data.sha256=abc",
         "config error: data.sha256=abc must be 64 lower-case hexadecimal digits or null",
     ),
-    ("run.seed=-1", "config error: run.seed=-1 must be at least 0"),
-    ("snapshot.keep_last=0", "config error: snapshot.keep_last=0 must be at least 1"),
-    ("snapshot.every_minutes=0", "config error: snapshot.every_minutes=0.0 must be greater than 0"),
-    ("ddp.nproc_per_node=-1", "config error: ddp.nproc_per_node=-1 must be at least 0"),
+    ("run.seed=-1", "config error: run.seed=-1 must be greater than or equal to 0"),
+    (
+        "snapshot.keep_last=0",
+        "config error: snapshot.keep_last=0 must be greater than or equal to 1",
+    ),
+    ("snapshot.every_minutes=0", "config error: snapshot.every_minutes=0 must be greater than 0"),
+    (
+        "ddp.nproc_per_node=-1",
+        "config error: ddp.nproc_per_node=-1 must be greater than or equal to 0",
+    ),
     # Invalid combinations
     (
         "model.n_embd=64 model.n_head=5",
@@ -329,7 +338,10 @@ CASES = [
     ),
     (f"run.root=a/{'x' * 256}", "config error: run.root has a name of more than 255 bytes"),
     (f"data.cache_dir={'x' * 256}", "config error: data.cache_dir has a name of more than 255"),
-    ("model.devices=2147483648", "config error: model.devices=2147483648 must be at most 1,000"),
+    (
+        "model.devices=2147483648",
+        "config error: model.devices=2147483648 must be less than or equal to 1000",
+    ),
     ("-m experiment=demo,null", "config error: null is not a preset; leave the group out, or"),
     ("model=null", "config error: null is not a preset; leave the group out, or"),
     ("+callbacks.x=1", "config error: callbacks is not a key"),
@@ -455,7 +467,7 @@ CASES = [
         own("good") + " model.widht=2",
         "config error: model.widht is not a key; did you mean model.width?",
     ),
-    (own("good") + " model.width=wide", "config error: model.width='wide' must be a whole number"),
+    (own("good") + " model.width=wide", "config error: model.width='wide' must be a valid integer"),
     (own("good") + " model.width=0", "config error: model.width=0 must be at least 1"),
     (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
     (
@@ -504,12 +516,12 @@ CASES = [
     (
         "trainer.precision=float16",
         (
-            "config error: trainer.precision='float16' must be one of auto, fp32, bf16, fp16; "
+            "config error: trainer.precision='float16' must be 'auto', 'fp32', 'bf16' or 'fp16'; "
             "did you mean fp16?"
         ),
     ),
     # More than any machine has
-    ("model.n_layer=10000", "config error: model.n_layer=10000 must be at most 1,000"),
+    ("model.n_layer=10000", "config error: model.n_layer=10000 must be less than or equal to 1000"),
     ("ddp.nproc_per_node=100000", "config error: ddp.nproc_per_node=100000 must be at most "),
     (
         "-m ddp.nproc_per_node=100000 run.seed=1,2",
@@ -623,7 +635,10 @@ SWEEPS = [
         "-m trainer.max_epoch=1,2",
         "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
     ),
-    ("-m optimizer.lr=1e-3,-1", "config error: optimizer.lr=-1.0 must be greater than 0"),
+    (
+        "-m optimizer.lr=1e-3,-1",
+        "config error: optimizer.lr=-1 must be greater than or equal to 1e-30",
+    ),
     ("-m model=gpt_nano,huge", "config error: Could not find 'model/huge'"),
     (
         "-m run.name=a,b",
@@ -641,7 +656,7 @@ SWEEPS = [
     ("-m 'model=glob(zzz*)'", "config error: model=glob(zzz*) has no values to sweep over"),
     (
         "-m 'model=glob(gpt_nan*)' optimizer.lr=1e-3,-1",
-        "config error: optimizer.lr=-1.0 must be greater than 0",
+        "config error: optimizer.lr=-1 must be greater than or equal to 1e-30",
     ),
     ("-m 'optimizer.lr=${nope:1},1e-3'", "config error: "),
     (
@@ -674,7 +689,7 @@ SWEEPS = [
     ),
     (
         "-m sweep.parallel=0 run.seed=1,2",
-        "config error: sweep.parallel=0 must be at least 1 or auto",
+        "config error: sweep.parallel=0 must be greater than or equal to 1 or 'auto'",
     ),
     (
         "-m sweep.parallel=2,3 run.seed=1,2",
@@ -702,13 +717,13 @@ SWEEPS = [
 SEARCHES = [
     (
         "sweep.sampler=cmaes",
-        "config error: sweep.sampler='cmaes' must be one of tpe, gp, qmc, random",
+        "config error: sweep.sampler='cmaes' must be 'tpe', 'gp', ",
     ),
-    ("sweep.pruner=hyperband", "config error: sweep.pruner='hyperband' must be one of none, "),
-    ("sweep.trials=0", "config error: sweep.trials=0 must be at least 1"),
-    ("sweep.lag=0", "config error: sweep.lag=0 must be at least 1"),
-    ("sweep.seed=-1", "config error: sweep.seed=-1 must be at least 0"),
-    ("sweep.storage=redis", "config error: sweep.storage='redis' must be one of journal, sqlite"),
+    ("sweep.pruner=hyperband", "config error: sweep.pruner='hyperband' must be 'none', "),
+    ("sweep.trials=0", "config error: sweep.trials=0 must be greater than or equal to 1"),
+    ("sweep.lag=0", "config error: sweep.lag=0 must be greater than or equal to 1"),
+    ("sweep.seed=-1", "config error: sweep.seed=-1 must be greater than or equal to 0"),
+    ("sweep.storage=redis", "config error: sweep.storage='redis' must be 'journal'"),
     ("sweep.objectives=[]", "config error: sweep.objectives is empty"),
     (
         "sweep.objectives=[val_loss,wall_seconds] sweep.pruner=asha",
@@ -736,7 +751,7 @@ SEARCHES = [
     ),
     (
         "'optimizer.lr=tag(log,interval(-1,1))'",
-        "config error: optimizer.lr=-1.0 must be greater than 0",
+        "config error: optimizer.lr=-1.0 must be greater than or equal to 1e-30",
     ),
     ("'optimizer.lr=interval(1e-2,1e-3)'", "config error: optimizer.lr=interval(1e-2,1e-3): "),
     ("hydra.sweeper.params=null", "config error: a search needs values to draw"),

@@ -21,10 +21,13 @@ def run(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
-        ("backend=ncll", "backend='ncll' must be one of auto, gloo, nccl, mpi; did you mean nccl?"),
+        (
+            "backend=ncll",
+            "backend='ncll' must be 'auto', 'gloo', 'nccl' or 'mpi'; did you mean nccl?",
+        ),
         ("max_bytes=4", "min_bytes=8 must be at most max_bytes=4"),
-        ("factor=1", "factor=1 must be at least 2"),
-        ("repetitions=0", "repetitions=0 must be at least 1"),
+        ("factor=1", "factor=1 must be greater than or equal to 2"),
+        ("repetitions=0", "repetitions=0 must be greater than or equal to 1"),
         ("plot=s3://bucket/a.html", "plot=s3://bucket/a.html must be a local file"),
         ("json=", "json= must be a local file"),
         ("plot=busbw.svg", "plot=busbw.svg is a page; give it a name with .html"),

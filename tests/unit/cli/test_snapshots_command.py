@@ -287,10 +287,13 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
         (["export", "nowhere", "to=s3://a:b@c/d"], "config error: to holds credentials"),
         (["list", "dir://x"], "config error: url=dir://x: dir:// needs more than a URL"),
         (["prune", "x"], "config error: keep_last is missing"),
-        (["prune", "x", "keep_last=0"], "config error: keep_last=0 must be at least 1"),
+        (
+            ["prune", "x", "keep_last=0"],
+            "config error: keep_last=0 must be greater than or equal to 1",
+        ),
         (
             ["prune", "x", "keep_last=1", "keep_best=1"],
-            "config error: keep_best=1 must be true or false",
+            "config error: keep_best=1 must be a valid boolean",
         ),
         (
             ["prune", "x/step_00000004", "keep_last=1"],
@@ -305,11 +308,11 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
         ),
         (
             ["export", "x", "to=y", "step=last"],
-            "config error: step='last' must be a whole number or newest or best",
+            "config error: step='last' must be a valid integer or 'newest' or 'best'",
         ),
         (
             ["export", "x", "to=y", "format=zip"],
-            "config error: format='zip' must be one of safetensors",
+            "config error: format='zip' must be 'safetensors', ",
         ),
         (
             ["export", "\x1b[2J", "to=y"],

@@ -113,7 +113,7 @@ def test_a_value_of_another_program(value, meant):
     with pytest.raises(ConfigError) as refused:
         build(TrainerConfig, {"precision": value}, "trainer")
     hint = f"; did you mean {meant}?" if meant else ""
-    assert str(refused.value).endswith(f"={value!r} must be one of auto, fp32, bf16, fp16{hint}")
+    assert str(refused.value).endswith(f"={value!r} must be 'auto', 'fp32', 'bf16' or 'fp16'{hint}")
 
 
 @pytest.mark.parametrize(
