@@ -16,7 +16,7 @@ nproc_per_node
 words      verify: more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
            also keep those of every keep_every steps, if it is given
-follow     true: include snapshots elsewhere, to which the run's config.yaml or a symbolic link points
+follow     true: include snapshots elsewhere, where the run's configuration says
 export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
 format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which torch.load reads with

@@ -33,11 +33,13 @@ from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.measure import Measured, measure
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
 from mingpt_ddp.training.save_schedule import automatic_interval
+from mingpt_ddp.training.stages import snapshot_urls
 from mingpt_ddp.training.train_step import count_steps
 from mingpt_ddp.training.warm_start import WarmStart, warm_start
 
@@ -121,7 +123,10 @@ def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) 
     Args:
         typed: the keys that the command line sets.
     """
-    newest = newest_snapshot(config, [])[0] if config.run.init_from is not None else None
+    newest = None
+    if config.run.init_from is not None:
+        urls = snapshot_urls(config, run_directory(config))
+        newest, _ = newest_snapshot(config, [SnapshotStore(url) for url in urls])
     return warm_start(config, newest and newest.state, typed, runtime.group)
 
 

@@ -1,6 +1,7 @@
 """Find snapshots by the URL of a run directory, of a directory of snapshots, or of one snapshot."""
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -27,13 +28,15 @@ def candidate_urls(url: str, follow: bool = True) -> Iterator[str]:
     """Yield the URLs that may hold the snapshots of a run directory or of a directory of snapshots.
 
     Args:
-        follow: include those elsewhere that the run directory records.
+        follow: include those elsewhere: by a symbolic link, and by the configuration of the run's
+            last start.
     """
-    if follow or _linked_directory(url) is None:
-        yield f"{url}/snapshots"
+    snapshots = f"{url}/snapshots"
+    if follow or not _is_link(snapshots):
+        yield snapshots
     yield url
     if follow:
-        yield from _recorded_urls(url)
+        yield from next(iter(_recorded_urls(url)), ())
 
 
 def _open_store(url: str) -> SnapshotStore:
@@ -44,15 +47,44 @@ def _open_store(url: str) -> SnapshotStore:
     return SnapshotStore(url)
 
 
-def stores_of_run(stores: list[SnapshotStore], directory: Path) -> list[SnapshotStore]:
-    """Return the stores of a run, and those of its earlier configurations.
+def earlier_stores(stores: list[SnapshotStore], directory: Path) -> list[SnapshotStore]:
+    """Return the stores of a run's earlier configurations that are not among its stores now.
 
     Raises:
         SnapshotError: a recorded URL cannot be opened on this machine.
     """
     own = {store.url for store in stores}
-    others = [_open_store(url) for url in candidate_urls(str(directory))]
-    return [*stores, *(store for store in others if store.url not in own)]
+    recorded = itertools.chain.from_iterable(_recorded_urls(str(directory)))
+    urls = dict.fromkeys([f"{directory}/snapshots", *recorded])
+    return [_open_store(url) for url in urls if url not in own]
+
+
+def readable_stores(
+    stores: list[SnapshotStore], directory: Path, source: str | None
+) -> list[SnapshotStore]:
+    """Return the stores of a run, and that of an earlier configuration if run.resume names it."""
+    earlier = earlier_stores(stores, directory) if source else []
+    return [*stores, *(store for store in earlier if store.url == source)]
+
+
+def check_none_newer(stores: list[SnapshotStore], directory: Path, newest: int) -> None:
+    """Refuse to leave newer snapshots of earlier configurations behind.
+
+    Args:
+        stores: which the run reads.
+        newest: step of their newest snapshot; 0 if they have none.
+
+    Raises:
+        SnapshotError: one elsewhere is newer, or all there are damaged.
+    """
+    for store in earlier_stores(stores, directory):
+        found = store.read_latest(())
+        if found is not None and found.step > newest:
+            url = redact(store.url)
+            raise SnapshotError(
+                f"the run has a snapshot of step {found.step} at {url}, where this command does "
+                f"not look; add run.resume={url} to go on from there, or choose another run.name"
+            )
 
 
 def step_in(url: str) -> tuple[SnapshotStore, int] | None:
@@ -97,7 +129,8 @@ def find_steps(
 
     errors = _ask_each(locations, url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
-    elsewhere = [] if follow or named else _urls_elsewhere(url)
+    looked_at = {*candidate_urls(url, follow)}
+    elsewhere = [each for each in candidate_urls(url) if not named and each not in looked_at]
     where = redact(", ".join(elsewhere))
     hint = f"the run also has some at {where}; add follow=true to include them"
     if not found:
@@ -245,34 +278,31 @@ def recorded_train_state(state: Any) -> dict[str, Any]:
     return train_state if isinstance(train_state, dict) else {}
 
 
-def _urls_elsewhere(run: str) -> list[str]:
-    """Return where a run directory leads: through a link, and by its configuration."""
-    linked = _linked_directory(run)
-    recorded = _recorded_urls(run)
-    return recorded if linked is None else [linked, *recorded]
+def _is_link(url: str) -> bool:
+    storage = open_storage(url)
+    return storage.local and os.path.islink(storage.root)
 
 
-def _linked_directory(run: str) -> str | None:
-    """Return the target of `snapshots` in a local run directory if it is a symbolic link."""
-    storage = open_storage(f"{run}/snapshots")
-    if storage.local and os.path.islink(storage.root):
-        return os.path.realpath(storage.root)
-    return None
-
-
-def _recorded_urls(run: str) -> list[str]:
-    """Return the snapshot URLs outside the run directory that its config.yaml records."""
-    try:
+def _recorded_urls(run: str) -> list[list[str]]:
+    """Return the snapshot URLs outside a run directory that it records, of its last start first."""
+    found: list[list[str]] = []
+    with contextlib.suppress(Exception):  # not a run directory, or there are no more
         directory = open_storage(run)
-        recorded = load_yaml(directory.read("config.yaml", limit=MAX_YAML_BYTES + 1))
-        snapshot = recorded["snapshot"]
-        paths = [snapshot.get("path"), snapshot.get("fallback_path")]
-        depth = (recorded["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
-    except Exception:  # not a run directory
-        return []
+        for number in itertools.count(1):
+            name = "config.yaml" if number == 1 else f"config.{number}.yaml"
+            content = directory.read(name, limit=MAX_YAML_BYTES + 1)
+            with contextlib.suppress(Exception):  # not of a run
+                found.insert(0, _urls_in(load_yaml(content), directory.root))
+    return found
+
+
+def _urls_in(config: Any, directory: str) -> list[str]:
+    """Return the snapshot URLs outside the run directory in its configuration."""
+    paths = [config["snapshot"].get("path"), config["snapshot"].get("fallback_path")]
     # A chained URL (a::b) could open a filesystem that executes what it reads, or writes;
     # snapshot.path is never one.
     paths = [path for path in paths if isinstance(path, str) and "::" not in path]
+    depth = (config["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
     # from the directory: it may be run.name with -2
-    name = "/".join(directory.root.rstrip("/").split("/")[-depth:])
+    name = "/".join(directory.rstrip("/").split("/")[-depth:])
     return [f"{path.removesuffix('/')}/{name}" for path in paths]

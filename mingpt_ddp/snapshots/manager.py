@@ -30,7 +30,7 @@ from mingpt_ddp.errors import (
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
 from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
 from mingpt_ddp.snapshots.ledger import Ledger, digest_settings
-from mingpt_ddp.snapshots.load import load, stores_of_run
+from mingpt_ddp.snapshots.load import load, readable_stores
 from mingpt_ddp.snapshots.retention import apply_retention
 from mingpt_ddp.snapshots.shard_plan import ShardPlan, TensorsByKind
 from mingpt_ddp.snapshots.shard_reader import ShardReader
@@ -66,7 +66,8 @@ class SnapshotManager:
         """
         Args:
             stores: where to write; each is a fallback for the one before. All of them are read.
-            directory: of the run; stores of earlier configurations that it records are only read.
+            directory: of the run; run.resume may name a store of an earlier configuration there,
+                which is only read.
         """
         self.config = config
         self.runtime = runtime
@@ -103,13 +104,14 @@ class SnapshotManager:
 
         def find() -> dict[str, Any] | None:
             nonlocal found
-            found = self._newest_of_run(whole)
-            is_own = found is not None
             source = self.config.run.source
-            if source and is_own:
-                log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
-            elif source:
+            stores = readable_stores(self.stores, self.directory, source)
+            found = self._newest_of(stores, whole)
+            is_own = found is not None
+            if source and not is_own:
                 found = load(source, self._kinds, whole=whole)
+            elif source and stores == self.stores:
+                log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
             if found is None:
                 return None
             check(found.step, found.state)
@@ -140,15 +142,15 @@ class SnapshotManager:
             ema=split(snapshot.ema, model),
         )
 
-    def _newest_of_run(self, whole: bool) -> Snapshot | None:
-        """Read the newest undamaged snapshot of all stores; None if there is none.
+    def _newest_of(self, stores: list[SnapshotStore], whole: bool) -> Snapshot | None:
+        """Read the newest undamaged snapshot of several stores; None if there is none.
 
         Raises:
             SnapshotError: there are snapshots, but all are damaged.
         """
         newest: Snapshot | None = None
         errors = []
-        for store in stores_of_run(self.stores, self.directory):
+        for store in stores:
             try:
                 found = store.read_latest(self._kinds, whole)
             except SnapshotError as error:  # all its snapshots are damaged

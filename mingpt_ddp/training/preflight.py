@@ -20,7 +20,7 @@ from mingpt_ddp.models import apply_activation_checkpointing, count_parameters, 
 from mingpt_ddp.models.placement import blocks_of
 from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.load import load, stores_of_run
+from mingpt_ddp.snapshots.load import check_none_newer, load, readable_stores
 from mingpt_ddp.snapshots.staging_buffer import encode_header, header_of
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
@@ -103,8 +103,11 @@ def newest_snapshot(
     Returns:
         The snapshot, if there is one, and the URL that run.resume names if it is not the run's own.
     """
-    own = [store.newest_state() for store in stores_of_run(stores, run_directory(config))]
+    directory = run_directory(config)
+    stores = readable_stores(stores, directory, config.run.source)
+    own = [store.newest_state() for store in stores]
     newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
+    check_none_newer(stores, directory, newest.step if newest else 0)
     source = config.run.source if newest is None else None
     return (newest, None) if source is None else (load(source, kinds=()), source)
 

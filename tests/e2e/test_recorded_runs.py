@@ -12,6 +12,7 @@ from launching import call, python_main
 from make_recorded_runs import DATA, RUNS, STEPS, command, train_losses
 
 RETIRED = {"csv": "tracker=csv"}  # the word of the command that is refused now, by run
+ADDED = {"moved": ["run.resume=first/run"]}  # what the command needs now, by run
 
 
 def hashes(directory: Path) -> dict[str, str]:
@@ -34,10 +35,11 @@ def cwd(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recorded_run_goes_on(name, cwd):
-    """Also one whose command had a word that has been retired, without it."""
+    """Also one whose command had a word that has been retired, without it, or needs another."""
     expected = json.loads((cwd / "expected.json").read_text())
     begun = train_losses(cwd / "outputs")
     words = [word for word in command(name, more=True) if word != RETIRED.get(name)]
+    words += ADDED.get(name, [])
     done = call([*python_main(), *words], cwd)
     assert done.returncode == 0, done.stdout
     losses = train_losses(cwd / "outputs")
@@ -54,4 +56,17 @@ def test_a_retired_word_is_refused(name, cwd):
     assert done.returncode == 2, done.stdout
     (line,) = done.stdout.splitlines()
     assert line.startswith(f"config error: {RETIRED[name]} is no longer there; ")
+    assert hashes(cwd) == before
+
+
+@pytest.mark.parametrize("name", ["moved"])
+@pytest.mark.parametrize("path", ["second", "null"])
+def test_snapshots_in_an_earlier_location_are_not_left_behind(path, name, cwd):
+    before = hashes(cwd)
+    done = call([*python_main(), *command(name, more=True), f"snapshot.path={path}"], cwd)
+    assert (done.returncode, done.stdout) == (
+        2,
+        f"snapshot error: the run has a snapshot of step {STEPS} at first/run, where this command "
+        "does not look; add run.resume=first/run to go on from there, or choose another run.name\n",
+    )
     assert hashes(cwd) == before

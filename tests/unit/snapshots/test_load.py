@@ -10,7 +10,7 @@ from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.load import find_steps, load
+from mingpt_ddp.snapshots.load import check_none_newer, find_steps, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 
@@ -55,6 +55,49 @@ def test_load_finds_snapshots_in_the_recorded_path(key, name, directory, tmp_pat
         assert load(str(run)).step == 4
     monkeypatch.chdir(run)
     assert load(".").step == 4
+
+
+@pytest.fixture
+def moved(tmp_path):
+    """A run directory, and the stores of its first start and of its second one."""
+    (tmp_path / "run").mkdir()
+    for number, place in (("", "first"), (".2", "second")):
+        config = {"run": {"name": "run"}, "snapshot": {"path": f"{tmp_path}/{place}"}}
+        (tmp_path / "run" / f"config{number}.yaml").write_text(json.dumps(config))
+    return tmp_path / "run", *(SnapshotStore(f"{tmp_path}/{p}/run") for p in ("first", "second"))
+
+
+def test_the_configuration_of_the_last_start_counts(moved):
+    run, first, second = moved
+    commit(first, small_snapshot(8))
+    with pytest.raises(SnapshotError, match="there is no whole snapshot"):
+        load(str(run))
+    commit(second, small_snapshot(4))
+    assert load(str(run)).step == 4
+
+
+@pytest.mark.parametrize("place", ["first", "run/snapshots"])
+def test_newer_snapshots_of_an_earlier_start_are_not_left_behind(place, moved, tmp_path):
+    """At the start of a run; run.resume names them, whether the run has others or not."""
+    run, _, second = moved
+    url = f"{tmp_path}/{place}" if place == "run/snapshots" else f"{tmp_path}/first/run"
+    earlier = SnapshotStore(url)
+    commit(earlier, small_snapshot(8))
+    for newest in (0, 4):
+        with pytest.raises(SnapshotError) as error:
+            check_none_newer([second], run, newest)
+        assert str(error.value) == (
+            f"snapshot error: the run has a snapshot of step 8 at {url}, where this command does "
+            f"not look; add run.resume={url} to go on from there, or choose another run.name"
+        )
+    read = readable_stores([second], run, url)
+    assert [store.url for store in read] == [second.url, url]
+    check_none_newer(read, run, 0)
+    check_none_newer([second], run, 8)
+    assert readable_stores([second], run, f"{tmp_path}/other") == [second]
+    earlier.storage.write(f"{directory_name(8)}/{MANIFEST}", b"{}")
+    with pytest.raises(SnapshotError, match=f"all snapshots at {url} are damaged"):
+        check_none_newer([second], run, 0)
 
 
 def with_best(step: int, best: object) -> Snapshot:

@@ -383,13 +383,14 @@ def test_a_run_resumes_from_the_fallback_where_the_first_store_is_damaged(tmp_pa
 
 
 def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
-    """Another snapshot.path must not restart the run at step 1."""
+    """If run.resume names it; the run stays the same one."""
     model, optim = build(config)
     old = tmp_path / "run" / "snapshots"
     save(manager_at(old, config), TrainState(step=5), model, optim)
     stores = [SnapshotStore(str(tmp_path / "new"))]
+    config = with_value(config, "run.resume", str(old))
     manager = SnapshotManager(config, Runtime(config, DistEnv()), stores, old.parent)
-    assert load_latest(manager).step == 5
+    assert load_latest(manager).step == manager.last_step == 5
     save(manager, TrainState(step=6), model, optim)
     assert manager.stores[0].steps() == [6]
     assert SnapshotStore(str(old)).steps() == [5]
