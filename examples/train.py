@@ -22,6 +22,7 @@ from mingpt_ddp.loop import (
     build_trainable,
     from_mapping,
     plan_batches,
+    process_exit,
     read_env,
     restore_newest,
     snapshot_state,
@@ -94,4 +95,5 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
 
 
 if __name__ == "__main__":
-    train(SETTINGS)
+    with process_exit():  # an error is one line
+        train(SETTINGS)

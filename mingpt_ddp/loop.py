@@ -3,6 +3,7 @@
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, plan_batches
 from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.exit import process_exit
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
@@ -30,6 +31,7 @@ __all__ = [
     "build_trainable",
     "from_mapping",
     "plan_batches",
+    "process_exit",
     "read_env",
     "restore_newest",
     "snapshot_state",

@@ -320,3 +320,21 @@ class ProcessExit:
         if self.group is None:
             return None
         return self.group.failures.first(wait_s)
+
+
+@contextlib.contextmanager
+def process_exit() -> Iterator[None]:
+    """Exit after the body of a script that trains, with the exit code that main.py would have.
+
+    An error is one line. A normal shutdown of the interpreter sometimes aborts in a background
+    thread of torch, which torchrun counts as a failure: this one is os._exit.
+    """
+    exits = ProcessExit()
+    logs.to_console(exits.env)
+    try:
+        yield
+    except UserError as error:
+        exits.user_error(error)
+    except Exception as error:
+        exits.failure(error)
+    exit_process(None, 0)

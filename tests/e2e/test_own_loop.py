@@ -33,7 +33,8 @@ TrainStep.update = update_or_die
 settings = train.SETTINGS
 settings["trainer"] |= dict(max_steps={STEPS}, eval_every=10)
 settings["snapshot"] = dict(every_steps=5)
-train.train(settings)
+with train.process_exit():
+    train.train(settings)
 """
 
 
@@ -90,3 +91,14 @@ def test_the_page_documents_what_the_loop_may_import():
     page = (ROOT / "docs" / "python.md").read_text()
     documented = set(re.findall(r"`(\w+)[(`]", page))
     assert set(loop.__all__) <= documented
+
+
+def test_a_mistake_is_one_line(tmp_path):
+    script = tmp_path / "own_loop.py"
+    script.write_text(
+        SCRIPT.replace("train.train", 'settings["model"]["n_head"] = 5\n    train.train')
+    )
+    done = call([*launcher(1), str(script)], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2
+    assert done.stdout == "config error: model.n_embd=48 must be divisible by model.n_head=5\n"
+    assert not (tmp_path / "outputs").exists()
