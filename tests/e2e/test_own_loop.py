@@ -89,7 +89,7 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
 
 def test_the_page_documents_what_the_loop_may_import():
     page = (ROOT / "docs" / "python.md").read_text()
-    documented = set(re.findall(r"`(\w+)[(`]", page))
+    documented = set(re.findall(r"\b(\w+)[(`]", page))
     assert set(loop.__all__) <= documented
 
 
