@@ -77,9 +77,11 @@ def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> li
         ConfigError: a job is invalid.
     """
     configs = []
+    # the other words for Hydra change no job
+    search = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
     try:
         for job in _checked_jobs([expand(override) for override in overrides]):
-            composed = compose(hydra.job.config_name, job)
+            composed = compose(hydra.job.config_name, [*search, *job])
             configs.append(hydra_utils.to_config(composed, hydra, job))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error

@@ -102,7 +102,8 @@ def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, 
     assert weights(run) == weights(uninterrupted)
 
 
-def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
+@pytest.mark.parametrize("presets", ["--config-dir=my_project", "hydra.searchpath=[my_project]"])
+def test_a_sweep_over_a_key_of_the_user(presets, project, tmp_path):
     args = train(
         **{
             "trainer.max_steps": "1",
@@ -112,7 +113,8 @@ def test_a_sweep_over_a_key_of_the_user(project, tmp_path):
         },
         **{"run.name": "sweep", "run.root": str(tmp_path)},
     )
-    done = call([*python_main(), *args, "-m"], project)
+    args = [arg for arg in args if not arg.startswith("--config-dir")]
+    done = call([*python_main(), *args, presets, "-m"], project)
     assert done.returncode == 0, done.stdout
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
     assert len(list(tmp_path.glob("sweep/model.n_hidden=[48]-*/result.json"))) == 2
