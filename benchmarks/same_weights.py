@@ -67,6 +67,7 @@ PARTS = ("model", "optimizer", "ema", "state", "losses")
 class Case:
     overrides: list[str]
     ranks: int = 1
+    example: str = ""  # its presets, which earlier checkouts have in conf/
     has_text: bool = True
     kill_at: int | None = None  # a step; SIGKILL, then the same command again
     event: str | None = None  # what must happen in the run
@@ -104,7 +105,7 @@ CASES = {
         f"canonical-{ranks}": Case([*GPT, *ODD, "ddp.reduction=canonical"], ranks=ranks)
         for ranks in (1, 2, 3)
     },
-    "convnet": Case(["experiment=digits_convnet"], ranks=2, has_text=False),
+    "convnet": Case(["experiment=digits_convnet"], ranks=2, example="digits", has_text=False),
     "killed": Case(
         [*GPT, "trainer.log_every=3", "trainer.max_steps=60"], kill_at=12, event="resumes"
     ),
@@ -122,8 +123,10 @@ CASES = {
 def train(name: str, case: Case, checkout: Checkout) -> Outcome:
     """Train a case to its end and digest what it left; exit if its event did not happen."""
     run = checkout.scratch / "outputs" / name
+    presets = checkout.home / "examples" / case.example
     command = [
         "main.py",
+        *([f"--config-dir={presets}"] if case.example and presets.exists() else []),
         *(checkout.data if case.has_text else []),
         *COMMON,
         *case.overrides,

@@ -78,6 +78,8 @@ def sections() -> Iterator[tuple[str, str, Keys]]:
     A group has the keys that all its dataclasses have; each of these follows with the others.
     """
     for group, (selectors, classes) in GROUPS.items():
+        if group == "data":  # no dataset of samples is built in
+            classes = {**classes, "MINE": DatasetConfig}
         keys = {cls: adapter(cls).json_schema()["properties"] for cls in classes.values()}
         first, *others = keys
         common = {}

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -60,6 +61,14 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(autouse=True, scope="session")
 def short_samples():
     shorten_samples()
+
+
+@pytest.fixture(autouse=True)
+def only_built_in():
+    """Forget what the code of an example has registered in this process."""
+    yield
+    if registry := sys.modules.get("mingpt_ddp.config.registry"):
+        registry.run_code({}, [])
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,9 @@ from typing import ClassVar
 
 from forked import ROOT, TEMPLATE, run_command, start_command, start_new_process
 
+# Put the presets of an example on the search path.
+WITH_DIGITS = f"hydra.searchpath=[{ROOT}/examples/digits]"
+WITH_TOY = f"hydra.searchpath=[{ROOT}/examples/toy]"
 # fp32 everywhere: some CPUs default to bf16, where another order of summation changes the third
 # digit of a loss.
 TINY = [

@@ -25,7 +25,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launching import Job, UnforkedJob, children, is_running, python_main, read, torchrun, wait_for
+from launching import (
+    WITH_TOY,
+    Job,
+    UnforkedJob,
+    children,
+    is_running,
+    python_main,
+    read,
+    torchrun,
+    wait_for,
+)
 from pause_points import SETTINGS, PausedJob, patches
 from random_faults import processes_in, tensors
 
@@ -36,6 +46,7 @@ REPORT = "STAGES_REPORT"  # variable: the file to which each case adds a line of
 TEXT = [*SETTINGS, "snapshot.every_steps=4"]
 # Of samples, which loader processes read; nothing is imported for them, unlike for the digits.
 TOY = [
+    WITH_TOY,
     "experiment=toy",
     "data.num_workers=1",
     "trainer.max_epochs=null",

@@ -63,9 +63,7 @@ class ModelConfig(UserCodeConfig):
     """The keys of every model."""
 
     name: str = neutral(..., "a label for directories and logs")
-    architecture: str = key(
-        ..., "the registered model to build: gpt, modern, convnet, toy or your own"
-    )
+    architecture: str = key(..., "the registered model to build: gpt, modern or your own")
     devices: Annotated[PositiveInt, Field(le=1_000)] = neutral(
         1, "GPUs that share the blocks of each rank's model; on a CPU pretended", changes="rounding"
     )
@@ -123,19 +121,6 @@ class ModernConfig(TransformerConfig):
             self.ngram_rows == 0 or self.n_embd % 4 == 0,
             f"model.n_embd={self.n_embd} must be divisible by 4 with model.ngram_rows",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConvNetConfig(ModelConfig):
-    """Convolutions with normalization, pooling, a linear classifier (mingpt_ddp/models)."""
-
-    channels: Annotated[PositiveInt, Field(le=1_000_000)] = key(
-        16, "feature maps of the first convolution; the second has twice as many"
-    )
-    norm: Literal["batch", "group"] = key(
-        "batch", "group: over the channels of one image, so that no other image matters"
-    )
-    dropout: DecayFactor = key(0.0, "fraction of the features that dropout zeroes", "probability")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +243,10 @@ class DataConfig(UserCodeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(UserCodeConfig):
-    """The keys of every map-style dataset of samples (mingpt_ddp/data/samples.py)."""
+    """The keys of every map-style dataset of samples, which users register (mingpt_ddp/data)."""
 
     name: str = neutral(..., "a label for directories and logs")
-    dataset: str = key(..., "the registered dataset to build: digits, mnist, toy or your own")
+    dataset: str = key(..., "the dataset to build, which your code registers")
     num_workers: NonNegativeInt = neutral(
         0, "processes per rank that load samples, at most 16 per core; 0: the rank"
     )
@@ -271,33 +256,3 @@ class DatasetConfig(UserCodeConfig):
     def label(self) -> str:
         """The name of the dataset in directories and logs."""
         return self.name
-
-
-@dataclass(frozen=True, kw_only=True)
-class DigitsConfig(DatasetConfig):
-    """The 1,797 images of 8 x 8 pixels in scikit-learn (mingpt_ddp/data/images.py)."""
-
-    shift: Annotated[NonNegativeInt, Field(le=3)] = key(
-        0, "augmentation: move training images up to this far", "pixels"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MNISTConfig(DatasetConfig):
-    """The 70,000 images of 28 x 28 pixels (mingpt_ddp/data/images.py)."""
-
-    path: str = key(
-        ...,
-        "directory or URL of the four idx files, plain or .gz: https://ossci-datasets.s3.amazonaws.com/mnist",
-    )
-    cache_dir: str | None = neutral(
-        None, "local directory of downloads; null: the user's cache directory"
-    )
-    shift: Annotated[NonNegativeInt, Field(le=8)] = key(
-        0, "augmentation: move training images up to this far", "pixels"
-    )
-
-    def __post_init__(self) -> None:
-        check_url("data.path", self.path)
-        if self.cache_dir is not None:
-            check_directory("data.cache_dir", self.cache_dir)

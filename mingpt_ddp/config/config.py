@@ -249,7 +249,7 @@ def build_group(group: str, values: Any) -> Any:
             names.append(name)
     if not (choice is None or isinstance(choice, str)) or choice not in names:
         key = f"{group}.{selector}={str(choice)[:100]}"
-        if names == [None]:
+        if names in ([], [None]):
             raise NotRegisteredError(f"{key} is registered by no Python file named as code")
         known = ", ".join("null" if name is None else name for name in names)
         raise NotRegisteredError(retired(key) or f"{key} must be one of {known}")

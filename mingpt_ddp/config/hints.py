@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.fields import describe
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import did_you_mean, hint_at
@@ -72,6 +73,8 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
         for cls in classes.values():
             for field in dataclasses.fields(cls):
                 known[f"{group}.{field.name}"] = field
+    for field in dataclasses.fields(DatasetConfig):  # none is built in
+        known[f"data.{field.name}"] = field
     return known
 
 

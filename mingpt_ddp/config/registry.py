@@ -180,8 +180,8 @@ def uses_user_code(config: Config) -> bool:
         "model": config.model.architecture,
         "optimizer": config.optimizer.name,
     }
-    if isinstance(config.data, DatasetConfig):
-        chosen["dataset"] = config.data.dataset
+    if isinstance(config.data, DatasetConfig):  # none is built in
+        return True
     return any(is_user_defined(kind, name) for kind, name in chosen.items())
 
 

@@ -18,12 +18,9 @@ from pydantic import Field
 
 from mingpt_ddp.config.components import (
     ClassesConfig,
-    ConvNetConfig,
     DataConfig,
     DatasetConfig,
-    DigitsConfig,
     GPTConfig,
-    MNISTConfig,
     ModelConfig,
     ModernConfig,
     TaskConfig,
@@ -299,12 +296,7 @@ COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16"), DDP
 # Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a
 # group without a value.
 Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
-MODELS: dict[str | None, type] = {
-    "gpt": GPTConfig,
-    "modern": ModernConfig,
-    "convnet": ConvNetConfig,
-    "toy": ModelConfig,
-}
+MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
 GROUPS: dict[str, Selection] = {
     "run": ((), {None: RunConfig}),
     "task": (
@@ -317,10 +309,7 @@ GROUPS: dict[str, Selection] = {
     ),
     "model": (("architecture",), MODELS),
     "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
-    "data": (
-        ("dataset", "reader"),
-        {None: DataConfig, "digits": DigitsConfig, "mnist": MNISTConfig, "toy": DatasetConfig},
-    ),
+    "data": (("dataset", "reader"), {None: DataConfig}),
     "ddp": ((), {None: DDPConfig}),
     "trainer": ((), {None: TrainerConfig}),
     "snapshot": ((), {None: SnapshotConfig}),

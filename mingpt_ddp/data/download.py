@@ -58,22 +58,6 @@ def download(
         os.replace(part, target)
 
 
-def fetch(url: str, cache: Path, limit: int) -> bytes | None:
-    """Return the content of a file, downloaded once into the cache; None if there is none.
-
-    Raises:
-        OSError: it is not a regular file, or has more than `limit` bytes.
-    """
-    fs, name, is_local = open_filesystem(url)
-    path = Path(name) if is_local else download_path(url, cache)
-    try:
-        if not is_local and not path.exists():
-            download(fs, name, path)
-        return read_regular(path, limit)
-    except FileNotFoundError:
-        return None
-
-
 def read_file(url: str, limit: int) -> bytes:
     """Read a file at a URL; a local one must be a regular file.
 

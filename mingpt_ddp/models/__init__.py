@@ -16,12 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from mingpt_ddp.config.components import ModelConfig, TransformerConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.models.convnet import ConvNet
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
-from mingpt_ddp.models.toy import ToyModel
 
-BUILDERS["model"].update(gpt=GPT, modern=Modern, convnet=ConvNet, toy=ToyModel)
+BUILDERS["model"].update(gpt=GPT, modern=Modern)
 
 
 class LanguageModel(Protocol):

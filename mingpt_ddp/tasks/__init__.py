@@ -7,8 +7,6 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS
-from mingpt_ddp.data.images import digits, mnist
-from mingpt_ddp.data.toy import toy
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.tasks.language_model import LanguageModel
@@ -17,7 +15,6 @@ from mingpt_ddp.tasks.task import Mean, Task
 
 __all__ = ["Mean", "Task", "build_task"]
 
-BUILDERS["dataset"].update(digits=digits, mnist=mnist, toy=toy)
 BUILDERS["task"].update(
     language_model=LanguageModel, classification=Classification, regression=Regression
 )

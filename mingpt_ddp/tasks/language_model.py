@@ -72,7 +72,7 @@ class LanguageModel(Task):
             raise ConfigError(
                 f"task.name={config.task.name} needs a text; for "
                 f"data.dataset={config.data.dataset} add a task and a model, "
-                "as in task=classification model=convnet"
+                "as in task=classification model=MINE"
             )
         self.config = config
         self.group = group

@@ -48,8 +48,8 @@ class Task:
         self.config = config
         if not isinstance(config.data, DatasetConfig):
             raise ConfigError(
-                f"task.name={config.task.name} needs a dataset, as in data=digits; "
-                f"{config.data.label} is a text"
+                f"task.name={config.task.name} needs a dataset of yours "
+                f"(docs/your-own-model.md); {config.data.label} is a text"
             )
         built: list[Datasets] = []
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from launching import ROOT, TINY, call, python_main, torchrun
+from launching import ROOT, TINY, WITH_DIGITS, WITH_TOY, call, python_main, torchrun
 
 from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
 from mingpt_ddp.snapshots.load_model import load_model
@@ -178,6 +178,7 @@ def test_data_that_has_moved(tmp_path):
             (tmp_path / "before").mkdir(exist_ok=True)
             (tmp_path / "before" / name).write_bytes(content)
     settings = [
+        WITH_DIGITS,
         "experiment=digits_convnet",
         "data=mnist",
         "data.path=before",
@@ -187,17 +188,20 @@ def test_data_that_has_moved(tmp_path):
     done = call([*python_main(), *settings, "trainer.batch_size=8"], tmp_path)
     assert done.returncode == 0, done.stdout
     (tmp_path / "before").rename(tmp_path / "after")
-    assert evaluate(tmp_path, "split=test").returncode == 2
-    done = evaluate(tmp_path, "split=test", "data.path=after")
+    code = f"code={ROOT}/examples/digits/digits.py"
+    assert evaluate(tmp_path, "split=test", code).returncode == 2
+    done = evaluate(tmp_path, "split=test", "data.path=after", code)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] <= 1
     assert (
         call(
-            [*python_main(), "experiment=toy", "trainer.max_epochs=1", "run.name=toy"], tmp_path
+            [*python_main(), WITH_TOY, "experiment=toy", "trainer.max_epochs=1", "run.name=toy"],
+            tmp_path,
         ).returncode
         == 0
     )
-    done = evaluate(tmp_path, "data.path=after", run="outputs/toy")
+    code = f"code={ROOT}/examples/toy/toy.py"
+    done = evaluate(tmp_path, "data.path=after", code, run="outputs/toy")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "its data has no path; leave data.path out" in done.stderr
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from chaos_store import deck
-from launching import TINY, Job, UnforkedJob, python_main
+from launching import TINY, WITH_DIGITS, Job, UnforkedJob, python_main
 from pause_points import SETTINGS as PAUSES
 from pause_points import PausedJob, patches
 from random_faults import COMMAND, ENDS, VICTIMS, FaultyRun, names, result, tensors
@@ -41,6 +41,7 @@ TEXT += ["data.truncate=0.2", "trainer.batch_size=24"]
 # No evaluation is lower by a whole nat than the first one.
 EARLY = [*TEXT, "model.dropout=0.1", "trainer.patience=3", "trainer.min_delta=1"]
 DIGITS = [
+    WITH_DIGITS,
     "experiment=digits_convnet",
     "data.num_workers=1",
     "data.shift=2",

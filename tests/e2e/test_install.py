@@ -22,19 +22,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, TINY, call, copy_source
+from launching import ROOT, TINY, WITH_TOY, call, copy_source
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 TRAIN = ["-m", "mingpt_ddp", *TINY, "trainer.max_steps=1", "data.truncate=0.01"]
 USES = {
-    "digits": [
-        "-m",
-        "mingpt_ddp",
-        "experiment=digits_convnet",
-        "trainer.max_steps=1",
-        "run.name=digits",
-    ],
     "report": [
         "-c",
         "import scipy.special; from mingpt_ddp.sweeps.page import get_plotlyjs; get_plotlyjs()",
@@ -44,6 +37,7 @@ USES = {
     "tokenizers": [*TRAIN, "data.tokenizer=bpe", "data.vocab_size=300", "run.name=bpe"],
     "sweep": [*TRAIN, "-m", "sweep=optuna_lr", "sweep.trials=1"],
 }
+EXAMPLE = ["-m", "mingpt_ddp", WITH_TOY, "experiment=toy", "trainer.max_steps=1"]
 NOT_INSTALLED = {
     "ray": "1.9 GB; what pip would install is looked at",
     "export": "60 MB, which only the exported modelling file imports",
@@ -177,6 +171,6 @@ def test_the_extras_work_without_constraints(wheel, tmp_path):
         found.name: found.version for found in importlib.metadata.distributions(path=[str(site)])
     }
     assert prereleases(versions) == {}
-    for extra, args in USES.items():
+    for extra, args in {**USES, "an example": EXAMPLE}.items():
         used = call([str(tmp_path / "env" / "bin" / "python"), *args], tmp_path, PYTHONPATH="")
         assert used.returncode == 0, f"{extra}: {used.stdout}"

@@ -8,11 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from launching import call, python_main
+from launching import WITH_DIGITS, call, python_main
 from make_recorded_runs import DATA, RUNS, STEPS, command, train_losses
 
-RETIRED = {"csv": "tracker=csv"}  # the word of the command that is refused now, by run
-ADDED = {"moved": ["run.resume=first/run"]}  # what the command needs now, by run
+# By run: the word of its command that is refused now, and what the command needs now.
+RETIRED = {"csv": "tracker=csv", "digits": "data=digits"}
+ADDED = {"digits": [WITH_DIGITS, "data=digits"], "moved": ["run.resume=first/run"]}
 
 
 def hashes(directory: Path) -> dict[str, str]:

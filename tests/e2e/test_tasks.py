@@ -9,7 +9,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import Job, call, children, committed, last_step, python_main, torchrun, wait_for
+from launching import (
+    WITH_DIGITS,
+    WITH_TOY,
+    Job,
+    call,
+    children,
+    committed,
+    last_step,
+    python_main,
+    torchrun,
+    wait_for,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -19,6 +30,7 @@ pytest.importorskip("sklearn")
 
 STEPS = 60  # 13 an epoch
 CONVNET = [
+    WITH_DIGITS,
     "experiment=digits_convnet",
     f"trainer.max_steps={STEPS}",
     "trainer.precision=fp32",
@@ -87,7 +99,7 @@ def test_a_killed_loader_process(tmp_path):
 
 def test_killed_between_the_last_snapshot_and_the_test_split(tmp_path):
     """Run again, the test metrics and the end of the run are recorded, once."""
-    settings = ["experiment=toy", "trainer.max_epochs=1", "run.name=run"]
+    settings = [WITH_TOY, "experiment=toy", "trainer.max_epochs=1", "run.name=run"]
     assert call([*python_main(), *settings], tmp_path).returncode == 0
     run = tmp_path / "outputs" / "run"
     lines, before = (run / METRICS).read_bytes().splitlines(keepends=True), read_result(run)
@@ -124,7 +136,6 @@ def test_statistics_over_all_ranks(tmp_path):
             "trainer.activation_checkpointing=true",
             "trainer.activation_checkpointing=true needs a model with blocks",
         ),
-        ("model.devices=2", "model.devices=2 needs a model with blocks"),
     ],
 )
 def test_what_does_not_fit_the_recipe_is_refused(override, expected, tmp_path):
@@ -148,10 +159,8 @@ def test_unequal_micro_batches_are_refused(tmp_path):
 @pytest.mark.slow
 def test_the_convnet_recipe(tmp_path):
     """Its metrics reach the log, TensorBoard, metrics.jsonl and result.json."""
-    done = call(
-        [*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"],
-        tmp_path,
-    )
+    recipe = [WITH_DIGITS, "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"]
+    done = call([*python_main(), *recipe], tmp_path)
     assert done.returncode == 0, done.stdout
     run = tmp_path / "outputs" / "run"
     result = read_result(run)
@@ -167,10 +176,7 @@ def test_the_convnet_recipe(tmp_path):
         == len(read_history(run / METRICS).series("val_accuracy"))
         == 4
     )
-    again = call(
-        [*python_main(), "experiment=digits_convnet", "ddp.nproc_per_node=2", "run.name=run"],
-        tmp_path,
-    )
+    again = call([*python_main(), *recipe], tmp_path)
     assert (
         again.stdout.splitlines()[-1].split(" after ")[0]
         == done.stdout.splitlines()[-1].split(" after ")[0]
@@ -182,14 +188,8 @@ def test_the_convnet_recipe(tmp_path):
         str(run),
         "split=test",
         "precision=fp32",
+        "code=examples/digits/digits.py",
     ]
     measured = json.loads(call(evaluate, Path(__file__).resolve().parents[2]).stdout)
     # trained in another precision
     assert measured["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.02)
-
-
-def test_the_toy_recipe(tmp_path):
-    done = call([*python_main(), "experiment=toy", "run.name=run"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert len(done.stdout.splitlines()) < 24, "more than a screen"
-    assert read_result(tmp_path / "outputs" / "run")["val_loss"] < 0.1

@@ -8,7 +8,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launching import ROOT, Job, call, committed, last_step, python_main, wait_for
+from launching import ROOT, WITH_TOY, Job, call, committed, last_step, python_main, wait_for
 from user_code_page import page_commands, page_files
 
 from mingpt_ddp.cli.export_command import ExportConfig, export
@@ -171,6 +171,7 @@ def test_several_losses_are_logged_each(tmp_path):
         "name: autoencoder\ncode: several.py\n"
     )
     args = [
+        WITH_TOY,
         "experiment=toy",
         "task=autoencoder",
         "--config-dir=own",
@@ -247,7 +248,8 @@ def test_a_wrong_task_is_one_line(name, message, tmp_path):
     (tmp_path / "own" / "task").mkdir(parents=True)
     (tmp_path / "own" / "wrong.py").write_text(WRONG)
     (tmp_path / "own" / "task" / "wrong.yaml").write_text(f"name: {name}\ncode: wrong.py\n")
-    done = call([*python_main(), "experiment=toy", "task=wrong", "--config-dir=own"], tmp_path)
+    args = [WITH_TOY, "experiment=toy", "task=wrong", "--config-dir=own"]
+    done = call([*python_main(), *args], tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (2, 1), done.stdout
     assert done.stdout.startswith(message), done.stdout
     assert not (tmp_path / "outputs").exists()

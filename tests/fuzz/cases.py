@@ -31,6 +31,7 @@ from fuzz.values import (
     URLS,
     WORDS,
 )
+from launching import WITH_DIGITS, WITH_TOY
 
 from mingpt_ddp.cli.collectives_command import CollectivesConfig
 from mingpt_ddp.cli.evaluate_command import EvaluateConfig
@@ -38,6 +39,7 @@ from mingpt_ddp.cli.export_command import ExportConfig
 from mingpt_ddp.cli.report_command import ReportConfig
 from mingpt_ddp.cli.sample_command import SampleConfig
 from mingpt_ddp.cli.snapshots_command import ListConfig, PruneConfig
+from mingpt_ddp.config.components import DatasetConfig, ModelConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import field_types, parts
@@ -58,19 +60,16 @@ BASES: list[tuple[list[str], dict[str, str | None]]] = [
         {"model": "modern", "optimizer": "muon"},
     ),
     (
-        ["experiment=toy", *SMALL],
-        {"task": "regression", "model": "toy", "optimizer": "sgd", "data": "toy"},
+        [WITH_TOY, "experiment=toy", *SMALL],
+        {"task": "regression", "model": "own", "optimizer": "sgd", "data": "own"},
     ),
     (
-        ["experiment=digits_convnet", *SMALL],
-        {"task": "classification", "model": "convnet", "data": "digits"},
+        [WITH_DIGITS, "experiment=digits_convnet", *SMALL],
+        {"task": "classification", "model": "own", "optimizer": "sgd", "data": "own"},
     ),
-    (
-        ["task=classification", "model=convnet", "data=mnist", "data.path=mnist", *SMALL],
-        {"task": "classification", "model": "convnet", "optimizer": "adamw", "data": "mnist"},
-    ),
-    (["--config-dir=own", "model=table", *TEXT], {"model": None, "optimizer": "adamw"}),
+    (["--config-dir=own", "model=table", *TEXT], {"model": "own", "optimizer": "adamw"}),
 ]
+OWN = {"model": ModelConfig, "data": DatasetConfig}  # have the keys of all that users register
 DEFAULTS = {"task": "language_model", "data": None}
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {  # the keys, what the first is, and other words
     "sample": (SampleConfig, "run", ["max_new_tokens=3"]),
@@ -122,9 +121,8 @@ def classes(base: dict[str, str | None]) -> dict[str, type]:
     """Return the dataclass of each group in a valid command."""
     chosen = {group: {**DEFAULTS, "optimizer": "adamw", **base}.get(group) for group in GROUPS}
     return {
-        group: found[chosen[group]]
+        group: {**found, "own": OWN.get(group)}[chosen[group]]
         for group, (_, found) in GROUPS.items()
-        if chosen[group] in found
     }
 
 
@@ -179,7 +177,8 @@ def draw(seed: int, number: int) -> Case:
     elif key == "--config-dir":
         case.steps += [
             ["copy", "presets", "mutant"],
-            *_damage(rng, "mutant", ["experiment/mine.yaml", "experiment"]),
+            # Hydra unfolds the merge keys of the user's own presets, which takes minutes
+            *_damage(rng, "mutant", ["experiment/mine.yaml", "experiment"], without="merges.yaml"),
         ]
         case.words = [*BASES[0][0], "--config-dir=mutant", "experiment=mine"]
     elif key in ("--config-name", "word", "format"):
@@ -228,7 +227,7 @@ def _override(rng: random.Random, steps: list[list[Any]], key: str | None = None
 
 
 def _classes_of(group: str) -> list[type]:
-    return [cls for cls in GROUPS[group][1].values()]
+    return [*GROUPS[group][1].values(), *([OWN[group]] if group in OWN else [])]
 
 
 def _value(
@@ -286,13 +285,14 @@ def _file(rng: random.Random, name: str, steps: list[list[Any]]) -> str:
     return mutant if rng.random() < 0.8 else f"{mutant}/{rng.choice(files)}"
 
 
-def _damage(rng: random.Random, tree: str, files: list[str]) -> list[list[Any]]:
-    """Return steps that replace or edit a file of a tree."""
+def _damage(rng: random.Random, tree: str, files: list[str], without: str = "") -> list[list[Any]]:
+    """Return steps that replace or edit a file of a tree, by any hostile file but one."""
     file = f"{tree}/{rng.choice(files)}".rstrip("/")
     steps: list[list[Any]] = []
     match rng.randrange(4):
         case 0:
-            steps.append(["replace", f"{HOSTILE}/{rng.choice(names())}", file])
+            hostile = rng.choice([name for name in names() if name != without])
+            steps.append(["replace", f"{HOSTILE}/{hostile}", file])
         case 1:
             steps.append(["truncate", file, rng.random()])
         case _:

@@ -12,13 +12,11 @@ import random
 import shutil
 import socket
 import stat
-import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,11 +55,6 @@ def text(seed: int, pieces: int = 150) -> bytes:
     return "".join(
         generator.choice(PHRASES) + generator.choice(".\n,; ") for _ in range(pieces)
     ).encode()
-
-
-def idx(values: np.ndarray) -> bytes:
-    """Return an idx file, the format of MNIST."""
-    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
 
 
 def zipped(members: dict[str, bytes]) -> bytes:
@@ -238,13 +231,6 @@ def make_valid(directory: Path) -> None:
     (directory / "texts" / "a.txt").write_bytes(text(1))
     (directory / "texts" / "more" / "b.txt").write_bytes(text(2))
     (directory / "tokenizer.json").write_text(train_bpe(iter([text(1).decode()]), 270).json)
-    (directory / "mnist").mkdir()
-    for part, n in (("train", 40), ("t10k", 10)):
-        images = np.broadcast_to(np.arange(n, dtype=np.uint8)[:, None, None], (n, 28, 28))
-        (directory / "mnist" / f"{part}-images-idx3-ubyte").write_bytes(idx(images))
-        (directory / "mnist" / f"{part}-labels-idx1-ubyte").write_bytes(
-            idx((np.arange(n) % 10).astype(np.uint8))
-        )
     shutil.copytree(FORMAT2 / "gpt-adamw" / "run", directory / "run")
     shutil.copytree(FORMAT2 / "modern-muon" / "run", directory / "modern")
     shutil.copy(FORMAT2 / "gpt-adamw" / "text.txt", directory)

@@ -146,12 +146,11 @@ EXPORTS = [
 ]
 PACKED = [(name, [""]) for name in ("good.txt", "good.gz", "good.zip", "good.tar")]
 TEXTS = [*PACKED, ("texts", ["a.txt", "more/b.txt", "more"])]
-MNIST = [("mnist", [f"t10k-{name}-ubyte" for name in ("images-idx3", "labels-idx1")])]
 TREES = {
     "init_from": RUNS + EXPORTS,
     "tokenizer": [("tokenizer.json", [""]), ("hf/tokenizer.json", [""])],
     "resume": RUNS,
-    "data.path": TEXTS + MNIST,
+    "data.path": TEXTS,
     "sources": TEXTS,
     "val_paths": TEXTS,
     "snapshot": RUNS,

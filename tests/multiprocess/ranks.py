@@ -22,15 +22,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from forked import shorten_samples
+from forked import ROOT, shorten_samples
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from ports import free_port
 
-from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.config.registry import run_code
 
+EXAMPLES = [ROOT / "examples" / name for name in ("digits", "toy")]  # on the search path
 processes = multiprocessing.get_context("forkserver")
 # torch imports the latter two eventually.
 processes.set_forkserver_preload(
@@ -48,13 +50,19 @@ def configure(*overrides: str) -> dict[str, Any]:
     config = copy.deepcopy(composed(*(word for word in words if word not in values)))
     for override in OverridesParser.create().parse_overrides(values):
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-    return from_mapping(to_plain(config)).to_dict()
+    return typed(to_plain(config)).to_dict()
+
+
+def typed(values: dict[str, Any]) -> Config:
+    """Return the typed configuration; if it names the code of an example, register that here."""
+    has_code = any("code" in keys for keys in values.values())
+    return from_mapping(run_code(values, EXAMPLES) if has_code else values)
 
 
 @functools.cache
 def composed(*presets: str) -> DictConfig:
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        return compose("config", [*presets])
+        return compose("config", [*presets, f"hydra.searchpath={[*map(str, EXAMPLES)]}"])
 
 
 def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
@@ -65,7 +73,7 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
 
     losses = []
     for job, values in enumerate(configs):
-        config = from_mapping(values)
+        config = typed(values)
         runtime = Runtime(config, read_env(), job)
         losses.append(run(config, runtime, {})["loss"])
         runtime.close()

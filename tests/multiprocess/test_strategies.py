@@ -26,7 +26,7 @@ from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training import stages
-from multiprocess.ranks import configure, run_ranks
+from multiprocess.ranks import configure, run_ranks, typed
 
 TOLERANCE = 1e-5
 STEPS = 12
@@ -86,7 +86,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
         break_step(nan_at)
     results = []
     for job, values in enumerate(configs):
-        config = from_mapping(values)
+        config = typed(values)
         runtime = None
         try:
             runtime = Runtime(config, read_env(), job)

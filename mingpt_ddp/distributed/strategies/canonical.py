@@ -82,8 +82,7 @@ class CanonicalStrategy(Strategy):
             if getattr(module, "running_mean", None) is not None:
                 raise ConfigError(
                     f"ddp.reduction=canonical cannot keep the running statistics of {name}, which "
-                    "depend on the number of ranks; use GroupNorm (convnet: model.norm=group), or "
-                    "ddp.reduction=fast"
+                    "depend on the number of ranks; use GroupNorm, or ddp.reduction=fast"
                 )
         types = {p.dtype for p in model.parameters() if p.requires_grad}
         if len(types) > 1 or not types <= set(EXACT_TYPES):

@@ -29,8 +29,7 @@ EXPERIMENTS = [
     "demo",
     "shakespeare_char_cpu_long",
     "shakespeare_char_best",
-    "digits_convnet",
-    "toy",
+    "shakespeare_bpe_cpu",
 ]
 
 

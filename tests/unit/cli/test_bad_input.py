@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import ROOT, call, environment, python_main, torchrun
+from launching import ROOT, WITH_DIGITS, WITH_TOY, call, environment, python_main, torchrun
 from torch.distributed import is_mpi_available
 
 # Files with user code, each named by a model of the same name.
@@ -287,7 +287,7 @@ CASES = [
         "config error: ddp.preempted_exit_code=75 means a failure; use 0, or 143 in pods",
     ),
     (
-        "experiment=toy task=classification",
+        f"{WITH_TOY} experiment=toy task=classification",
         (
             "config error: task=classification needs samples (x, y) with a whole number as y, "
             "but toy has others"
@@ -472,7 +472,7 @@ CASES = [
     (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
     (
         own("good") + " model.architecture=tabel",
-        "config error: model.architecture=tabel must be one of gpt, modern, convnet, toy, table",
+        "config error: model.architecture=tabel must be one of gpt, modern, table",
     ),
     (own("good"), "code error: own/good.py:19: TypeError: 'Embedding' object is not subscriptable"),
     (
@@ -502,7 +502,7 @@ CASES = [
         "config error: hydra.run.dir=x${hydra.job.num} has no effect here: run.root and run.name",
     ),
     (
-        "data=mnist 'data.name=${data.path}'",
+        f"{WITH_DIGITS} data=mnist 'data.name=${{data.path}}'",
         "config error: data.name: Missing mandatory value: data.path",
     ),
     ("hydra.verbose=true", "config error: hydra.verbose has no effect here"),
@@ -528,7 +528,7 @@ CASES = [
         "config error: ddp.nproc_per_node=100000 must be at most ",
     ),
     (
-        "task=classification model=convnet data=digits data.num_workers=100000",
+        f"{WITH_TOY} experiment=toy data.num_workers=100000",
         "config error: data.num_workers=100000 must be at most ",
     ),
     # Once the text is encoded
@@ -595,8 +595,8 @@ CASES = [
     (
         "model=huge",
         (
-            "config error: Could not find 'model/huge'; choose one of convnet, gpt2, gpt_micro, "
-            "gpt_mini"
+            "config error: Could not find 'model/huge'; choose one of gpt2, gpt_micro, gpt_mini, "
+            "gpt_nano"
         ),
     ),
     ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from multiprocess.ranks import configure
 from snapshot_helpers import filled
 
 from mingpt_ddp.cli.evaluate_command import EvaluateConfig, _run_config, evaluate
@@ -53,11 +54,12 @@ def test_all_of_the_split_is_measured():
 
 
 def test_runs_of_different_tasks_are_refused():
+    digits = configure("experiment=digits_convnet")
     with pytest.raises(
         SnapshotError,
         match=r"of b cannot be evaluated: task\.name=classification does not compare with",
     ):
-        _run_config(EvaluateConfig(["a", "b"]), "b", state("experiment=digits_convnet"), state())
+        _run_config(EvaluateConfig(["a", "b"]), "b", {"config": digits}, state())
     own = state()
     del own["config"]["task"]  # of a run of an earlier version
     assert _run_config(EvaluateConfig(["a", "b"]), "b", own, state()).task.name == "language_model"

@@ -6,12 +6,13 @@ import re
 import sys
 
 import pytest
-from launching import ROOT, call
+from launching import ROOT, WITH_TOY, call
 
-TOY = ["experiment=toy", "trainer.max_steps=1"]
+TOY = [WITH_TOY, "experiment=toy", "trainer.max_steps=1"]
 MAIN = str(ROOT / "main.py")
 SEARCH = [
-    *("--config-dir=mine", "experiment=mine", "ddp.nproc_per_node=2", "trainer.max_steps=1"),
+    *(WITH_TOY, "--config-dir=mine", "experiment=mine"),
+    *("ddp.nproc_per_node=2", "trainer.max_steps=1"),
     *("-m", "sweep=optuna", "sweep.trials=2", "optimizer.lr=range(1e-3,4e-3,1e-3)"),
 ]
 MINE = """# @package _global_

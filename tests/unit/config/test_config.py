@@ -110,9 +110,7 @@ def test_model_with_optimizer(model, optimizer):
 
 @pytest.mark.parametrize("name", choices("data"))
 def test_data(name):
-    config = composed(
-        f"data={name}", *(["data.path=x.txt"] if name in ("text_file", "mnist") else [])
-    )
+    config = composed(f"data={name}", *(["data.path=x.txt"] if name == "text_file" else []))
     assert config.data.label == name
     assert type(config.data) is GROUPS["data"][1].get(name, DataConfig)
 
@@ -383,7 +381,7 @@ def test_every_key_is_in_the_composed_configuration(group):
     overridden.
     """
     for preset in choices(group):
-        path = ["data.path=x.txt"] if preset in ("text_file", "mnist") else []
+        path = ["data.path=x.txt"] if preset == "text_file" else []
         values = composed_config(f"{group}={preset}", *path)[group]
         cls = GROUPS[group][1][selected(group, values)[1]]
         assert values.keys() == {field.name for field in dataclasses.fields(cls)} - {

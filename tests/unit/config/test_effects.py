@@ -14,6 +14,7 @@ from fake_runs import fake_run
 
 from mingpt_ddp.cli.again_command import command_words
 from mingpt_ddp.cli.replay_command import write_config
+from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
     PLACES,
@@ -41,14 +42,27 @@ CHOSEN: dict[str, str | None] = {
 OTHER_TEXTS = {"code_sha256": "0" * 64, "sha256": "0" * 64, "init_sha256": "0" * 64}
 
 
+# No dataset is built in: this one has the keys of all.
+DATASET = {"mine": DatasetConfig}
+
+
+@pytest.fixture(autouse=True)
+def own_dataset(monkeypatch):
+    monkeypatch.setitem(GROUPS["data"][1], "mine", DatasetConfig)
+
+
+def classes_of(group: str) -> dict[str | None, type]:
+    return {**GROUPS[group][1], **(DATASET if group == "data" else {})}
+
+
 def values_of(**chosen: str | None) -> dict[str, dict[str, Any]]:
     """Return a recorded configuration with a value for every key of the chosen classes."""
     values = {}
-    for group, (selectors, classes) in GROUPS.items():
+    for group, (selectors, _) in GROUPS.items():
         if group == "sweep":  # is not recorded
             continue
         choice = {**CHOSEN, **chosen}.get(group)
-        cls = classes[choice]
+        cls = classes_of(group)[choice]
         values[group] = default_values(cls)
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING:
@@ -84,8 +98,8 @@ def other_value(schema: dict[str, Any], key: str, value: Any) -> Any:
 def cases() -> list[Any]:
     """Return each key of each class, with a configuration and another value."""
     found = {}
-    for group, (_, classes) in GROUPS.items():
-        for choice, cls in classes.items():
+    for group in GROUPS:
+        for choice, cls in classes_of(group).items():
             schemas = adapter(cls).json_schema()["properties"]
             for field in dataclasses.fields(cls):
                 if group == "sweep":

@@ -39,8 +39,7 @@ def test_help_has_every_key_with_unit_default_and_meaning():
         "number >= 0, < 1)"
     ) in lines
     assert (
-        "  model      convnet gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini "
-        "modern_nano toy"
+        "  model      gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini modern_nano"
     ) in lines
 
 

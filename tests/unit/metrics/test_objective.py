@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
+from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import flatten, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
@@ -109,7 +110,7 @@ def test_composed_configurations():
             "experiment=shakespeare_bpe_cpu",
         ]
         char, best, bpe = map(unit, presets)
-        assert unit("experiment=digits_convnet") is None
+    assert loss_unit(flatten(configure("experiment=digits_convnet"))) is None
     assert char == best and objective_of([char, best, None]) is LOSS
     assert objective_of([char, bpe]) is BITS_PER_BYTE
 

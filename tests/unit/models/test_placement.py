@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mingpt_ddp.config.components import ModelConfig
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
 from mingpt_ddp.distributed.device import devices_of_rank, first_device_of_rank, refuse_shared_gpus
@@ -29,7 +28,6 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model, placement
 from mingpt_ddp.models.placement import split_blocks
-from mingpt_ddp.models.toy import ToyModel
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
@@ -49,9 +47,25 @@ def decoder(preset: str, *overrides: str) -> nn.Module:
     )
 
 
+class ToyModel(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(4, 10)
+        self.net2 = nn.Linear(10, 3)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return nn.ModuleList([self.net1, self.net2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net2(self.net1(x).relu())
+
+
 def toy() -> ToyModel:
     torch.manual_seed(0)
-    return ToyModel(ModelConfig(name="toy", architecture="toy"), 3, (4,))
+    return ToyModel()
 
 
 class Devices(TorchDispatchMode):

@@ -189,7 +189,7 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
         ),
         (
             ["task=regression"],
-            "task.name=regression needs a dataset, as in data=digits; python_docs is a text",
+            r"regression needs a dataset of yours \(docs/.*\); python_docs is a text",
         ),
     ],
 )

@@ -1,0 +1,50 @@
+"""The toy model of PyTorch's DDP tutorials, two linear layers, learns a linear function.
+
+    python main.py --config-dir=examples/toy experiment=toy
+
+takes some seconds and prints one screen of log.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from mingpt_ddp.data.samples import Datasets
+from mingpt_ddp.registry import DatasetConfig, ModelConfig, check, register
+
+SEED = 7263598052450307654  # of the data, the same in every run
+INPUTS = 10
+HIDDEN = 10
+OUTPUTS = 5
+NOISE = 0.1
+
+
+@register("dataset", "toy", DatasetConfig)
+def toy(config: DatasetConfig) -> Datasets:
+    """Return pairs x (10,), y = x W + noise (5,)."""
+    generator = torch.Generator().manual_seed(SEED)
+    weight = torch.randn(INPUTS, OUTPUTS, generator=generator)
+
+    def draw(n: int) -> TensorDataset:
+        x = torch.randn(n, INPUTS, generator=generator)
+        noise = NOISE * torch.randn(n, OUTPUTS, generator=generator)
+        return TensorDataset(x, x @ weight + noise)
+
+    return Datasets(train=draw(2048), val=draw(256), test=draw(256), outputs=OUTPUTS)
+
+
+@register("model", "toy", ModelConfig)
+class ToyModel(nn.Module):
+    """Vectors in, vectors out."""
+
+    def __init__(self, config: ModelConfig, outputs: int, inputs: tuple[int, ...]) -> None:
+        is_vector = isinstance(inputs, tuple) and len(inputs) == 1  # it is the length of a text
+        check(is_vector, f"model.architecture=toy needs vectors, not {inputs}, as in data=toy")
+        super().__init__()
+        self.net1 = nn.Linear(inputs[0], HIDDEN)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(HIDDEN, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, outputs) for x (B, inputs)."""
+        return self.net2(self.relu(self.net1(x)))
