@@ -65,7 +65,7 @@ def export(config: ExportConfig) -> int:
         f"to={config.to} is among the snapshots of a run, and would be taken for one; name a "
         "directory elsewhere",
     )
-    step, files = export_files(config.url, config.step, config.format, config.to, config.license)
+    step, files = export_files(config.url, config.step, config.format, config.license)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():

@@ -17,13 +17,12 @@ from mingpt_ddp.storage.storage import Content
 
 
 def export_files(
-    url: str, step: Step, format: str, directory: str, license: str | None = None
+    url: str, step: Step, format: str, license: str | None = None
 ) -> tuple[int, dict[str, Content]]:
     """Return the step and the files of an export.
 
     Args:
         format: one of WRITERS.
-        directory: where they will be, for the model card.
         license: an identifier for the model card.
 
     Raises:
@@ -31,7 +30,7 @@ def export_files(
     """
     snapshot = load(url, ("model",), step)
     files = WRITERS[format](snapshot)
-    files["README.md"] = model_card(snapshot, url, format, directory, license)
+    files["README.md"] = model_card(snapshot, format, license)
     return snapshot.step, files
 
 

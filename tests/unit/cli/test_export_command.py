@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
-import uuid
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from snapshot_helpers import SHA256, VOCABULARY, commit, filled, model_snapshot
+from snapshot_helpers import VOCABULARY, commit, filled, model_snapshot
 
 from mingpt_ddp.cli import export_command as export_module
 from mingpt_ddp.snapshots import format as format_module
@@ -131,13 +130,6 @@ def test_an_export_among_snapshots_is_refused(to, tmp_path, call):
 # The model card
 
 
-def blocks(card: str) -> list[list[str]]:
-    """Return the lines of the card's indented blocks."""
-    parts = [part.split("\n") for part in card.rstrip().split("\n\n") if part.startswith("    ")]
-    assert all(line.startswith("    ") for part in parts for line in part)
-    return [[line[4:] for line in part] for part in parts]
-
-
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
 def test_the_licence_is_the_users_choice(form, tmp_path, call):
     filled(str(tmp_path / "run"), 4)
@@ -149,7 +141,6 @@ def test_the_licence_is_the_users_choice(form, tmp_path, call):
         assert [entry for entry in front_matter if entry.startswith("license")] == (
             [line] if line else []
         )
-        assert all(word in blocks(card)[2][-1] for word in words)
 
 
 @pytest.mark.parametrize(
@@ -164,35 +155,23 @@ def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_card_has_figures_data_commands_and_configuration(tmp_path, call):
-    run, target = tmp_path / "run", tmp_path / "out"
-    filled(str(run), 4)
-    (run / ".hydra").mkdir()
-    (run / ".hydra" / "overrides.yaml").write_text(
-        "- model=gpt_micro\n- data.path=a b.txt\n- model=gpt_nano\n"
+@pytest.mark.parametrize("form", ["safetensors", "torch", "hf"])
+def test_the_card(form, tmp_path, call, monkeypatch):
+    """Its first block loads the export, in the directory of the card."""
+    filled(str(tmp_path / "run"), 4)
+    assert call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}")[0] == 0
+    monkeypatch.chdir(tmp_path / "out")
+    card = Path("README.md").read_text()
+    assert "Step 4, validation loss 2.25 nats; " in card and card.endswith(
+        '    "builtin:python_docs"\n'
     )
-    for url in (run, run / "snapshots", run / "snapshots" / "step_00000004"):
-        assert call("export", url, f"to={target}")[0] == 0
-        card = (target / "README.md").read_text()
-        target.rename(tmp_path / uuid.uuid4().hex)
-        loading, data, commands, configuration = blocks(card)
-        assert len(loading) == 3 and str(target) in loading[1]
-        assert data == [SHA256]
-        assert commands[0] == "python -m mingpt_ddp model=gpt_nano 'data.path=a b.txt'"
-        assert (
-            commands[1]
-            == f"python -m mingpt_ddp.snapshots export {url} step=4 to={target} format=safetensors"
-        )
-        assert {"model.n_embd=12", 'data.path="builtin:python_docs"', "trainer.max_steps=null"} <= {
-            *configuration
-        }
-        rows = dict(
-            line.strip("| ").split(" | ")
-            for line in card.splitlines()
-            if line.startswith("| ") and "--" not in line and line.strip("| ")
-        )
-        assert rows["val_loss"] == "2.25" and rows["val_accuracy"] == "0.5" and rows["step"] == "4"
-        assert float(rows["bits_per_char"]) == pytest.approx(2.25 / math.log(2), abs=1e-4)
+    assert ("[config.json](config.json)" in card) == Path("config.json").exists()
+    loading = [line[4:] for line in card.splitlines() if line.startswith("    ")][:-1]
+    if form == "hf":
+        pytest.importorskip("transformers")
+    found: dict[str, object] = {}
+    exec("\n".join(loading), found)
+    assert found.keys() & {"tensors", "saved", "model"}
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "hf"])
@@ -200,43 +179,19 @@ def test_text_of_a_snapshot_stays_text_in_the_card(form, tmp_path, call):
     """Neither Markdown nor the front matter reads it, and no password is shown."""
     honest = model_snapshot(4)
     hostile = "x\n---\nlicense: evil\n# Heading\n```\n[a](javascript:b)\u2028| c | \x1b[2J"
-    config = {
-        **honest.state["config"],
-        "run": {"name": hostile, hostile: "s3://me:secret@b/c?token=secret"},
-    }
-    metrics = {"| x |": 1, "loss": 10**400, "y": [1], "z": True}
-    forged = model_snapshot(
-        4,
-        config=config,
-        train_state={"val_loss": "| 1 |", "val_metrics": metrics},
-        text={"sha256": hostile},
-    )
-    filled(str(tmp_path / "run"), forged)
-    (tmp_path / "run" / ".hydra").mkdir()
-    overrides = json.dumps([hostile, "data.path=https://u:secret@h/x?sig=secret"])
-    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(overrides)
-    code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}")
-    assert (code, err) == (0, "")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "secret" not in card
-    _, front, rest = card.split("---\n", 2)
-    assert {*yaml.safe_load(front)} <= {"library_name", "pipeline_tag", "tags"}
-    plain = [line for line in rest.splitlines() if not line.startswith("    ")]
-    assert not any("Heading" in line or "evil" in line or "javascript" in line for line in plain)
-    assert [line for line in plain if line.startswith("| ")][1:] == [
-        "| step | 4 |",
-        f"| parameters | {sum(t.numel() for t in forged.model.values())} |",
-    ]
-    assert len(blocks(rest)) == 4
-
-
-def test_a_run_directory_without_a_readable_command(tmp_path, call):
-    filled(str(tmp_path / "run"), 4)
-    (tmp_path / "run" / ".hydra").mkdir()
-    for number, content in enumerate(
-        ("{a: 1}", "[1, 2]", "- !!python/object/apply:os.abort []", "\0", "- x\n" * 120_000)
-    ):
-        (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text(content)
-        assert call("export", tmp_path / "run", f"to={tmp_path}/{number}")[0] == 0
-        card = (tmp_path / str(number) / "README.md").read_text()
-        assert [line.split()[2] for line in blocks(card)[2]] == ["mingpt_ddp.snapshots"]
+    hostile += " evil s3://me:secret@b/c?token=secret"
+    cases = [("name", "| 1 |"), ("name", 10**400), ("path", [1]), ("path", True)]
+    for number, (key, val_loss) in enumerate(cases):
+        config = {**honest.state["config"], "data": {key: hostile, "block_size": 8}}
+        forged = model_snapshot(4, config=config, train_state={"val_loss": val_loss})
+        filled(str(tmp_path / f"run{number}"), forged)
+        target = tmp_path / f"out{number}"
+        code, _, err = call("export", tmp_path / f"run{number}", f"to={target}", f"format={form}")
+        assert (code, err) == (0, "")
+        card = (target / "README.md").read_text()
+        assert "secret" not in card and card.isascii() and "\x1b" not in card
+        _, front, rest = card.split("---\n", 2)
+        assert {*yaml.safe_load(front)} <= {"library_name", "pipeline_tag", "tags"}
+        plain = [line for line in rest.splitlines() if line and not line.startswith("    ")]
+        assert len(plain) == 2 and plain[1].startswith("Step 4; ")
+        assert json.loads(rest.splitlines()[-1])
