@@ -35,13 +35,12 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import Machine
-from mingpt_ddp.metrics.text_table import columns, table_lines
+from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.sweeps.local_job import checked_config
 
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
 HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
-WIDTHS = (5, 6, 11, 8, 4, 13)
 PEAK_KINDS = (
     *("weights", "gradients", "optimizer", "average"),
     *("activations", "temporaries", "gathered", "data"),
@@ -86,10 +85,10 @@ def _split(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     rest = iter(arguments)
     for word in rest:
         key, equals, text = word.removeprefix("--").partition("=")
-        if key not in OWN_KEYS or not (equals or word.startswith("--")):
+        if key in OWN_KEYS and (equals or word.startswith("--")):
+            own[key] = text if equals else next(rest, "")
+        else:
             words.append(word)
-            continue
-        own[key] = text if equals else next(rest, "")
     return words, own
 
 
@@ -145,9 +144,7 @@ def describe(plan: dict[str, Any]) -> str:
     lines = [f"{name:<11}{text}" for name, text in rows]
     if "gpu" in plan:
         lines += ["", *_gpu_lines(plan["gpu"])]
-    lines += ["", columns(HEADINGS, WIDTHS)]
-    lines += [_ranks(row) for row in plan["world_sizes"]]
-    lines.append("")
+    lines += ["", *_rank_lines(plan["world_sizes"]), ""]
     if plan["doubts"]:
         lines.append("doubtful:")
         lines += [f"* {text}" for text in plan["doubts"]]
@@ -241,16 +238,18 @@ def _time_rows(times: dict[str, Any], unit: str) -> list[Row]:
     ]
 
 
-def _ranks(row: dict[str, Any]) -> str:
-    cells = [str(row["ranks"])]
-    if "error" in row:
-        cells.append(f" {row['error']}")
-    else:
-        cells.append(f" {row['batch_size']:>5}")
-        cells.append(str(row["micro_batch_size"]))
-        cells.append(str(row["micro_batches_per_rank"]))
-        cells += [f"{row['idle']:.0%}", f"{row['lr']:.3g}"]
-    return columns(cells, WIDTHS)
+def _rank_lines(world_sizes: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the batch at other numbers of ranks, then those that cannot train."""
+    rows: list[tuple[str, ...]] = [HEADINGS]
+    errors = []
+    for row in world_sizes:
+        if "error" in row:
+            errors.append(f"{row['ranks']} ranks: {row['error']}")
+            continue
+        keys = ("ranks", "batch_size", "micro_batch_size", "micro_batches_per_rank")
+        numbers = [str(row[key]) for key in keys]
+        rows.append((*numbers, f"{row['idle']:.0%}", f"{row['lr']:.3g}"))
+    return [*table_lines(rows), *errors]
 
 
 def _duration(seconds: float) -> str:
