@@ -2,22 +2,23 @@
 
 import functools
 import logging
-import os
 import re
+import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import reason
 from mingpt_ddp.storage.run_dir import run_name
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
+VERSION = "brain.Event:2"  # of the format, in the first event of a file
 HPARAMS = ".hparams"  # suffix of the event file of the HParams tab
 OBJECTIVE = "val/loss"  # the tag that the HParams tab shows
 
@@ -46,7 +47,8 @@ def _unless_failed(
 class TensorBoardLogger:
     """Write event files.
 
-    The first value creates the first file: importing TensorBoard takes 0.2 seconds.
+    The first value creates the first file: importing TensorBoard takes 0.2 seconds. The files are
+    written by this thread, not by SummaryWriter's, so that what was logged is on disk.
 
     If a write fails, for example because the disk is full, training continues without it.
     """
@@ -54,45 +56,40 @@ class TensorBoardLogger:
     def __init__(self, directory: Path, is_enabled: bool = True) -> None:
         self._directory = directory
         self._is_off = not is_enabled
-        self._writer: SummaryWriter | None = None
+        self._file: RecordWriter | None = None
 
     def start(self, step: int, world_size: int) -> None:
         """Begin an attempt after `step`; readers drop the points of later steps."""
         self._purge_step = step + 1
 
-    @_unless_failed
     def rollback(self, step: int) -> None:
         """Begin again after `step` within an attempt, in another event file."""
-        if self._writer:
-            self._writer.close()
-            self._writer = None
-            time.sleep(1.0)  # readers sort event files by name, which has a resolution of 1 s
+        self.close()
         self._purge_step = step + 1
 
-    @_unless_failed
     def open(self) -> None:
         """Create the event file."""
-        self._open()
-
-    def _open(self) -> "SummaryWriter":
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            earlier = [path.name for path in self._directory.glob("*tfevents*")]
-            # purge_step: readers drop points of earlier attempts from that step on
-            self._writer = SummaryWriter(str(self._directory), purge_step=self._purge_step)
-            _rename_to_last(self._writer, earlier)
-        return self._writer
+        self.log(0, {})
 
     @_unless_failed
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        for tag, value in metrics.items():
-            self._open().add_scalar(tag, value, step)
+    def log(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write scalars and texts by tag."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from torch.utils.tensorboard.summary import scalar, text
 
-    @_unless_failed
+        if self._file is None:
+            self._file = self._create()
+            # readers drop points of earlier attempts from that step on
+            begin = SessionLog(status=SessionLog.START)
+            _append(self._file, step=self._purge_step, session_log=begin)
+        for tag, value in values.items():
+            summary = text(tag, value) if isinstance(value, str) else scalar(tag, value)
+            _append(self._file, step=step, summary=summary)
+        self._file.flush()
+
     def log_text(self, step: int, tag: str, text: str) -> None:
         """Write a text, indented, because Markdown would reflow it."""
-        self._open().add_text(tag, "\n".join(f"    {line}" for line in text.splitlines()), step)
+        self.log(step, {tag: "\n".join(f"    {line}" for line in text.splitlines())})
 
     @_unless_failed
     def complete(self, step: int, config: Config) -> None:
@@ -102,7 +99,6 @@ class TensorBoardLogger:
         metric at step 0.
         """
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-        from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         for old in self._directory.glob(f"*{HPARAMS}"):
@@ -113,38 +109,38 @@ class TensorBoardLogger:
             plain[key] = value if is_scalar else str(value)
         experiment, _, end = hparams(plain, {OBJECTIVE: 0.0})  # writes the tag of the metric only
         begin = hparams_pb(plain, trial_id=run_name(config))
-        with SummaryWriter(str(self._directory), filename_suffix=HPARAMS) as writer:
-            for summary in (experiment, begin, end):
-                writer.file_writer.add_summary(summary)
-
-    @_unless_failed
-    def flush(self) -> None:
-        if self._writer:
-            self._writer.flush()
+        file = self._create(HPARAMS)
+        for summary in (experiment, begin, end):
+            _append(file, summary=summary)
+        file.close()
 
     @_unless_failed
     def close(self) -> None:
-        if self._writer:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _create(self, suffix: str = "") -> "RecordWriter":
+        """Create an event file whose name sorts after those of earlier attempts.
+
+        Readers go through the files by name, which begins with the second that they were made in:
+        after a clock was set back, they would drop the points of the attempt, or show steps twice.
+        """
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        second = int(time.time())
+        for path in self._directory.glob("*tfevents*"):
+            if earlier := re.search(r"tfevents\.(\d+)", path.name):
+                second = max(second, int(earlier[1]) + 1)
+        name = f"events.out.tfevents.{second:010d}.{socket.gethostname()}{suffix}"
+        file = RecordWriter(open(self._directory / name, "xb"))  # noqa: SIM115  closed by close()
+        _append(file, file_version=VERSION)
+        return file
 
 
-def _rename_to_last(writer: "SummaryWriter", earlier: Collection[str]) -> None:
-    """Rename a new event file if its name does not sort after those of earlier attempts.
+def _append(file: "RecordWriter", **fields: Any) -> None:
+    """Write an event with these fields of its protobuf message."""
+    from tensorboard.compat.proto.event_pb2 import Event
 
-    Readers go through the files by name, which begins with the second that they were made in: after
-    a clock was set back, they would drop the points of the attempt, or show steps twice. Another
-    implementation of TensorBoard's files, without the attributes used here, keeps its names.
-    """
-    writer.flush()  # nothing is written meanwhile
-    events = getattr(writer.file_writer, "event_writer", None)
-    file = getattr(events, "_general_file_writer", None)
-    if file is None or not hasattr(file, "filename"):
-        return
-    path = Path(os.fsdecode(file.filename))
-    newest = max(earlier, default="")
-    second = re.search(r"tfevents\.(\d+)", newest)
-    if path.name > newest or second is None:
-        return
-    name = re.sub(r"(?<=tfevents\.)\d+", f"{int(second[1]) + 1:010d}", path.name)
-    path.rename(path.with_name(name))
-    file.filename = os.fsencode(path.with_name(name))  # by which it is opened for each write
+    file.write(Event(wall_time=time.time(), **fields).SerializeToString())

@@ -223,7 +223,6 @@ class SaveSchedule:
         Raises:
             TrainingError: the loss is not finite; such a state is not saved.
         """
-        self.context.metrics.tensorboard.flush()
         state = self.update_wall_time()
         meter = self.context.metrics.meter
         sums, state.loss_steps = meter.state()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import time
 import types
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics import tensorboard
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training import stages, train_step
@@ -128,10 +126,6 @@ def train_all(
     for job, (name, values) in enumerate(configs.items()):
         if anomalies[name]:
             inject_anomaly(**anomalies[name])
-        # The TensorBoard writer sleeps for a second so that event files get distinct names: too
-        # slow for so many.
-        no_sleep = types.SimpleNamespace(sleep=lambda _: None)
-        tensorboard.time = no_sleep if name == "rollback, all bad" else time
         config = from_mapping(values)
         logs.to_console(read_env())
         runtime = Runtime(config, read_env(), job)

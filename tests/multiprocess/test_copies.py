@@ -17,7 +17,6 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics import tensorboard
 from mingpt_ddp.snapshots.async_writer import AsyncSave
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.train_step import TrainStep
@@ -116,8 +115,6 @@ def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]
     """Train one run after the other; return the errors of this rank by name, "" for none."""
     # The watchdog would keep the store of a failed run open, whose port the next one needs.
     runtime_module.Watchdog = lambda *args: types.SimpleNamespace(start=lambda: None)
-    # It sleeps after each return, so that event files get distinct names.
-    tensorboard.time = types.SimpleNamespace(sleep=lambda _: None)
     originals = TrainStep.update, AsyncSave._stage
     errors = {}
     for job, (name, values) in enumerate(zip(names, configs, strict=True)):
