@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.cli.arguments import answer, parse_value
 from mingpt_ddp.config.config import (
@@ -34,9 +35,10 @@ from mingpt_ddp.config.config import (
     default_values,
     flatten,
     named_keys,
+    to_plain,
     with_defaults,
 )
-from mingpt_ddp.config.hydra_utils import config_directory, key_of
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, key_of
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
@@ -90,8 +92,10 @@ def command_words(run: str, typed: list[str]) -> list[str]:
         recorded["trainer"].pop("batch_size", None)
     words = list[str]()
     omitted = list[str]()
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
+        unchanged = to_plain(compose("config"))
     for group in GROUPS:
-        for key, word in _group_words(group, recorded.get(group, {}), group in keys):
+        for key, word in _group_words(group, recorded.get(group, {}), unchanged, group in keys):
             value = recorded.get(group, {}).get(key.partition(".")[2])
             if key in keys or key in NAMES:
                 continue
@@ -113,10 +117,13 @@ def _is_left_out(key: str, value: Any) -> bool:
     return is_url or "::" in str(value)
 
 
-def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[tuple[str, str]]:
+def _group_words(
+    group: str, keys: dict[str, Any], unchanged: dict[str, Any], is_typed: bool
+) -> Iterator[tuple[str, str]]:
     """Yield the overrides of a group with their keys: the closest preset, and what differs.
 
     Args:
+        unchanged: all groups as they are without overrides.
         is_typed: a preset of the group is on the command line: it replaces one of ours, and
             provides code of yours.
     """
@@ -134,7 +141,7 @@ def _group_words(group: str, keys: dict[str, Any], is_typed: bool) -> Iterator[t
         name, values = _closest_preset(group, keys, choice, default_values(classes[choice]))
         yield group, f"{group}={name}"
     elif known:
-        values = default_values(classes[choice]) | _preset_values(group)
+        values = unchanged[group]
     for key, value in keys.items():
         if values.get(key, ...) != value:
             added = "" if key in values else "++"
@@ -163,20 +170,6 @@ def _closest_preset(
     check(bool(found), f"no preset of {group} is like that of the run")
     _, name, values = min(found, key=lambda each: each[:2])
     return name, values
-
-
-def _preset_values(group: str) -> dict[str, Any]:
-    """Return the values of the presets of a group that conf/config.yaml selects."""
-    defaults = yaml.safe_load((config_directory() / "config.yaml").read_text())["defaults"]
-    names: str | list[str] = []
-    for entry in defaults:
-        if isinstance(entry, dict) and group in entry:
-            names = entry[group] or []  # null: none
-            break
-    values: dict[str, Any] = {}
-    for name in [names] if isinstance(names, str) else names:
-        values |= yaml.safe_load((config_directory() / group / f"{name}.yaml").read_text())
-    return values
 
 
 def _directory_words(
