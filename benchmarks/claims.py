@@ -99,8 +99,7 @@ def few_large_messages(repetitions: int) -> tuple[bool, dict[str, Any], str]:
             ]
             command = [
                 *launcher,
-                "-m",
-                "mingpt_ddp.collectives",
+                "examples/collectives.py",
                 "all_reduce",
                 "backend=gloo",
                 "device=cpu",

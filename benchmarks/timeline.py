@@ -3,8 +3,8 @@
 The drawings are docs/timeline.svg and docs/busbw.svg. Two ranks with gloo train a GPT. The times of
 one pass are recorded on rank 0: its start and end, when each bucket of gradients is ready, and when
 its all-reduce ends; once with the all-reduce and once in `no_sync`, as before the last micro-batch
-of a step. The median pass by length of PASSES is drawn. busbw is what `python -m
-mingpt_ddp.collectives` measures on two ranks. Needs matplotlib (`pip install -e .[dev]`).
+of a step. The median pass by length of PASSES is drawn. busbw is what
+examples/collectives.py measures on two ranks. Needs matplotlib (`pip install -e .[dev]`).
 
     python benchmarks/timeline.py
 """
@@ -96,14 +96,14 @@ def record(out: Path) -> None:
     dist.destroy_process_group()
 
 
-def launch(module: list[str]) -> None:
+def launch(script: list[str]) -> None:
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc_per_node=2",
-        *module,
+        *script,
     ]
     subprocess.run(command, check=True, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
 
@@ -165,9 +165,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="timeline-") as scratch:
         recorded, collectives = Path(scratch, "passes.json"), Path(scratch, "collectives.json")
         launch([__file__, f"--record={recorded}"])
-        launch(
-            ["-m", "mingpt_ddp.collectives", f"json={collectives}", "backend=gloo", "device=cpu"]
-        )
+        settings = [f"json={collectives}", "backend=gloo", "device=cpu"]
+        launch(["examples/collectives.py", *settings])
         found, measured = json.loads(recorded.read_text()), json.loads(collectives.read_text())
     passes = {
         kind: sorted(many, key=lambda one: one["end"])[len(many) // 2]

@@ -2,7 +2,8 @@
 
     python scripts/parity.py [PART OF A NAME]
 
-Commands of rows marked GPU are skipped without a GPU. Exit code 1 if any other fails.
+Commands of rows marked GPU are skipped without a GPU, and mpirun where it is not installed. Exit
+code 1 if any other fails.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
         variables[name] = value
     programs = {
         "python": [sys.executable],
+        "mpirun": ["mpirun"],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
     }
-    known = {"main.py": str(ROOT / "main.py"), "RUN": str(run)}
+    known = {"main.py": str(ROOT / "main.py"), "python": sys.executable, "RUN": str(run)}
     found = [*programs[words[0]]]
     for word in words[1:]:
         word = re.sub(r"(\$PWD/)?examples/", f"{ROOT}/examples/", word)
@@ -81,8 +83,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="parity-") as name:
         write_files(Path(name))
         for what, command, _ in rows():
-            lacks_gpu = "(GPU)" in what and not has_gpu
-            if not command or SLOW in command or wanted not in what or lacks_gpu:
+            lacks = "(GPU)" in what and not has_gpu
+            lacks |= command.startswith("mpirun") and shutil.which("mpirun") is None
+            if not command or SLOW in command or wanted not in what or lacks:
                 print(f"skipped    {what}")
                 continue
             words, variables = words_of(command, run)

@@ -32,8 +32,7 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
 COMMANDS += [
-    f"mingpt_ddp.{name}"
-    for name in ("sample", "evaluate", "snapshots", "report", "collectives", "again", "plan")
+    f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "again", "plan")
 ]
 COMMANDS += ["torch.distributed.run"]
 PRELOADED = [

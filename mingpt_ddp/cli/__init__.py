@@ -4,7 +4,7 @@ import re
 import sys
 
 # mingpt_ddp.X runs X, and mingpt_ddp itself trains.
-COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "collectives", "again")
+COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again")
 
 
 def refuse_other_modules() -> None:
@@ -18,8 +18,9 @@ def refuse_other_modules() -> None:
     module = re.fullmatch(r"(?:-\w*?m)?(mingpt_ddp(?:\..*)?)", sys.orig_argv[-len(sys.argv)])
     doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
     if module and module[1].removesuffix(".__main__") not in doors:
-        print(
-            f"config error: {module[1]} is not a command; use one of {', '.join(doors)}",
-            file=sys.stderr,
-        )
+        from mingpt_ddp.config.retired import retired  # not at every start
+
+        unknown = f"{module[1]} is not a command; use one of {', '.join(doors)}"
+        line = retired(module[1].removeprefix("mingpt_ddp.")) or unknown
+        print(f"config error: {line}", file=sys.stderr)
         sys.exit(2)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp import __version__
+from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
@@ -23,28 +24,26 @@ CONSTANTS = {"null": None, "None": None, "true": True, "false": False}
 FREE_TEXT = {"free_text": True}
 
 
-def run_command(
-    usage: str, command: Command | Mapping[str, Command], needs_arguments: bool = True
-) -> None:
+def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
     """Call a command with the command-line arguments and exit with its code.
 
     Args:
         command: one, or several by name, selected by the first argument. The type of its parameter
             `config` defines its keys.
-        needs_arguments: print the usage if there are none.
     """
     words = sys.argv[1:]
     if sys.stdout:  # None if it is closed
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
-        if text := answer(usage, words, needs_arguments):
+        if text := answer(usage, words):
             echo(text)
             sys.exit(0)
         if isinstance(command, Mapping):
             name = words.pop(0)
             refuse_credentials("the name of the command", name)
-            check(name in command, f"{name} is not a command; {hint_at(name, command)}")
+            unknown = f"{name} is not a command; {hint_at(name, command)}"
+            check(name in command, retired(name) or unknown)
             command = command[name]
         sys.exit(command(parse_arguments(typing.get_type_hints(command)["config"], words)))
 

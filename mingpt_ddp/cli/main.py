@@ -8,7 +8,6 @@ evaluate     measure the model of a snapshot on a split, or on other data
 snapshots    list, verify, prune and export snapshots
 report       show a sweep, or any runs, as a table and a page
 plan         say what a configuration means, without training it
-collectives  check and time the communication between ranks
 again        train with the configuration that a run has recorded, and with changes
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.

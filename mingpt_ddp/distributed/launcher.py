@@ -8,13 +8,12 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -129,14 +128,6 @@ def _host_store(env: DistEnv, timeout_s: float) -> None:
     from mingpt_ddp.distributed.rendezvous import connect
 
     connect(env, 0, timeout_s)
-
-
-def run_under_torchrun(module: str, workers: int, arguments: list[str]) -> NoReturn:
-    """Replace this process by torchrun, which runs the module in local workers."""
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--standalone", f"--nproc_per_node={workers}"]
-    command += ["-m", module, *arguments]
-    os.execve(sys.executable, command, shared_environ(workers, is_local=True))
 
 
 async def _run_with_restarts(

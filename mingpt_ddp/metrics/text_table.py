@@ -3,8 +3,8 @@
 from collections.abc import Container, Sequence
 
 
-def columns(cells: Sequence[str], widths: Sequence[int], gap: str = "  ") -> str:
-    """Return a line with cells of these widths.
+def columns(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a line with cells of these widths, two spaces apart.
 
     Args:
         cells: at most one for each width.
@@ -13,7 +13,7 @@ def columns(cells: Sequence[str], widths: Sequence[int], gap: str = "  ") -> str
     padded = []
     for cell, width in zip(cells, widths, strict=False):
         padded.append(cell.rjust(width) if width > 0 else cell.ljust(-width))
-    return gap.join(padded).rstrip()
+    return "  ".join(padded).rstrip()
 
 
 def table_lines(rows: Sequence[Sequence[str]], left: Container[int] = ()) -> list[str]:

@@ -33,7 +33,6 @@ from fuzz.values import (
 )
 from launching import WITH_DIGITS, WITH_TOY
 
-from mingpt_ddp.cli.collectives_command import CollectivesConfig
 from mingpt_ddp.cli.evaluate_command import EvaluateConfig
 from mingpt_ddp.cli.export_command import ExportConfig
 from mingpt_ddp.cli.report_command import ReportConfig
@@ -79,7 +78,6 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {  # the keys, what the first
     "snapshots prune": (PruneConfig, "run", ["keep_last=1"]),
     "snapshots export": (ExportConfig, "run", ["to=exported"]),
     "report": (ReportConfig, "run", []),
-    "collectives": (CollectivesConfig, "all_reduce", ["nproc_per_node=2"]),
 }
 Target = tuple[str, str]
 

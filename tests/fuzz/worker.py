@@ -40,7 +40,7 @@ HANG_S = 60  # after which a case is ended; driver.py judges those that end
 MARGIN_S = 5  # after which SIGALRM ends what HANG_S has not ended
 # bytes that a case may allocate before it gets a MemoryError, besides those of torch
 MAX_ADDRESSES = 6 << 30
-COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "collectives", "again")
+COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again")
 
 
 class AcceptedError(SystemExit):

@@ -44,7 +44,6 @@ DOORS = (
         "__init__.py",
         "__main__.py",
         "again.py",
-        "collectives.py",
         "evaluate.py",
         "plan.py",
         "registry.py",

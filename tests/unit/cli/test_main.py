@@ -31,7 +31,7 @@ OTHERS = [
 REFUSAL = (
     "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, "
     "mingpt_ddp.snapshots, "
-    "mingpt_ddp.report, mingpt_ddp.plan, mingpt_ddp.collectives, mingpt_ddp.again\n"
+    "mingpt_ddp.report, mingpt_ddp.plan, mingpt_ddp.again\n"
 )
 
 
@@ -71,7 +71,7 @@ def test_no_other_module_is_runnable(every):
 
 @pytest.mark.parametrize("name", sorted(RUN - {"mingpt_ddp"}))
 def test_commands_run(name):
-    needs_help = name in ("mingpt_ddp.collectives", "mingpt_ddp.plan")  # they run without arguments
+    needs_help = name == "mingpt_ddp.plan"  # it runs without arguments
     spelled = [["-m", name, "--help"] if needs_help else ["-m", name]]
     spelled += [["-m", door] for door in MODULES if door == f"{name}.__main__"]
     if name == "mingpt_ddp.sample":  # other spellings, which do not depend on the name
@@ -167,7 +167,7 @@ def test_help_lists_the_commands(run):
         )
 
 
-@pytest.mark.parametrize("words", [[], ["plan"], ["snapshots"], ["again"], ["collectives"]])
+@pytest.mark.parametrize("words", [[], ["plan"], ["snapshots"], ["again"]])
 def test_version(run, words):
     assert run(*words, "--version") == (0, f"mingpt_ddp {__version__}\n", "")
 
@@ -180,6 +180,14 @@ def test_an_unknown_command(run):
     )
     code, out, err = run("s3://name:hunter2@bucket/run")
     assert (code, out, err.count("\n")) == (2, "", 1) and "hunter2" not in err
+
+
+def test_a_retired_command(run):
+    advice = "run examples/collectives.py under torchrun (docs/communication.md)"
+    line = f"config error: collectives is no longer there; {advice}\n"
+    assert run("collectives", "all_reduce", "nproc_per_node=2") == (2, "", line)
+    done = python_m("-m", "mingpt_ddp.collectives", "all_reduce")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
 
 
 def test_setup_names_the_console_command_and_the_sweeper():
