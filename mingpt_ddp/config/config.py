@@ -3,12 +3,11 @@
 import dataclasses
 import hashlib
 import json
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.fields import Effect, enters_name
@@ -201,17 +200,8 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        if isinstance(error, MissingMandatoryValue):
-            raise ConfigError(f"{error.full_key} is missing; give it a value") from error
-        raise ConfigError(explain_value(error)) from error
+        raise ConfigError(str(error)) from error
     return dict(values)
-
-
-def explain_value(error: OmegaConfBaseException) -> str:
-    """Return what is wrong with a value, as one line that begins with its key."""
-    key = f"{error.full_key}: " if error.full_key else ""
-    first = str(error).splitlines()[0]
-    return key + re.sub(r"^\w+ (raised )?while resolving interpolation: ", "", first)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:

