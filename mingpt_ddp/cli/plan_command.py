@@ -70,7 +70,7 @@ def main() -> None:
         try:
             text = hydra_utils.run_hydra(plan)
         except Exception as error:
-            if composed:  # not from Hydra
+            if composed or isinstance(error, ConfigError):  # not from Hydra
                 raise
             raise ConfigError(explain(error)) from error
         if text:

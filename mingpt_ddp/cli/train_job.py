@@ -124,7 +124,7 @@ def prepare(env: DistEnv) -> None:
     logs.to_console(env)
     for word in sys.argv[1:]:
         refuse_credentials(word.partition("=")[0], word)
-    hydra_utils.check_words(words)
+    hydra_utils.check_options(words)
 
 
 def train(cfg: DictConfig) -> float:

@@ -25,7 +25,7 @@ from mingpt_ddp.config.config import (
     to_plain,
 )
 from mingpt_ddp.config.hints import known_keys, suggest
-from mingpt_ddp.config.hydra_internals import unchecked_help
+from mingpt_ddp.config.hydra_internals import with_own_parser
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
@@ -93,7 +93,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
         Exception: of `task`, or Hydra's, for `explain`.
     """
     decorator = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)
-    run = unchecked_help(decorator(task))
+    run = with_own_parser(decorator(task))
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
         run()
         return ""
@@ -128,30 +128,23 @@ def reorder_argv(argv: list[str]) -> list[str]:
     return flags + overrides
 
 
-def check_words(argv: list[str]) -> None:
-    """Check that every word is a flag of Hydra or an override, whose own errors are long.
+def check_options(argv: list[str]) -> None:
+    """Check that every option is one of Hydra's: argparse knows no key that was meant.
 
     Raises:
-        ConfigError: names the first other word.
+        ConfigError: names the first other one.
     """
-    for previous, word, following in zip(["", *argv], argv, [*argv[1:], ""], strict=False):
-        name, equals, value = word.partition("=")
-        meant = [flag for flag in FLAGS if flag.startswith(name)]
-        if word.startswith("--") and name not in meant and len(meant) != 1:
-            key = name.lstrip("-").replace("-", "_")
-            if not equals:
-                value = "VALUE" if following.startswith("-") else following or "VALUE"
-            hint = f"; write {key}={value}" if key in known_keys() else suggest(key)
-            raise ConfigError(f"{name} is not an option{hint}")
-        if re.match(r"-i[^=]", word):  # argparse would explain it in eight lines
-            raise ConfigError(f"{word} is not an option; write --info=all")
-        spaced = (previous[-1:], word[:1], following[:1])
-        if "=" in spaced and not (equals and name and value):
-            raise ConfigError(f"{word}: write key=value without spaces around =")
-        if not equals and not word.startswith(("-", "~")) and not previous.startswith("-"):
-            raise ConfigError(
-                f"{word} is not of the form key=value; for a recipe write experiment=NAME"
-            )
+    for word, following in zip(argv, [*argv[1:], "-"], strict=False):
+        name, _, value = word.partition("=")
+        matching = [flag for flag in FLAGS if flag.startswith(name)]
+        if not word.startswith("--") or name in matching or len(matching) == 1:
+            continue
+        key = name.lstrip("-").replace("-", "_")
+        if key not in known_keys():
+            raise ConfigError(f"{name} is not an option{suggest(key)}")
+        if not value and not following.startswith("-"):
+            value = following
+        raise ConfigError(f"{name} is not an option; write {key}={value or 'VALUE'}")
 
 
 def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:

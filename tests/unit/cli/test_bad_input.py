@@ -512,8 +512,11 @@ CASES = [
         "config error: MissingMandatoryValue while resolving interpolation: Missing mandatory",
     ),
     ("hydra.verbose=true", "config error: hydra.verbose has no effect here"),
-    ("optimizer.lr = 1e-3", "config error: optimizer.lr: write key=value without spaces around ="),
-    ("optimizer.lr= 1e-3", "config error: 1e-3: write key=value without spaces around ="),
+    ("optimizer.lr = 1e-3", "config error: cannot read 'optimizer.lr': "),
+    ("optimizer.lr= 1e-3", "config error: cannot read '1e-3': "),
+    ("--cfg model", "config error: argument --cfg/-c: invalid choice: 'model' (choose from "),
+    ("-io", "config error: argument --info/-i: invalid choice: 'o' (choose from "),
+    ("-x", "config error: unrecognized arguments: -x"),
     ("epochs=3", "config error: epochs is not a key; did you mean trainer.max_epochs (epochs:"),
     (
         "trainer.devices=2",
@@ -564,17 +567,7 @@ CASES = [
         "data.sources=[[good.txt,1e308],[short.txt,1e308]]",
         "config error: the weights of data.sources have no finite",
     ),
-    (
-        "optimizer.lr",
-        (
-            "config error: optimizer.lr is not of the form key=value; for a recipe write "
-            "experiment=NAME"
-        ),
-    ),
-    (
-        "config/train_char.py",
-        "config error: config/train_char.py is not of the form key=value; for a recipe write",
-    ),
+    ("config/train_char.py", "config error: cannot read 'config/train_char.py': "),
     (
         "--batch_size=8",
         "config error: --batch_size is not an option; did you mean trainer.batch_size?",
