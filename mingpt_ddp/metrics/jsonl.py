@@ -35,7 +35,7 @@ KEYS = {  # of a record, by tag
     "memory/peak_mib": "peak_mib",
 }
 # prefixes of tags that a task or model names: val_accuracy
-EVALUATIONS = ("val/", "test/", "train/loss_", "norms/")
+EVALUATIONS = ("val/", "test/", "train/", "norms/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 
@@ -43,7 +43,7 @@ def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:
     """Return the record of metrics by tag; null stands for what is not finite."""
     values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
     for tag, value in metrics.items():
-        if tag.startswith(EVALUATIONS):
+        if tag not in KEYS and tag.startswith(EVALUATIONS):
             values[tag.replace("/", "_")] = value
     record: dict[str, Any] = {"step": step}
     for key, value in values.items():

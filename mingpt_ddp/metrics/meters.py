@@ -12,6 +12,7 @@ from mingpt_ddp.distributed.device import peak_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.models import flops_per_token
+from mingpt_ddp.tasks.outputs import COUNT, SUM
 
 # n x n; operand and result of the largest take 270 MB in bf16
 MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
@@ -54,8 +55,8 @@ class Meter:
         """Add one step.
 
         Args:
-            losses: this rank's share of the step's mean losses by name; the shares of all ranks add
-                up to them.
+            losses: this rank's shares by name, which all ranks add up: of the step's mean losses,
+                and of the sums and counts of metrics.
         """
         for name, loss in losses.items():
             if name in self._sums:
@@ -91,7 +92,7 @@ class Meter:
             return {}
         elapsed = max(self.runtime.now() - self._since, 1e-9)
         divisor = max(1, self._timed_steps)
-        metrics = {f"train/{name}": total / steps for name, total in sums.items()}
+        metrics = means(sums, steps)
         metrics["train/grad_norm"] = float(self.grad_norm)
         metrics[f"speed/{self.unit}_per_s"] = self._timed_steps * self.items_per_step / elapsed
         metrics["speed/step_ms"] = elapsed / divisor * 1e3
@@ -108,9 +109,10 @@ class Meter:
         """
         group = self.runtime.group
         with group.waiting():  # reading waits for a GPU
-            own = torch.stack([*self._sums.values()]).cpu()
+            names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # in one order on all ranks
+            own = torch.stack([self._sums[name] for name in names]).cpu()
         totals = group.all_reduce(own)
-        return dict(zip(self._sums, totals.tolist(), strict=True)), self._steps
+        return dict(zip(names, totals.tolist(), strict=True)), self._steps
 
     def load_state(self, sums: dict[str, float], steps: int) -> None:
         """Restore an interval.
@@ -123,6 +125,19 @@ class Meter:
         for name, total in own.items():
             self._sums[name] = torch.tensor(total, dtype=torch.float64, device=self.runtime.device)
         self._steps = steps
+
+
+def means(sums: dict[str, float], steps: int) -> dict[str, float]:
+    """Return the mean losses and metrics of an interval by tag, from the sums over its steps."""
+    found = {}
+    for name, total in sums.items():
+        if name.startswith(SUM):
+            metric = name.removeprefix(SUM)
+            if count := sums[COUNT + metric]:
+                found[f"train/{metric}"] = total / count
+        elif not name.startswith(COUNT):
+            found[f"train/{name}"] = total / steps
+    return found
 
 
 class Utilization:

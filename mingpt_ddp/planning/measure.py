@@ -14,7 +14,8 @@ from mingpt_ddp.data.dataloader import Split, plan_batches
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
-from mingpt_ddp.tasks.task import Task, named_losses
+from mingpt_ddp.tasks.outputs import outputs_of
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
@@ -129,7 +130,7 @@ def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> 
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), runtime.autocast():
         # holds what is kept until the return
-        losses = named_losses(task.loss(model, runtime.to_device(batch)))
+        losses = outputs_of(task.loss(model, runtime.to_device(batch))).losses
     return sum(sizes.values()) if losses else 0
 
 

@@ -16,10 +16,10 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.models import build_model, eval_mode
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
+from mingpt_ddp.tasks.outputs import Mean, Returned, check_outputs, outputs_of
 
 BYTES_PER_METRIC = 40  # of a line, besides the name as the task gives it
 MAX_METRICS_BYTES = MAX_LINE_BYTES // 4  # of one evaluation
-Mean = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in it
 
 
 class Task:
@@ -168,8 +168,11 @@ class Task:
 
     # What it learns.
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor | Mapping[str, Tensor]:
+    def loss(self, model: nn.Module, batch: Any) -> Returned:
         """Return the mean loss of a batch, or several by name, whose sum is trained.
+
+        With metrics, by name, it returns a pair: the loss or losses, and the metrics, each a scalar
+        or a pair of a sum and the number of items in it. They are logged, and not trained.
 
         Args:
             model: call it as model(...), not its methods: what wraps it averages the gradients.
@@ -184,9 +187,10 @@ class Task:
 
         `loss` is required: snapshots and sweeps compare it. The sums of all ranks are added.
         """
-        losses = named_losses(self.loss(model, batch))
+        outputs = outputs_of(self.loss(model, batch), model)
         n = batch_length(batch)
-        return {name: (loss.detach() * n, n) for name, loss in losses.items()}
+        losses = {name: (loss.detach() * n, n) for name, loss in outputs.losses.items()}
+        return losses | outputs.metrics
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         """Return metrics as text for the log."""
@@ -215,17 +219,11 @@ class Task:
             CodeError: another type or shape than the task needs.
         """
         name = self.config.task.name
-        losses = named_losses(self.loss(model, batch))
-        for key, loss in losses.items():
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            if found != ():
-                raise CodeError(
-                    f"the task {name}: loss(model, batch) must return scalar tensors, not "
-                    f"{found} as {key}"
-                )
+        outputs = outputs_of(self.loss(model, batch))
+        check_outputs(f"the task {name}", outputs)
         with eval_mode(model), torch.no_grad():
             metrics = self.metrics(model, batch)
-        check_metrics(name, losses)
+        check_metrics(name, outputs.losses | outputs.metrics)
         check_metrics(name, metrics)
         if "loss" not in metrics or any(len(mean) != 2 for mean in metrics.values()):
             raise CodeError(
@@ -254,14 +252,6 @@ def recorded_sha256(state: Any) -> str:
     Raise LookupError or TypeError for an invalid state.
     """
     return str((state.get("text") or state["data"])["sha256"])
-
-
-def named_losses(losses: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the total as `loss`, and each of several losses as `loss_<name>`."""
-    if not isinstance(losses, Mapping):
-        return {"loss": losses}
-    parts = {f"loss_{name}": loss for name, loss in losses.items()}
-    return {"loss": torch.stack([*parts.values()]).sum(), **parts}
 
 
 def batch_length(batch: Any) -> int:

@@ -1,11 +1,15 @@
 """The flags that the ranks exchange in every step, so that they decide alike."""
 
-from collections.abc import Callable
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass
 
 import torch
 
 from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -18,12 +22,43 @@ class StepFlags:
     loss: float = 0.0  # the sum of all ranks' shares, if the anomaly policy checks every step
 
 
-def send_flags(flags: StepFlags, group: ProcessGroup) -> Callable[[], StepFlags]:
-    """Start an asynchronous all_gather; return a function that waits for all ranks' flags."""
-    receive = group.all_gather_async(torch.tensor(astuple(flags), dtype=torch.float64))
+def send_flags(
+    flags: StepFlags, names: Iterable[str], group: ProcessGroup
+) -> Callable[[], StepFlags]:
+    """Start an asynchronous all_gather; return a function that waits for all ranks' flags.
+
+    It raises a TrainingError if the ranks have other names.
+
+    Args:
+        names: of the losses and metrics of the step.
+    """
+    names = tuple(sorted(names))
+    values = [*astuple(flags), _digest(names)]
+    receive = group.all_gather_async(torch.tensor(values, dtype=torch.float64))
 
     def receive_flags() -> StepFlags:
-        interrupted, saving, save_is_due, losses = receive().T.tolist()
+        interrupted, saving, save_is_due, losses, digests = receive().T.tolist()
+        if len({*digests}) > 1:
+            _refuse(group.all_gather(list(names)))
         return StepFlags(any(interrupted), any(saving), bool(save_is_due[0]), sum(losses))
 
     return receive_flags
+
+
+@functools.cache
+def _digest(names: tuple[str, ...]) -> int:
+    """Return 48 bits, which a float64 holds exactly."""
+    return int.from_bytes(hashlib.sha256(json.dumps(names).encode()).digest()[:6], "little")
+
+
+def _refuse(by_rank: list[list[str]]) -> None:
+    """
+    Raises:
+        TrainingError: names a rank and what differs.
+    """
+    for rank, names in enumerate(by_rank):
+        if differing := sorted({*names} ^ {*by_rank[0]}):
+            raise TrainingError(
+                f"rank {rank} has other losses or metrics than rank 0: {', '.join(differing)}; "
+                "return the same names on every rank"
+            )

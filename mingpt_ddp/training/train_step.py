@@ -16,7 +16,8 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
-from mingpt_ddp.tasks.task import Task, named_losses
+from mingpt_ddp.tasks.outputs import Outputs, outputs_of
+from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class TrainStep:
             step: counts from 1.
 
         Returns:
-            This rank's shares of the step's mean losses, by name: `loss` and its parts.
+            This rank's shares, by name: of the step's mean losses, `loss` and its parts, and of
+            the sums and the counts of metrics.
         """
         losses: dict[str, Tensor] = {}
         self.strategy.begin_step()
@@ -81,11 +83,12 @@ class TrainStep:
         for micro in batch:
             with self.strategy.maybe_no_sync(self.parallel_model, last=micro.is_last):
                 with self.phase("forward", step):
-                    micro_losses = self.forward(step, micro)
+                    outputs = self.forward(step, micro)
                 with self.phase("backward", step, waiting=micro.is_last):
-                    loss = micro_losses["loss"] * micro.scale
+                    loss = outputs.losses["loss"] * micro.scale
                     self.runtime.scaler.scale(loss).backward()
-            losses = self.strategy.finish(micro, micro_losses, self.parameters)
+            shares = self._shares(outputs, micro)
+            losses = self.strategy.finish(micro, shares, self.parameters)
         return losses
 
     def clip(self) -> Tensor:
@@ -117,12 +120,18 @@ class TrainStep:
         batch = self.loader.get_batch(step, self.plan, self.runtime.group.data_rank)
         return self.strategy.micro_batches(batch, self.plan)
 
-    def forward(self, step: int, micro: MicroBatch) -> dict[str, Tensor]:
-        """Return the mean `loss` of a micro-batch, and its parts by name."""
+    def _shares(self, outputs: Outputs, micro: MicroBatch) -> dict[str, Tensor]:
+        """Return a micro-batch's shares of what the ranks add up; {} of padding."""
+        if not micro.scale:
+            return {}
+        return outputs.shares(micro.shares, self.runtime.group.tensor_size)
+
+    def forward(self, step: int, micro: MicroBatch) -> Outputs:
+        """Return the mean losses of a micro-batch, and its metrics."""
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         with self.runtime.autocast():
             batch = self.runtime.to_device(micro.batch)
-            return named_losses(self.task.loss(self.parallel_model, batch))
+            return outputs_of(self.task.loss(self.parallel_model, batch), self.model)
 
     def set_lr(self, step: int) -> float:
         """Set learning rate and weight decay of the parameter groups; return the run's rate."""
@@ -141,7 +150,7 @@ class TrainStep:
         if self.runtime.compiles:
             log.info("compiling the model; the first time this may take minutes")
         first = self.loader.get_batch(1, self.plan, self.runtime.group.data_rank)[0]
-        self.strategy.warm_up(self.parallel_model, lambda: self.forward(1, first)["loss"])
+        self.strategy.warm_up(self.parallel_model, lambda: self.forward(1, first).losses["loss"])
         if self.runtime.compiles:
             log.info("compiled in %.1f s", time.perf_counter() - begin)
 
@@ -156,7 +165,7 @@ class TrainStep:
         for micro in self.fetch(step):
             with self.strategy.maybe_no_sync(self.parallel_model, last=False):
                 with self.phase("forward", step):
-                    loss = self.forward(step, micro)["loss"]
+                    loss = self.forward(step, micro).losses["loss"]
                 with self.phase("backward", step):
                     self.runtime.scaler.scale(loss * micro.scale).backward()
             found = found or self._find_nonfinite(loss, micro)

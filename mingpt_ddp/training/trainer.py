@@ -159,11 +159,11 @@ class Trainer:
         """Train one step unless it is to be skipped; return None after a rollback."""
         if step in self.state.skipped_steps:
             log.info("step %d is skipped after the rollback", step)
-            receive_flags = self._send_flags(torch.zeros(()))
+            receive_flags = self._send_flags({"loss": torch.zeros(())})
             return receive_flags()
         losses = self.train_step.passes(step)
         self.saves.wait_for_staging()  # the last snapshot may still copy the weights
-        receive_flags = self._send_flags(losses["loss"])  # they travel while we clip
+        receive_flags = self._send_flags(losses)  # they travel while we clip
         grad_norm = self.train_step.clip()
         flags = receive_flags()
         if anomaly := self.anomaly.find_in_step(flags.loss, grad_norm):
@@ -176,20 +176,20 @@ class Trainer:
         self.metrics.meter.record(losses, grad_norm, self.train_step.phase.fetch_s)
         return flags
 
-    def _send_flags(self, loss: Tensor) -> Callable[[], StepFlags]:
+    def _send_flags(self, losses: dict[str, Tensor]) -> Callable[[], StepFlags]:
         """Send this rank's flags; return a function that waits for those of all ranks.
 
         Args:
-            loss: this rank's share of the step's mean loss.
+            losses: this rank's shares of what the ranks add up in the step.
         """
         flags = StepFlags(
             interrupted=self.context.interrupt.signal_name is not None,
             saving=self.saves.manager.save_in_progress,
             save_is_due=self.saves.is_due(),
             # reading it waits for a GPU
-            loss=float(loss) if self.anomaly.checks_every_step else 0.0,
+            loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
         )
-        return send_flags(flags, self.context.runtime.group)
+        return send_flags(flags, losses, self.context.runtime.group)
 
     def _skip(self, step: int, anomaly: str, found: float) -> bool:
         """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether it is skipped.

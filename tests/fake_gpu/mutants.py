@@ -26,9 +26,9 @@ class Mutant:
 MUTANTS = {
     "item in the step": Mutant(
         "training.train_step",
-        "named_losses(self.task.loss(self.parallel_model, batch))",
-        "(losses := named_losses(self.task.loss(self.parallel_model, batch)), "
-        "losses['loss'].item())[0]",
+        "outputs_of(self.task.loss(self.parallel_model, batch), self.model)",
+        "(outputs := outputs_of(self.task.loss(self.parallel_model, batch)), "
+        "outputs.losses['loss'].item())[0]",
         Case(),
         "steps",
         "read in training/train_step.py forward",
@@ -43,24 +43,24 @@ MUTANTS = {
     ),
     "scalar of the host in the loss": Mutant(
         "training.train_step",
-        'loss = micro_losses["loss"] * ',
-        'loss = micro_losses["loss"] * torch.ones(()) * ',
+        'loss = outputs.losses["loss"] * ',
+        'loss = outputs.losses["loss"] * torch.ones(()) * ',
         Case(),
         "steps",
         "mul of host and GPU in training/train_step.py passes",
     ),
     "vector of the host in the loss": Mutant(
         "training.train_step",
-        'loss = micro_losses["loss"] * ',
-        'loss = (micro_losses["loss"] * torch.ones(2)).sum() * ',
+        'loss = outputs.losses["loss"] * ',
+        'loss = (outputs.losses["loss"] * torch.ones(2)).sum() * ',
         Case(),
         "steps",
         "FakeTensorDeviceMismatchError",
     ),
     "indices of what is not zero": Mutant(
         "training.train_step",
-        'loss = micro_losses["loss"] * ',
-        'loss = micro_losses["loss"] * torch.nonzero(micro_losses["loss"]).sum() * ',
+        'loss = outputs.losses["loss"] * ',
+        'loss = outputs.losses["loss"] * torch.nonzero(outputs.losses["loss"]).sum() * ',
         Case(),
         "steps",
         "DynamicOutputShapeException",

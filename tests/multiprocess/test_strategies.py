@@ -107,13 +107,15 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
 
 def break_step(step: int) -> None:
     """Make the loss of a step's micro-batch 1 not a number."""
+    from mingpt_ddp.tasks.outputs import Outputs
     from mingpt_ddp.training.train_step import TrainStep
 
     forward = TrainStep.forward
 
     def broken(self, number, micro):
         factor = torch.nan if (number, micro.index) == (step, 1) else 1.0
-        return {name: loss * factor for name, loss in forward(self, number, micro).items()}
+        outputs = forward(self, number, micro)
+        return Outputs({name: loss * factor for name, loss in outputs.losses.items()}, {})
 
     TrainStep.forward = broken
 

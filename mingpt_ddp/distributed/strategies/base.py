@@ -32,13 +32,6 @@ T = TypeVar("T")
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
 
 
-def loss_shares(micro: MicroBatch, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a micro-batch's shares of the mean losses of its step; {} of scale 0."""
-    if not micro.scale:
-        return {}
-    return {name: value.detach() / micro.shares for name, value in losses.items()}
-
-
 class Strategy:
     """Each rank holds the whole state. The methods are those of one rank."""
 
@@ -59,7 +52,7 @@ class Strategy:
         self.compiles = compiles
         self.devices = devices_of_rank(device, config.model.devices)
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
-        self._losses: dict[str, Tensor] = {}  # this rank's shares of those of the step, so far
+        self._shares: dict[str, Tensor] = {}  # of this rank in the step, so far
         self.clock = StepClock(device)
         # the first compiles, the second records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
@@ -210,8 +203,8 @@ class Strategy:
             buffer.copy_(buffers[name])
 
     def begin_step(self) -> None:
-        """Forget the losses of the last step; let CUDA graphs reuse the memory of their outputs."""
-        self._losses = {}
+        """Forget the shares of the last step; let CUDA graphs reuse the memory of their outputs."""
+        self._shares = {}
         if self.config.trainer.compile == "cuda_graphs":
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -220,21 +213,21 @@ class Strategy:
         return nullcontext()
 
     def finish(
-        self, micro: MicroBatch, losses: dict[str, Tensor], parameters: list[nn.Parameter]
+        self, micro: MicroBatch, shares: dict[str, Tensor], parameters: list[nn.Parameter]
     ) -> dict[str, Tensor]:
-        """Finish a pass: add its losses; after the last one the gradients are averages over ranks.
+        """Finish a pass: add its shares; after the last one the gradients are averages over ranks.
 
         Args:
-            losses: the mean losses of the micro-batch, by name.
+            shares: of the step's mean losses, and of sums and counts of metrics; {} of padding.
 
         Returns:
-            This rank's shares of the step's mean losses, complete after the last pass.
+            This rank's shares, complete after the last pass.
         """
-        for name, share in loss_shares(micro, losses).items():
-            self._losses[name] = self._losses[name] + share if name in self._losses else share
+        for name, share in shares.items():
+            self._shares[name] = self._shares[name] + share if name in self._shares else share
         if micro.is_last:
             self.reduce_gradients(parameters)
-        return self._losses
+        return self._shares
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average the gradients over ranks, unless the backward pass has done so."""

@@ -14,13 +14,16 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.ordered_sum import OrderedSum
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.distributed.strategies.base import Strategy, loss_shares
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.torch_internals import for_each
 
-EXACT_TYPES = (torch.float32, torch.float64)  # of parameters: losses are added in the same type
+EXACT_TYPES = (
+    torch.float32,
+    torch.float64,
+)  # of parameters: losses and metrics are added in the same type
 
 
 def check_canonical(config: Config) -> None:
@@ -70,8 +73,9 @@ class CanonicalStrategy(Strategy):
         self.warmup_passes = 0  # nothing depends on the first backward pass
         self._sum: OrderedSum | None = None
         self._views: list[Tensor] = []  # of the gradients in the flat tensor
-        self._losses_sum = torch.empty(0)  # (names) those in the flat tensor, behind the gradients
-        self._names: list[str] = []  # of the losses
+        # (names) in the flat tensor, behind the gradients
+        self._summed_shares = torch.empty(0)
+        self._names: list[str] = []  # of the shares
         self._first_buffers: list[Tensor] = []  # before the first step
         self._micro_batches = 0  # of a step, over all ranks
         self._rounds = 0  # of this step so far
@@ -115,29 +119,35 @@ class CanonicalStrategy(Strategy):
         self._rounds = 0
 
     def finish(
-        self, micro: MicroBatch, losses: dict[str, Tensor], parameters: list[nn.Parameter]
+        self, micro: MicroBatch, shares: dict[str, Tensor], parameters: list[nn.Parameter]
     ) -> dict[str, Tensor]:
-        self._take_gradients(parameters, loss_shares(micro, losses))
+        self._take_gradients(parameters, shares)
         if not micro.is_last:
             return {}
         self.reduce_gradients(parameters)
-        whole = self._losses_sum.clone()
+        whole = self._summed_shares.clone()
         if not self.group.is_rank_zero:
             whole.zero_()
         return dict(zip(self._names, whole, strict=True))
 
     @torch.no_grad()
-    def _take_gradients(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
-        """Send the gradients and losses of a micro-batch; they are added during the next one.
+    def _take_gradients(self, parameters: list[nn.Parameter], shares: dict[str, Tensor]) -> None:
+        """Send the gradients and shares of a micro-batch; they are added during the next one.
 
         Raises:
-            TrainingError: a parameter has no gradient.
+            TrainingError: a parameter has no gradient, or a loss or metric is missing.
         """
         start = time.perf_counter()
         trained = self._trained(parameters)
         if self._sum is None:
-            self._allocate(trained, losses)
+            self._allocate(trained, shares)
         assert self._sum is not None
+        if sorted(shares) != self._names:
+            others = ", ".join(sorted({*shares} ^ {*self._names}))
+            raise TrainingError(
+                "ddp.reduction=canonical needs the same losses and metrics in every micro-batch; "
+                f"some lack {others}"
+            )
         self._sum.wait()
         gradients = []
         for parameter in trained:
@@ -149,7 +159,7 @@ class CanonicalStrategy(Strategy):
             gradients.append(parameter.grad)
             parameter.grad = None
         for_each("copy_", self._views, gradients)
-        self._losses_sum.copy_(torch.stack([losses[name] for name in self._names]))
+        self._summed_shares.copy_(torch.stack([shares[name] for name in self._names]))
         self._send()
         self.all_reduce_s += time.perf_counter() - start
 
@@ -157,16 +167,17 @@ class CanonicalStrategy(Strategy):
     def _trained(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         return [p for p in parameters if p.requires_grad]
 
-    def _allocate(self, parameters: list[nn.Parameter], losses: dict[str, Tensor]) -> None:
-        """Divide a flat tensor into the gradients and the losses. A collective."""
+    def _allocate(self, parameters: list[nn.Parameter], shares: dict[str, Tensor]) -> None:
+        """Divide a flat tensor into the gradients and the shares. A collective."""
         sizes = [p.numel() for p in parameters]
-        self._names = sorted(losses)
+        self._names = sorted(shares)
+        self.group.check_agreement(self._names, _refuse)
         n = sum(sizes)
-        total = n + len(losses)
+        total = n + len(shares)
         self._sum = OrderedSum(self.group, total, parameters[0].dtype, self.device)
         parts = self._sum.flat[:n].split(sizes)
         self._views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        self._losses_sum = self._sum.flat[n:total]
+        self._summed_shares = self._sum.flat[n:total]
 
     def _send(self) -> None:
         """Begin the next round; in the last one only the first ranks may have a micro-batch."""
@@ -198,6 +209,20 @@ class CanonicalStrategy(Strategy):
                 "ddp.reduction=canonical needs buffers that a forward pass does not change; use "
                 "ddp.reduction=fast"
             )
+
+
+def _refuse(by_rank: list[list[str]]) -> None:
+    """
+    Raises:
+        TrainingError: the ranks have other losses or metrics.
+    """
+    lacked: set[str] = set()
+    for names in by_rank:
+        lacked |= {*names} ^ {*by_rank[0]}
+    raise TrainingError(
+        f"some ranks lack the losses or metrics {', '.join(sorted(lacked))}; return the same names "
+        "on every rank"
+    )
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -18,8 +18,9 @@ from mingpt_ddp.data.tokenizer import CharTokenizer
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.tasks.outputs import named_losses
 from mingpt_ddp.tasks.supervised import Classification, Regression
-from mingpt_ddp.tasks.task import Task, batch_length, check_metrics, named_losses
+from mingpt_ddp.tasks.task import Task, batch_length, check_metrics
 
 GROUP = SimpleNamespace(run_on_rank_zero=lambda work, per_node: work())
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.trainer import Trainer
 
@@ -32,7 +33,7 @@ class Gathering:
 
     def all_gather_async(self, row: Tensor) -> Any:
         self.sent.append(row)
-        others = [torch.tensor(other, dtype=torch.float64) for other in self.others]
+        others = [torch.cat([torch.tensor(other), row[-1:]]) for other in self.others]
         rows = [row, *others] if self.is_rank_zero else [*others, row]
         return lambda: torch.stack(rows)
 
@@ -67,19 +68,19 @@ def trainer_of(
 )
 def test_a_rank_sends_its_own_flags_and_its_share_of_the_loss(settings, row):
     group = Gathering()
-    flags = trainer_of(group, **settings)._send_flags(torch.tensor(2.5))()
-    assert group.sent[0].tolist() == row
+    flags = trainer_of(group, **settings)._send_flags({"loss": torch.tensor(2.5)})()
+    assert group.sent[0].tolist()[:-1] == row
     assert group.sent[0].dtype == torch.float64
     assert flags == StepFlags(bool(row[0]), bool(row[1]), bool(row[2]), 2.5)
 
 
 def test_the_loss_is_read_only_if_every_step_is_checked():
     group = Gathering([0, 0, 0, 0.0])
-    flags = trainer_of(group, checks=False)._send_flags(Unreadable())()
-    assert group.sent[0].tolist() == QUIET
+    flags = trainer_of(group, checks=False)._send_flags({"loss": Unreadable()})()
+    assert group.sent[0].tolist()[:-1] == QUIET
     assert flags == StepFlags()
     with pytest.raises(AssertionError, match="the loss was read"):
-        trainer_of(group)._send_flags(Unreadable())
+        trainer_of(group)._send_flags({"loss": Unreadable()})
 
 
 @pytest.mark.parametrize(
@@ -94,15 +95,15 @@ def test_the_loss_is_read_only_if_every_step_is_checked():
 def test_a_flag_of_any_rank_counts_and_the_losses_add_up(others, flags):
     for is_rank_zero in (True, False):
         group = Gathering(*others, is_rank_zero=is_rank_zero)
-        assert send_flags(StepFlags(loss=1.0), group)() == flags
+        assert send_flags(StepFlags(loss=1.0), (), group)() == flags
 
 
 def test_rank_zeros_clock_alone_decides_whether_a_save_is_due():
     due = [0.0, 0.0, 1.0, 0.0]
     for is_rank_zero in (True, False):
-        early = send_flags(StepFlags(), Gathering(due, due, is_rank_zero=is_rank_zero))
+        early = send_flags(StepFlags(), (), Gathering(due, due, is_rank_zero=is_rank_zero))
         others = Gathering(QUIET, QUIET, is_rank_zero=is_rank_zero)
-        late = send_flags(StepFlags(save_is_due=True), others)
+        late = send_flags(StepFlags(save_is_due=True), (), others)
         assert early().save_is_due is not is_rank_zero
         assert late().save_is_due is is_rank_zero
 
@@ -114,10 +115,19 @@ def test_the_flags_are_received_when_they_are_asked_for():
 
     def receive() -> Tensor:
         received.append("table")
-        return torch.zeros(1, 4)
+        return torch.zeros(1, 5)
 
     group.all_gather_async = lambda row: receive
-    wait = send_flags(StepFlags(), group)
+    wait = send_flags(StepFlags(), (), group)
     assert not received
     wait()
     assert received == ["table"]
+
+
+def test_ranks_with_other_names_are_refused():
+    """All of them, with one line, before a metric is averaged."""
+    group = Gathering()
+    group.all_gather_async = lambda row: lambda: torch.stack([row, torch.zeros(5)])
+    group.all_gather = lambda names: [["loss"], ["loss", "sum/entropy"]]
+    with pytest.raises(TrainingError, match=r"rank 1 has other losses or metrics .*: sum/entropy;"):
+        send_flags(StepFlags(), ["loss"], group)()

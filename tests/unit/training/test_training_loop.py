@@ -69,7 +69,9 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
 
 def give_flags(parts: Mock, **flags: bool) -> None:
     """Let the ranks send these flags in every step."""
-    parts.send_flags.side_effect = lambda loss: partial(StepFlags, loss=float(loss), **flags)
+    parts.send_flags.side_effect = lambda losses: partial(
+        StepFlags, loss=float(losses["loss"]), **flags
+    )
 
 
 def losses_of(step: int) -> dict[str, Tensor]:
@@ -257,7 +259,9 @@ def test_a_snapshot_that_no_rank_is_writing_is_completed_at_once():
 
 def test_a_step_that_is_due_or_improves_is_saved():
     trainer, parts = trainer_of("trainer.eval_every=1", state=TrainState(step=3))
-    parts.send_flags.side_effect = lambda loss: partial(StepFlags, save_is_due=float(loss) == 50)
+    parts.send_flags.side_effect = lambda losses: partial(
+        StepFlags, save_is_due=float(losses["loss"]) == 50
+    )
     parts.validation.evaluate.side_effect = [Evaluated(), Evaluated(True), *[Evaluated()] * 2]
     trainer.train()
     saves = [each for each in parts.saves.mock_calls if each[0] in ("save", "maybe_save")]
@@ -354,9 +358,9 @@ def test_a_step_in_order():
     """The flags travel while the gradients are clipped; nothing is recorded before the update."""
     trainer, parts = trainer_of()
 
-    def send_flags(loss: Tensor) -> Any:
-        parts.send(loss)
-        return lambda: parts.receive() and StepFlags(loss=float(loss))
+    def send_flags(losses: dict[str, Tensor]) -> Any:
+        parts.send(losses)
+        return lambda: parts.receive() and StepFlags(loss=float(losses["loss"]))
 
     trainer._send_flags = send_flags
     assert trainer._train(3) == StepFlags(loss=30.0)
@@ -366,7 +370,7 @@ def test_a_step_in_order():
     assert parts.mock_calls == [
         call.step.passes(3),
         call.saves.wait_for_staging(),
-        call.send(losses["loss"]),
+        call.send(losses),
         call.step.clip(),
         call.receive(),
         call.anomaly.find_in_step(30.0, torch.tensor(1.0)),
@@ -384,8 +388,7 @@ def test_a_skipped_step_exchanges_flags_alone(caplog):
     trainer, parts = trainer_of(state=TrainState(step=2, skipped_steps=[3]))
     assert trainer._train(3) == StepFlags()
     assert names(parts) == ["send_flags"]
-    (loss,) = parts.send_flags.call_args.args
-    assert torch.equal(loss, torch.zeros(()))
+    parts.send_flags.assert_called_once_with({"loss": torch.zeros(())})
     assert caplog.messages == ["step 3 is skipped after the rollback"]
 
 

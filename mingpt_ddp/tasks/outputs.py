@@ -1,0 +1,113 @@
+"""What a task's `loss` returns in training: losses, and metrics that are logged beside them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.errors import CodeError
+
+Mean: TypeAlias = tuple[Tensor | float, Tensor | int]  # a sum, and the number of items in it
+Losses: TypeAlias = Tensor | Mapping[str, Tensor]  # the mean loss, or several whose sum is trained
+Metrics: TypeAlias = Mapping[str, Tensor | float | Mean]  # a scalar counts as one item
+Returned: TypeAlias = Losses | tuple[Losses, Metrics]
+
+# Prefixes of what the ranks add up for a metric.
+SUM = "sum/"
+COUNT = "count/"
+TAKEN = ("loss", "lr", "epoch", "grad_norm")  # logged as train/<name> of every run
+
+
+@runtime_checkable
+class SupportsStepMetrics(Protocol):
+    """Optional for a model: metrics of its latest forward pass, to be logged."""
+
+    def step_metrics(self) -> Metrics:
+        """Return scalars, or pairs of a sum and the number of items in it, by name."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The losses and the metrics of a micro-batch."""
+
+    losses: dict[str, Tensor]  # the total as `loss`, and each of several as `loss_<name>`
+    metrics: dict[str, Mean]
+
+    def shares(self, divisor: int, copies: int) -> dict[str, Tensor]:
+        """Return a micro-batch's shares of what the ranks add up in a step.
+
+        Args:
+            divisor: how many shares make up a mean loss.
+            copies: ranks that compute the same metrics.
+        """
+        shares = {name: loss.detach() / divisor for name, loss in self.losses.items()}
+        device = self.losses["loss"].device
+        for name, (total, count) in self.metrics.items():
+            shares[SUM + name] = _scalar(total, device) / copies
+            shares[COUNT + name] = _scalar(count, device) / copies
+        return shares
+
+
+def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
+    """Return what `Task.loss` has returned, with the metrics of the model if it has some."""
+    losses, metrics = returned if isinstance(returned, tuple) else (returned, {})
+    named = {**metrics}
+    if isinstance(model, SupportsStepMetrics):
+        named |= model.step_metrics()
+    means = {}
+    for name, value in named.items():
+        means[name] = value if isinstance(value, tuple) else (value, 1)
+    return Outputs(named_losses(losses), means)
+
+
+def named_losses(losses: Losses) -> dict[str, Tensor]:
+    """Return the total as `loss`, and each of several losses as `loss_<name>`."""
+    if not isinstance(losses, Mapping):
+        return {"loss": losses}
+    parts = {f"loss_{name}": loss for name, loss in losses.items()}
+    return {"loss": torch.stack([*parts.values()]).sum(), **parts}
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as a tensor in fp64, without waiting for a GPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def check_outputs(owner: str, outputs: Outputs) -> None:
+    """Refuse losses and metrics that cannot be averaged.
+
+    Args:
+        owner: the task or the model, for the message.
+
+    Raises:
+        CodeError: names the loss or the metric.
+    """
+    for name, loss in outputs.losses.items():
+        if not isinstance(loss, Tensor) or loss.shape != ():
+            raise CodeError(
+                f"{owner}: loss(model, batch) must return scalar tensors, not {_kind(loss)} as "
+                f"{name}"
+            )
+    for name, mean in outputs.metrics.items():
+        if not isinstance(name, str) or name in TAKEN or name.startswith("loss_"):
+            raise CodeError(f"{owner}: a metric cannot have the name {name!r}; choose another")
+        if len(mean) != 2 or not all(map(_is_scalar, mean)):
+            kinds = " and ".join(map(_kind, mean))
+            raise CodeError(
+                f"{owner}: the metric {name} must be a scalar, or a pair of a sum and a number of "
+                f"items, not {kinds}"
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return value.shape == () if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _kind(value: Any) -> str:
+    """Return the shape of a tensor, or the type of anything else."""
+    return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__

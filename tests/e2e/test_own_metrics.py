@@ -1,0 +1,121 @@
+"""Metrics of a user's task and model: averaged over micro-batches, steps and ranks, and logged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import Job, call, committed, last_step, python_main, wait_for
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from user_code_page import page_files
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+
+LOSS = "return F.cross_entropy(model(x).flatten(0, 1), tags.flatten())"
+WITH_METRICS = """logits = model(x)
+        correct = (logits.argmax(dim=-1) == tags).sum()
+        loss = F.cross_entropy(logits.flatten(0, 1), tags.flatten())
+        return loss, {{{name}: (correct, tags.numel())}}"""
+FORWARD = "return self.head(self.gru(self.embedding(x))[0])  # (B, T, outputs)"
+WITH_STEP_METRICS = """hidden = self.gru(self.embedding(x))[0]
+        self.size = hidden.detach().abs().mean()
+        return self.head(hidden)
+
+    def step_metrics(self) -> dict[str, Tensor]:
+        return {"hidden": self.size}"""
+SETTINGS = [
+    "--config-dir=my_task",
+    "task=tagging",
+    "model=tagger",
+    "data=repeats",
+    "run.name=run",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=24",
+    "trainer.batch_size=24",
+    "trainer.micro_batch_size=4",
+    "trainer.precision=fp32",
+    "trainer.log_every=3",
+    "snapshot.every_steps=4",
+    "optimizer.lr=0.01",
+]
+
+
+def project(cwd: Path, name: str = "'correct'") -> Path:
+    """Write the page's task with metrics to a directory."""
+    for file, content in page_files("my_task").items():
+        changed = content.replace(LOSS, WITH_METRICS.format(name=name))
+        changed = changed.replace(FORWARD, WITH_STEP_METRICS)
+        (cwd / file).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / file).write_text(changed)
+        if file.endswith("mine.py"):
+            assert changed.count("step_metrics") == changed.count("correct,") == 1
+    return cwd
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """Return what training has measured, without what depends on a clock."""
+    found = []
+    for row in read_history(run / METRICS).rows:
+        if "train_loss" in row:
+            found.append({key: row[key] for key in ("step", "train_correct", "train_hidden")})
+    return found
+
+
+def train(cwd: Path, *overrides: str) -> Any:
+    return call([*python_main(), *SETTINGS, *overrides], cwd)
+
+
+def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
+    """With canonical reduction, to the last bit; they are in the log and in TensorBoard too."""
+    found = {}
+    for ranks in (1, 2, 3):
+        cwd = project(tmp_path / str(ranks))
+        done = train(cwd, "ddp.reduction=canonical", f"ddp.nproc_per_node={ranks}")
+        assert done.returncode == 0, done.stdout
+        found[ranks] = rows(cwd / "outputs" / "run")
+        assert ", correct 0." in done.stdout and ", hidden 0." in done.stdout
+    assert found[1] == found[2] == found[3]
+    assert [row["step"] for row in found[1]] == [*range(3, 25, 3)]
+    assert 0.3 < found[1][0]["train_correct"] < found[1][-1]["train_correct"] < 1
+    events = EventAccumulator(str(cwd / "outputs" / "run" / "tensorboard" / "rank0"))
+    events.Reload()
+    values = {event.step: event.value for event in events.Scalars("train/correct")}
+    assert values[24] == pytest.approx(found[1][-1]["train_correct"])
+
+
+def test_metrics_survive_a_kill(tmp_path):
+    """The sums of an interval of the log are in the snapshots."""
+    ranks = "ddp.nproc_per_node=2"
+    whole, killed = project(tmp_path / "whole"), project(tmp_path / "killed")
+    assert train(whole, ranks).returncode == 0
+    job = Job([*python_main(), *SETTINGS, ranks], killed)
+    run = killed / "outputs" / "run"
+    wait_for(lambda: last_step(run) >= 6 and committed(run), what="step 6")
+    job.kill_tree()
+    done = train(killed, ranks)
+    assert done.returncode == 0, done.stdout
+    assert rows(run) == rows(whole / "outputs" / "run")
+
+
+@pytest.mark.parametrize("reduction", ["fast", "canonical"])
+def test_names_that_differ_between_ranks_are_refused(reduction, tmp_path):
+    cwd = project(tmp_path, name="f'correct{torch.distributed.get_rank()}'")
+    file = cwd / "my_task" / "mine.py"
+    rank = "torch.distributed.get_rank() if torch.distributed.is_initialized() else 0"
+    file.write_text(file.read_text().replace("torch.distributed.get_rank()", f"({rank})"))
+    done = train(cwd, f"ddp.reduction={reduction}", "ddp.nproc_per_node=2")
+    assert done.returncode != 0
+    last = done.stdout.splitlines()[-1]
+    assert "losses or metrics" in last and "correct1" in last and "names on every rank" in last
+
+
+def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
+    cwd = project(tmp_path)
+    file = cwd / "my_task" / "mine.py"
+    file.write_text(file.read_text().replace(".abs().mean()", ".abs()"))
+    done = train(cwd)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert "the model tagger: the metric hidden must be a scalar" in line
+    assert not (cwd / "outputs").exists()

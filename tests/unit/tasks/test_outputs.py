@@ -1,0 +1,85 @@
+"""What `Task.loss` may return, and how it is averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.errors import CodeError
+from mingpt_ddp.metrics.meters import means
+from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
+
+LOSS = torch.tensor(2.0)
+
+
+class Sparse(nn.Module):
+    """A model that measures its forward pass."""
+
+    def step_metrics(self) -> dict[str, Any]:
+        return {"zeros": (torch.tensor(30), 40)}
+
+
+def test_a_loss_alone_has_no_metrics():
+    assert outputs_of(LOSS) == Outputs({"loss": LOSS}, {})
+    assert outputs_of({"a": LOSS}).losses.keys() == {"loss", "loss_a"}
+
+
+def test_metrics_of_task_and_model():
+    """A scalar counts as one item."""
+    outputs = outputs_of((LOSS, {"entropy": torch.tensor(0.5)}), Sparse())
+    assert outputs.losses == {"loss": LOSS}
+    assert outputs.metrics == {"entropy": (torch.tensor(0.5), 1), "zeros": (torch.tensor(30), 40)}
+
+
+def test_a_metric_is_weighted_by_its_counts():
+    """Over the micro-batches and the steps of a line of the log, not by means of means."""
+    sums: dict[str, float] = {}
+    for correct, n in ((1, 2), (6, 8), (0, 10)):
+        shares = outputs_of((LOSS, {"accuracy": (torch.tensor(correct), n)})).shares(3, copies=1)
+        for name, share in shares.items():
+            sums[name] = sums.get(name, 0.0) + float(share)
+    assert means(sums, steps=1) == {"train/loss": pytest.approx(2.0), "train/accuracy": 7 / 20}
+
+
+def test_ranks_that_compute_the_same_count_once():
+    """Those of a copy of the model, with tensor parallelism."""
+    shares = outputs_of((LOSS, {"accuracy": (3.0, 4)})).shares(8, copies=2)
+    assert (float(shares["sum/accuracy"]), float(shares["count/accuracy"])) == (1.5, 2.0)
+
+
+def test_a_metric_without_items_is_left_out():
+    assert means({"loss": 3.0, "sum/hits": 0.0, "count/hits": 0.0}, steps=2) == {"train/loss": 1.5}
+
+
+def test_metrics_keep_no_graph():
+    weight = torch.ones((), requires_grad=True)
+    shares = outputs_of((weight * 2, {"norm": weight * 3})).shares(1, copies=1)
+    assert not any(share.requires_grad for share in shares.values())
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (torch.ones(2), r"loss\(model, batch\) must return scalar tensors, not \(2,\) as loss"),
+        ((LOSS, {"x": torch.ones(3)}), r"the metric x must be a scalar, .* not \(3,\) and int"),
+        ((LOSS, {"x": "much"}), "the metric x must be a scalar, .* not str and int"),
+        ((LOSS, {"x": (1.0, 2, 3)}), "the metric x must be .* not float and int and int"),
+        ((LOSS, {"lr": 1.0}), "a metric cannot have the name 'lr'"),
+        ((LOSS, {"loss_a": 1.0}), "a metric cannot have the name 'loss_a'"),
+        ((LOSS, {3: 1.0}), "a metric cannot have the name 3"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused(returned, found):
+    with pytest.raises(CodeError, match=f"the task mine: {found}"):
+        check_outputs("the task mine", outputs_of(returned))
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, torch.tensor(2), torch.tensor(True)])
+def test_any_number_is_a_metric(value):
+    outputs = outputs_of((LOSS, {"x": value}))
+    check_outputs("the task mine", outputs)
+    share: Tensor = outputs.shares(1, copies=1)["sum/x"]
+    assert share.dtype == torch.float64 and float(share) == float(value)
