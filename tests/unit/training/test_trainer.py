@@ -31,7 +31,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.storage.storage import Storage
-from mingpt_ddp.training import save_schedule
+from mingpt_ddp.training import save_schedule, train_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.run import run
@@ -535,7 +535,7 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
         return original_clip(strategy, parameters, limit)
 
     averages: list[bool] = []
-    original_restore = save_schedule.restore
+    original_restore = train_state.restore
 
     def restore(found: Snapshot, trainable: Trainable, scaler: Any) -> TrainState:
         state = original_restore(found, trainable, scaler)
@@ -545,7 +545,7 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainStep, "passes", passes)
     monkeypatch.setattr(Strategy, "clip_grad_norm", spoil_once)
-    monkeypatch.setattr(save_schedule, "restore", restore)
+    monkeypatch.setattr(train_state, "restore", restore)
     train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")
     assert averages == [True]
     assert losses[7:9] == losses[4:6], "steps 5 and 6, after the snapshot of step 4"
