@@ -1,4 +1,4 @@
-"""What a task's `loss` returns in training: losses, and metrics that are logged beside them."""
+"""What a task's `loss` returns in training: losses, and metrics to log with them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
