@@ -146,7 +146,7 @@ def device_facts(device: str) -> dict[str, Any]:
     where = resolve_device(device, "device")
     precision = resolve_precision("auto", where)
     name = torch.cuda.get_device_name(where) if device == "cuda" else "CPU"
-    found: dict[str, Any] = {"device": name, "memory_gib": round(total_memory([where]) / 2**30, 1)}
+    found: dict[str, Any] = {"device": name, "memory_gib": round(total_memory(where) / 2**30, 1)}
     found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "precision": precision}
     found["matmul_flops"] = measured_matmul_flops(where, DTYPES[precision])
     found["peak_flops"] = vendor_peak_flops(where, DTYPES[precision])

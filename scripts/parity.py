@@ -70,7 +70,7 @@ def words_of(command: str, run: Path) -> tuple[list[str], dict[str, str]]:
     known = {"main.py": str(ROOT / "main.py"), "python": sys.executable, "RUN": str(run)}
     found = [*programs[words[0]]]
     for word in words[1:]:
-        word = re.sub(r"(\$PWD/)?examples/", f"{ROOT}/examples/", word)
+        word = re.sub(r"(\$PWD/)?\bexamples(?=/|$)", f"{ROOT}/examples", word)
         found.append(known.get(word, word.replace("=RUN", f"={run}")))
     return found, variables
 

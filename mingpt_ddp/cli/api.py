@@ -182,13 +182,17 @@ def load(
     Raises:
         SnapshotError: there is no such snapshot, or no model can be built from it.
     """
+    import torch
+
     from mingpt_ddp.config.registry import run_file
+    from mingpt_ddp.models import move_model
     from mingpt_ddp.snapshots.load_model import load_with_state
 
     if code is not None:
         run_file(Path(code), "code")
     model, tokenizer, snapshot = load_with_state(os.fspath(run), step)
-    return LoadedRun(model.to(device).eval(), tokenizer, snapshot.state["config"], snapshot.step)
+    move_model(model, torch.device(device)).eval()
+    return LoadedRun(model, tokenizer, snapshot.state["config"], snapshot.step)
 
 
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:

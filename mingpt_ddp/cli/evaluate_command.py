@@ -96,6 +96,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
     """
     # torch takes a second to import: only after the keys are validated.
     from mingpt_ddp.distributed.runtime import Runtime
+    from mingpt_ddp.models import move_model
     from mingpt_ddp.snapshots.load import load
     from mingpt_ddp.tasks import build_task
     from mingpt_ddp.training.evaluator import Evaluator
@@ -116,7 +117,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
             refusals.enter_context(tasks[url].discarded_if_refused())
             _adopt(tasks[url], config, url, snapshot.state)
         for url, snapshot in snapshots.items():
-            model = _build(tasks[url], configs[url], snapshot.model).to(runtime.device)
+            model = _build(tasks[url], configs[url], snapshot.model)
+            move_model(model, runtime.device)
             metrics = Evaluator(tasks[url], runtime).run(model, config.split)
             if not metrics:
                 raise DataError(f"the data of {url} has no {config.split} split")

@@ -74,6 +74,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
     from mingpt_ddp.inference.decoding import decoding_precision, prepare
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
+    from mingpt_ddp.models import move_model
     from mingpt_ddp.models.ops import resolve_device
     from mingpt_ddp.snapshots.load_model import load_model
 
@@ -84,7 +85,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
     sampling = SamplingParams(config.temperature, config.top_k, config.top_p)
     try:
         with attribute_errors_to_user_code():
-            model.to(device)
+            move_model(model, device)
             precision = decoding_precision(config.precision, model, config.samples)
             prepare(model, precision, config.samples)
             texts = generate_text(

@@ -64,9 +64,6 @@ class ModelConfig(UserCodeConfig):
 
     name: str = neutral(..., "a label for directories and logs")
     architecture: str = key(..., "the registered model to build: gpt, modern or your own")
-    devices: Annotated[PositiveInt, Field(le=1_000)] = neutral(
-        1, "GPUs that share the blocks of each rank's model; on a CPU pretended", changes="rounding"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError, reason
@@ -112,6 +113,8 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
             f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)"
         )
     for field, hint in field_types(config).items():
+        if retired(f"{group}.{field}"):  # which would be dropped, as from an earlier record
+            raise TypeError(f"{label}.{field} was a key of an earlier version; choose another name")
         if not is_supported(hint):
             raise TypeError(
                 f"{label}.{field} has a type that YAML cannot represent; use numbers, text, "

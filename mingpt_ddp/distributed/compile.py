@@ -81,8 +81,6 @@ def allows_compile(config: Config, device: torch.device, world_size: int) -> boo
 
 def _needed_setting(config: Config, device: torch.device, world_size: int) -> str | None:
     """Return a setting that compiling into one graph needs and the configuration lacks."""
-    if config.model.devices > 1:
-        return "model.devices=1"
     if config.ddp.tensor_parallel > 1:
         return "ddp.tensor_parallel=1"
     if config.ddp.reduction == "canonical":

@@ -26,13 +26,8 @@ MMAP_THRESHOLD = 32 << 20  # bytes: glibc mmaps larger blocks
 TRIM_THRESHOLD = 1 << 30  # bytes of freed memory to keep in the process
 
 
-def first_device_of_rank(
-    trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv, per_rank: int = 1
-) -> torch.device:
-    """Return the first device of this rank; check that this machine can run the configuration.
-
-    Args:
-        per_rank: devices of each rank.
+def device_of_rank(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torch.device:
+    """Return the device of this rank; check that this machine can run the configuration.
 
     Raises:
         ConfigError: this machine or this build of torch lacks a device, backend or option.
@@ -47,49 +42,31 @@ def first_device_of_rank(
     if not on_gpu:
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    if per_rank > 1 and per_rank > gpus:
-        raise ConfigError(
-            f"model.devices={per_rank}, but this machine has {gpus} GPUs; lower it or use the CPU"
-        )
     # A scheduler may expose to each process its own GPUs; the workers of one parent have the same
     # CUDA_VISIBLE_DEVICES.
-    sees_those_of_others = gpus > per_rank or has_parent_launcher()
-    index = env.local_rank * per_rank if sees_those_of_others else 0
-    if index + per_rank <= gpus or ddp.backend == "gloo":  # gloo's ranks may share a GPU
+    sees_those_of_others = gpus > 1 or has_parent_launcher()
+    index = env.local_rank if sees_those_of_others else 0
+    if index < gpus or ddp.backend == "gloo":  # gloo's ranks may share a GPU
         return torch.device("cuda", index % gpus)
-    if per_rank > 1:
-        raise ConfigError(
-            f"local rank {env.local_rank} needs GPUs {index} to {index + per_rank - 1}, "
-            f"this machine has {gpus}; "
-            f"start {gpus // per_rank} ranks, lower model.devices, or use the CPU"
-        )
     raise ConfigError(
         f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, "
         "use the CPU, or let ranks share GPUs with ddp.backend=gloo"
     )
 
 
-def devices_of_rank(first: torch.device, count: int) -> list[torch.device]:
-    """Return the `count` devices of a rank from its first one on; a CPU stands for all of them."""
-    if first.type == "cpu" or count == 1:
-        return [first] * count
-    gpus = torch.cuda.device_count()
-    return [torch.device("cuda", (first.index + i) % gpus) for i in range(count)]
-
-
-def refuse_shared_gpus(gpus: list[str], per_rank: int = 1) -> None:
+def refuse_shared_gpus(gpus: list[str]) -> None:
     """Check that each rank has its own GPU, as NCCL requires; its own error is hard to understand.
 
     Args:
-        gpus: the UUIDs of the GPUs, in the order of the ranks, `per_rank` of each.
+        gpus: the UUIDs of the GPUs, in the order of the ranks.
 
     Raises:
         ConfigError: two ranks have the same GPU.
     """
-    for index, gpu in enumerate(gpus):
-        if gpu in gpus[:index]:
+    for rank, gpu in enumerate(gpus):
+        if gpu in gpus[:rank]:
             raise ConfigError(
-                f"ranks {gpus.index(gpu) // per_rank} and {index // per_rank} have the same GPU; "
+                f"ranks {gpus.index(gpu)} and {rank} have the same GPU; "
                 "give each its own by LOCAL_RANK or CUDA_VISIBLE_DEVICES, or use ddp.backend=gloo"
             )
 
@@ -151,10 +128,10 @@ def _cpu_info(field: str) -> str:
     return platform.machine()
 
 
-def total_memory(devices: list[torch.device]) -> int:
-    """Return the memory of the GPUs of a rank in bytes, or for a CPU the `installed_memory`."""
-    if devices[0].type == "cuda":
-        return sum(torch.cuda.get_device_properties(device).total_memory for device in devices)
+def total_memory(device: torch.device) -> int:
+    """Return the memory of a GPU in bytes, or for a CPU the `installed_memory`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
     return installed_memory()
 
 
@@ -166,8 +143,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in message for text in OUT_OF_MEMORY)
 
 
-def peak_memory(devices: list[torch.device]) -> int:
-    """Return the peak in bytes: of the fullest GPU, or of the resident memory on a CPU."""
-    if devices[0].type == "cuda":
-        return max(map(torch.cuda.max_memory_allocated, devices))
+def peak_memory(device: torch.device) -> int:
+    """Return the peak in bytes: of a GPU, or of the resident memory on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

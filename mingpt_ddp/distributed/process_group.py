@@ -96,11 +96,11 @@ class ProcessGroup(JsonCollectives):
         self.closed = threading.Event()
         self.failures = FailureReports(self.store, self.rank, self.world_size, self._job_store)
 
-    def connect(self, devices: list[torch.device], ddp: DDPConfig) -> None:
+    def connect(self, device: torch.device, ddp: DDPConfig) -> None:
         """Connect to the other ranks, which have joined.
 
         Args:
-            devices: of this rank.
+            device: of this rank.
 
         Raises:
             ConfigError: two ranks use the same GPU.
@@ -108,7 +108,6 @@ class ProcessGroup(JsonCollectives):
         if self.world_size == 1:
             return
         backend = ddp.backend
-        device = devices[0]
         self.set_activity("connecting to the other ranks", waiting=True)
         backends, self.transport = name_backends(backend, device.type)
         dist.init_process_group(
@@ -123,7 +122,8 @@ class ProcessGroup(JsonCollectives):
         io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
         self.io = JsonCollectives(self.env, io_group, caught=Exception)
         if device.type == "cuda" and backend in ("auto", "nccl"):
-            self._refuse_shared_gpus(devices)
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            refuse_shared_gpus(self.all_gather(uuid))
         if ddp.tensor_parallel > 1:
             self._split_into_copies(device.type)
         elif device.type == "cpu" and backend == "auto":
@@ -131,13 +131,6 @@ class ProcessGroup(JsonCollectives):
             if self.shared_memory:
                 self.transport = "shared memory"
         self.set_activity(STARTING)
-
-    def _refuse_shared_gpus(self, devices: list[torch.device]) -> None:
-        own = [str(torch.cuda.get_device_properties(device).uuid) for device in devices]
-        uuids = []
-        for of_rank in self.all_gather(own):
-            uuids.extend(of_rank)
-        refuse_shared_gpus(uuids, len(devices))
 
     def _split_into_copies(self, device_type: str) -> None:
         """Create the groups of tensor parallelism."""

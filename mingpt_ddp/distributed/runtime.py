@@ -13,12 +13,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.device import (
-    device_name,
-    devices_of_rank,
-    first_device_of_rank,
-    set_up_device,
-)
+from mingpt_ddp.distributed.device import device_name, device_of_rank, set_up_device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import canonical_threads
@@ -42,9 +37,7 @@ class Runtime:
         self.began_at = time.monotonic()  # to join
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
-        n = config.model.devices
-        self.device = first_device_of_rank(config.trainer, config.ddp, env, n)  # of the batch
-        self.devices = devices_of_rank(self.device, n)  # of the model
+        self.device = device_of_rank(config.trainer, config.ddp, env)
         self.precision = resolve_precision(config.trainer.precision, self.device)
         self.dtype = DTYPES[self.precision]  # of matrix products
         self.scaler = self._new_scaler()
@@ -55,7 +48,7 @@ class Runtime:
             torch.set_num_threads(threads)
         self.group = ProcessGroup(env, config.ddp, job)
         Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
-        self.group.connect(self.devices, config.ddp)
+        self.group.connect(self.device, config.ddp)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
 
     def _new_scaler(self, init_scale: float = 2.0**16) -> torch.amp.GradScaler:
@@ -92,8 +85,7 @@ class Runtime:
             torch.compiler.reset()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-            for device in self.devices:
-                torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     def environment(self) -> dict[str, str | int]:
         """Return what affects the last bits of a step, besides model and batch settings."""
@@ -115,13 +107,12 @@ class Runtime:
         return environment | {"reduction": self.strategy.config.ddp.reduction}
 
     def now(self) -> float:
-        """Return the time in seconds, once the GPUs have done what is queued on their streams.
+        """Return the time in seconds, once the GPU has done what is queued on its stream.
 
-        The streams are those of this thread, not those that copy a snapshot.
+        The stream is that of this thread, not the one that copies a snapshot.
         """
-        for device in dict.fromkeys(self.devices):
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         return time.perf_counter()
 
     def autocast(self) -> AbstractContextManager[Any]:

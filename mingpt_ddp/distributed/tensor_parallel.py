@@ -51,7 +51,6 @@ def check_tensor_parallel(config: Config) -> None:
 
     has_dropout = bool(getattr(model, "dropout", 0))
     need(config.ddp.strategy == "auto", "ddp.strategy=auto")
-    need(model.devices == 1, "model.devices=1")
     need(model.architecture == "gpt", "model.architecture=gpt")
     need(
         not has_dropout,

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mingpt_ddp.data.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, eval_mode
-from mingpt_ddp.models.placement import is_split
 
 MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
 
@@ -86,7 +85,7 @@ class DecodeSession:
         # that of an untrusted snapshot may be any number
         vars(sized).update(block_size=positions)
         self.cache = sized.new_cache(batch, weight.dtype)
-        if not isinstance(model, SupportsCUDAGraphDecode) or not weight.is_cuda or is_split(model):
+        if not isinstance(model, SupportsCUDAGraphDecode) or not weight.is_cuda:
             return
         # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
         if not torch.are_deterministic_algorithms_enabled():

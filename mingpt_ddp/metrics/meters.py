@@ -98,7 +98,7 @@ class Meter:
         metrics["speed/step_ms"] = elapsed / divisor * 1e3
         metrics["speed/data_ms"] = self._data_s / divisor * 1e3
         metrics["speed/work_ms"] = self.runtime.strategy.clock.read() * 1e3
-        metrics["memory/peak_mib"] = peak_memory(self.runtime.devices) / 2**20
+        metrics["memory/peak_mib"] = peak_memory(self.runtime.device) / 2**20
         self._reset()
         return metrics
 
@@ -174,8 +174,7 @@ class Utilization:
         """
         if self._flops_per_token is None:
             return {}
-        devices = len(set(self.runtime.devices)) * self.runtime.group.world_size
-        flops = self._flops_per_token * tokens_per_s / devices
+        flops = self._flops_per_token * tokens_per_s / self.runtime.group.world_size
         metrics = {"speed/matmul_utilization": flops / self._matmul_flops}
         if self._peak_flops is not None:
             metrics["speed/mfu"] = flops / self._peak_flops

@@ -76,6 +76,29 @@ class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
 
 
 @runtime_checkable
+class SupportsSeveralDevices(Protocol):
+    """Optional: the layers of a model are on several devices of a rank.
+
+    `forward` moves what a layer takes to the layer's device. See examples/model_parallel.py.
+    """
+
+    def to_devices(self, device: torch.device) -> None:
+        """Move the layers to their devices; called instead of `to(device)`.
+
+        Args:
+            device: of the rank, where `forward` gets its batch and returns its result.
+        """
+
+
+def move_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device, or let it move its layers to several; return it."""
+    if isinstance(model, SupportsSeveralDevices):
+        model.to_devices(device)
+        return model
+    return model.to(device)
+
+
+@runtime_checkable
 class SupportsFlopsCount(Protocol):
     """Optional: MFU is logged."""
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
-from mingpt_ddp.models.placement import device_of
 
 
 class Attention(nn.Module):
@@ -130,7 +129,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             attention = cast(Block, block).attention
             shape = (batch, attention.n_head, self.block_size, attention.head_size)
-            cache.append(KVCache(shape, dtype, device_of(block)))
+            cache.append(KVCache(shape, dtype, self.token_embedding.weight.device))
         return cache
 
     def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:

@@ -24,7 +24,6 @@ from mingpt_ddp.models.ops import (
     relu_squared,
     rms_norm,
 )
-from mingpt_ddp.models.placement import device_of
 
 
 @dataclass
@@ -287,17 +286,16 @@ class Modern(nn.Module):
         kv_shape = (batch, self.config.n_head, self.block_size, D)
         device = self.head.weight.device
 
-        def new_last(device: torch.device) -> Tensor:
+        def new_last() -> Tensor:
             return torch.zeros(batch, 1, C, dtype=dtype, device=device)
 
         layers = []
-        for block in self.blocks:
-            where = device_of(block)
-            kv = KVCache(kv_shape, dtype, where)
-            layers.append(LayerCache(kv, new_last(where), new_last(where)))
+        for _ in self.blocks:
+            kv = KVCache(kv_shape, dtype, device)
+            layers.append(LayerCache(kv, new_last(), new_last()))
         rotary = rotary_table(self.block_size, D, device, dtype)
         ngrams = torch.zeros(batch, HISTORY, dtype=torch.int64, device=device)
-        return Cache(layers, new_last(device), rotary, ngrams)
+        return Cache(layers, new_last(), rotary, ngrams)
 
     def decode(self, tokens: Tensor, cache: Cache, start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T).

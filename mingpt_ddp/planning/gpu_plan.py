@@ -277,7 +277,6 @@ def make_gpu_plan(
     Raises:
         UserError: training would refuse the configuration too, or it has several GPUs a rank.
     """
-    check(config.model.devices == 1, "device= needs model.devices=1; leave out one of them")
     gpu = GPUS[machine.device]
     network = machine.network_gbps * 1e9 / 8
     cluster = Cluster(machine.nodes, config.ddp.local_workers or 1, gpu.link, network)

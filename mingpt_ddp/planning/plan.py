@@ -231,7 +231,7 @@ def _memory(config: Config, runtime: Runtime, measured: Measured, ranks: int) ->
         parts[name] //= config.ddp.tensor_parallel
         if name in DIVIDED.get(strategy, ()):
             parts[name] //= shards
-    available = total_memory(runtime.devices)
+    available = total_memory(runtime.device)
     if runtime.device.type != "cuda":
         available //= ranks
     return {**parts, "total": sum(parts.values()), "available": available}

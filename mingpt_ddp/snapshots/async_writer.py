@@ -92,8 +92,19 @@ class AsyncSave(threading.Thread):
         self.url: str | None = None  # of the store that holds the snapshot
         self.failure: StoreFailure | None = None  # of the first store that failed
         self.error: Exception | None = None  # ends the run
-        gpus = [device for device in runtime.devices if device.type == "cuda"]
-        self._ready = {device: torch.cuda.current_stream(device).record_event() for device in gpus}
+        self._ready = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in self._devices()
+            if device.type == "cuda"
+        }
+
+    def _devices(self) -> list[torch.device]:
+        """Return the device of this rank, and others with tensors of its model."""
+        devices = [self.runtime.device]
+        for part in self.capture.parts.values():
+            if isinstance(part, dict):
+                devices += [tensor.device for tensor in part.values()]
+        return [*dict.fromkeys(devices)]
 
     def run(self) -> None:
         group = self.runtime.group

@@ -98,20 +98,19 @@ def checked_config(cfg: DictConfig) -> Config:
     """
     config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
     if config.ddp.nproc_per_node == "gpu":
-        count = _count_gpus(config.model.devices)
-        config = replace(config, ddp=replace(config.ddp, nproc_per_node=count))
+        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus()))
     _check_urls(config)
     check_installed(config)
     return config
 
 
-def _count_gpus(per_worker: int) -> int:
+def _count_gpus() -> int:
     count = len(visible_gpus())
     if count == 0:
         raise ConfigError(
             "ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers"
         )
-    return max(1, count // per_worker)
+    return count
 
 
 def _check_urls(config: Config) -> None:

@@ -181,21 +181,20 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> li
     gpus = None
     if any(job.trainer.device != "cpu" for job in jobs):
         gpus = visible_gpus() or None
-    per_job = max((job.ddp.local_workers or 1) * job.model.devices for job in jobs)
-    if gpus is not None and per_job > len(gpus):
+    if gpus is not None and ranks > len(gpus):
         raise ConfigError(
-            f"ddp.nproc_per_node={ranks} needs {per_job} GPUs for a job, and this machine has "
+            f"ddp.nproc_per_node={ranks} needs {ranks} GPUs for a job, and this machine has "
             f"{len(gpus)}"
         )
     if settings.parallel == "auto":
-        n = max(1, count_cores() // ranks) if gpus is None else len(gpus) // per_job
+        n = max(1, (count_cores() if gpus is None else len(gpus)) // ranks)
     else:
         n = settings.parallel
     check_processes("sweep.parallel", n, per=ranks, min_bytes=MIN_RANK_BYTES * ranks)
-    if gpus is not None and n * per_job > len(gpus):
+    if gpus is not None and n * ranks > len(gpus):
         raise ConfigError(
-            f"sweep.parallel={n} needs {n * per_job} GPUs, {per_job} for a job, and this machine "
-            f"has {len(gpus)}; choose at most {len(gpus) // per_job}, or trainer.device=cpu"
+            f"sweep.parallel={n} needs {n * ranks} GPUs, {ranks} for a job, and this machine "
+            f"has {len(gpus)}; choose at most {len(gpus) // ranks}, or trainer.device=cpu"
         )
     kept = SweepFile(directory).cores if jobs[0].run.name else None
     return divide(n, cores(), kept or max(1, count_cores() // n), gpus)

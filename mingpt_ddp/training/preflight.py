@@ -17,7 +17,6 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError, SnapshotError
 from mingpt_ddp.models import apply_activation_checkpointing, count_parameters, flops_per_token
-from mingpt_ddp.models.placement import blocks_of
 from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import check_none_newer, load, readable_stores
@@ -139,13 +138,11 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
     # its constructor may allocate any amount
     if is_user_defined("model", config.model.architecture):
         return
-    memory = min(runtime.group.all_gather(total_memory(runtime.devices)))
+    memory = min(runtime.group.all_gather(total_memory(runtime.device)))
     with torch.device("meta"):  # allocates nothing
         model = task.build_model()
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
-    if config.model.devices > 1:
-        blocks_of(model, config.model.devices)
     runtime.strategy.check_model(model)
     count = count_parameters(model)
     memory = runtime.strategy.model_memory(memory)

@@ -34,7 +34,7 @@ from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
 
-NOT_IN_IDENTITY = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)  # of model
+NOT_IN_IDENTITY = ("name", "dropout", *CODE_LOCATION_KEYS)  # of model
 # its content counts, wherever it comes from
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "the content of the data (SHA-256)"

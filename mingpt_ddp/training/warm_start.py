@@ -31,7 +31,7 @@ from mingpt_ddp.tasks.task import Task
 log = logging.getLogger(__name__)
 
 # of model: may differ from those of the weights
-FREE = ("name", "dropout", "devices", *CODE_LOCATION_KEYS)
+FREE = ("name", "dropout", *CODE_LOCATION_KEYS)
 
 
 @dataclass(frozen=True)

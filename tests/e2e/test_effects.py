@@ -27,7 +27,6 @@ OTHERS = {
     "run.on_end": ["run.on_end='true'"],
     "run.on_failure": ["run.on_failure='true'"],
     "model.name": ["model.name=label"],
-    "model.devices": ["model.devices=2"],
     "data.name": ["data.name=label"],
     "data.cache_dir": ["data.cache_dir={tmp}/cache"],
     "data.val_paths": ["data.val_paths={{other: {texts}/other.txt}}"],
@@ -80,7 +79,6 @@ SHARED = {
     "ddp.gradient_as_bucket_view": ["ddp.strategy=ddp"],
     "ddp.static_graph": ["ddp.strategy=ddp"],
     "ddp.find_unused_parameters": ["ddp.strategy=ddp"],
-    "model.devices": ["trainer.compile=false"],
 }
 # Keys that need what another test has: other processes, accounts, your files.
 ELSEWHERE = {

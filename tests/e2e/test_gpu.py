@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from example_files import EXAMPLES
+from example_model import placed_on, with_example
 from launching import ROOT, TINY, call, python_main
 from multiprocess.ranks import configure
 from tasks import gpt_config, take_step, text_task
@@ -21,7 +23,6 @@ from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
-from mingpt_ddp.models.placement import is_split
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture
 from mingpt_ddp.snapshots.ledger import Ledger
 from mingpt_ddp.snapshots.staging_buffer import decode
@@ -240,20 +241,18 @@ def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_pa
 
 
 def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[float], bytes]:
-    """Return the losses and norms of some steps on the devices of one rank, and the last snapshot's
-    tensors.
+    """Return the losses and norms of some steps of the example that places itself on these devices,
+    and the last snapshot's tensors.
     """
-    eager = "trainer.compile=false"  # a graph is for one device
-    config = from_mapping(
-        configure("trainer.device=cuda", "model=gpt_nano", "trainer.batch_size=4", eager, *options)
+    config = with_example(
+        from_mapping(configure("trainer.device=cuda", "trainer.batch_size=4", *options))
     )
     runtime = Runtime(config, DistEnv())
-    runtime.devices = devices  # of the snapshot
-    runtime.strategy.devices = devices  # of the model
     task = text_task(config, vocab_size=65)
-    trainable = build_trainable(runtime, task)
+    with placed_on(devices):
+        trainable = build_trainable(runtime, task)
     model = trainable.model
-    assert is_split(model) == (len(devices) > 1)
+    assert {parameter.device for parameter in model.parameters()} == {*devices}
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
     train_step = TrainStep(runtime, task, loader, plan_batches(config, 1), trainable)
     numbers = []
@@ -271,16 +270,10 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
     return numbers, bytes(contents)
 
 
-@pytest.mark.parametrize("preset", ["gpt_nano", "modern_nano"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_model_on_a_gpu_and_the_cpu_learns_alike(preset: str, optimizer: str) -> None:
+def test_a_model_on_a_gpu_and_the_cpu_learns_alike(optimizer: str) -> None:
     """Two real devices where there is one GPU."""
-    options = [
-        f"model={preset}",
-        f"optimizer={optimizer}",
-        "model.dropout=0.0",
-        "trainer.precision=fp32",
-    ]
+    options = [f"optimizer={optimizer}", "trainer.precision=fp32"]
     gpu = torch.device("cuda", 0)
     one, two = (train_on(devices, options) for devices in ([gpu], [gpu, torch.device("cpu")]))
     assert two[0] == pytest.approx(one[0], rel=1e-3)
@@ -293,19 +286,22 @@ def test_a_model_on_a_gpu_and_the_cpu_learns_alike(preset: str, optimizer: str) 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recomputed", ["false", "true"])
-def test_a_model_on_two_gpus_draws_the_same_dropout(precision: str, recomputed: str) -> None:
+def test_a_model_on_two_gpus_learns_alike(precision: str, recomputed: str) -> None:
     """Bit for bit on two equal GPUs, but for the order in which the gradient norm sums."""
-    options = ["model.dropout=0.1", f"trainer.precision={precision}", "trainer.deterministic=true"]
+    options = [f"trainer.precision={precision}", "trainer.deterministic=true"]
     options += [f"trainer.activation_checkpointing={recomputed}"]
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     one, two = (train_on(devices, options) for devices in (gpus[:1], gpus))
     assert two[0] == pytest.approx(one[0], rel=1e-5)
 
 
+EXAMPLE = [f"--config-dir={EXAMPLES}", *TINY, "model=model_parallel", "trainer.device=cuda"]
+EXAMPLE += ["trainer.precision=fp32", "trainer.deterministic=true"]
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
-def test_a_run_on_two_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
-    options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
-    options += ["model.dropout=0.1", "optimizer.schedule_steps=12", "model.devices=2"]
+def test_a_run_on_all_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
+    options = [*EXAMPLE, "optimizer.schedule_steps=12"]
     assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
     for steps in (8, 12):
         done = call(
@@ -317,10 +313,11 @@ def test_a_run_on_two_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="there are fewer than four CUDA devices")
 def test_two_ranks_with_two_gpus_each_train_alike(tmp_path: Path) -> None:
-    options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "ddp.nproc_per_node=2"]
-    for name, devices in (("one", 1), ("two", 2)):
+    """As with one each; DDP then has a bucket per GPU."""
+    options = [*EXAMPLE, "ddp.nproc_per_node=2"]
+    for name, gpus in (("one", "0,1"), ("two", "0,1,2,3")):
         done = call(
-            [*python_main(), *options, f"run.name={name}", f"model.devices={devices}"], tmp_path
+            [*python_main(), *options, f"run.name={name}"], tmp_path, CUDA_VISIBLE_DEVICES=gpus
         )
         assert done.returncode == 0, done.stdout
     one, two = (decode(weights(tmp_path / "outputs" / name)) for name in ("one", "two"))

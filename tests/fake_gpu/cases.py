@@ -21,7 +21,6 @@ CONSTRAINED: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "muon", "sgd"),
     "precision": ("fp32", "bf16", "fp16"),
     "model": ("gpt", "modern"),
-    "devices": (1, 2),
 }
 FREE: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 3),  # micro-batches of a rank
@@ -46,7 +45,6 @@ class Case:
     optimizer: str = "adamw"
     precision: str = "fp32"
     model: str = "gpt"
-    devices: int = 1
     accumulation: int = 1
     recompute: bool = False
     deterministic: bool = False
@@ -59,7 +57,6 @@ class Case:
     def __str__(self) -> str:
         """Return a name for pytest's -k, without the values that are the default."""
         words = [f"{self.strategy}-on-{self.ranks}", self.model, self.optimizer, self.precision]
-        words += [f"{self.devices}-devices"] if self.devices > 1 else []
         words += [f"{self.accumulation}-micro"] if self.accumulation > 1 else []
         words += [name for name, values in FREE.items() if getattr(self, name) is True]
         return "-".join(words)
@@ -92,7 +89,6 @@ class Case:
             f"model.n_layer={LAYERS}",
             f"model.n_head={HEADS}",
             f"model.dropout={0 if self.strategy == 'tensor' else 0.1}",
-            f"model.devices={self.devices}",
             f"optimizer={self.optimizer}",
             f"data.block_size={BLOCK}",
             f"ddp.strategy={strategy}",
@@ -116,8 +112,6 @@ class Case:
 def is_allowed(case: Case) -> bool:
     """Return whether the program accepts the values of the constrained factors."""
     if (case.strategy == "single") != (case.ranks == 1):
-        return False
-    if case.devices > 1 and case.strategy not in ("single", "ddp"):
         return False
     if case.strategy in ("fsdp", "hsdp"):
         return case.optimizer != "muon"

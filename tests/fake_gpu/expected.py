@@ -38,8 +38,8 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
         Wait(
             "log",
             "wait for a stream in distributed/runtime.py now",
-            2 * case.devices,
-            "the meter's clock ends and begins when each device has done its queue",
+            2,
+            "the meter's clock ends and begins when the GPU has done its queue",
         ),
         Wait(
             "log",
@@ -50,8 +50,8 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
         Wait(
             "stage",
             "wait for a stream in snapshots/async_writer.py _stage",
-            case.devices,
-            "the copies of each device are complete; on the thread of the snapshot",
+            1,
+            "the copies are complete; on the thread of the snapshot",
         ),
     ]
     return [wait for wait in every if wait.count]
@@ -91,8 +91,8 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
         Wait(
             "steps",
             "read in distributed/strategies/base.py update",
-            STEPS * scaler_decides * case.devices,
-            "GradScaler asks each device whether a gradient overflowed",
+            STEPS * scaler_decides,
+            "GradScaler asks whether a gradient overflowed",
         ),
         Wait(
             "steps",
@@ -181,27 +181,24 @@ def collectives_of(case: Case, shapes: Shapes) -> Collectives:
     if case.strategy == "tensor":
         return _of_tensor_parallel(case, shapes)
     numel = sum(map(math.prod, shapes.values()))
-    # fp32 gradients, once; DDP has a bucket per device as long as it has not rebuilt them
-    found = {f"all_reduce of {case.ranks}": [case.devices, 4 * numel]}
+    found = {f"all_reduce of {case.ranks}": [1, 4 * numel]}  # fp32 gradients, once
     if case.strategy == "zero1":  # an owner sends all of its parameters at once
         owners = min(case.ranks, len(shapes))
         found[f"broadcast of {case.ranks}"] = [owners, 4 * numel]
     elif case.optimizer == "muon":
-        found[f"all_gather of {case.ranks}"] = [case.devices, _muon_bytes(case, shapes)]
+        found[f"all_gather of {case.ranks}"] = [1, _muon_bytes(case, shapes)]
     return found
 
 
 def _muon_bytes(case: Case, shapes: Shapes) -> int:
     """Return the bytes of the orthogonalized matrices in bf16, padded to equal shares."""
-    stacks: Counter[tuple[int, ...]] = Counter()
+    stacks: Counter[tuple[int, int]] = Counter()
     for name, shape in shapes.items():
         if len(shape) == 2 and "embedding" not in name and not name.startswith("head"):
-            block = int(name.split(".")[1])
-            device = block * case.devices // LAYERS
             parts = 3 if case.model == "modern" and "qkv" in name else 1
-            stacks[(device, shape[0] // parts, shape[1])] += parts
+            stacks[(shape[0] // parts, shape[1])] += parts
     padded = 0
-    for (_, rows, columns), count in stacks.items():
+    for (rows, columns), count in stacks.items():
         padded += math.ceil(count / case.ranks) * case.ranks * rows * columns
     return 2 * padded
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from unittest import mock
 
 import torch
+from example_model import with_example
 from torch import nn
 
 from fake_gpu.cases import VOCABULARY, Case
@@ -47,6 +50,28 @@ def run_case(
             "waits": observer.waits,
             "collectives": observer.collectives,
             "shapes": {name: list(parameter.shape) for name, parameter in whole},
+        }
+
+
+def several_gpus(overrides: list[str], ranks: int, rank: int) -> dict[str, Any]:
+    """Run examples/model_parallel.py, in all phases, on a node with `ranks` ranks.
+
+    Return the collectives by phase; the GPU and the size of each parameter; and the GPUs with a
+    stream that copies a snapshot.
+    """
+    config = with_example(config_of(overrides))
+    local = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks))
+    with local, fake_rank(config, ranks, rank) as runtime, Observer() as observer:
+        run = build_run(config, runtime, VOCABULARY)
+        for phase, work in PHASES.items():
+            with observer.during(phase):
+                work(run)
+        parameters = dict(run.trainable.model.named_parameters())
+        return {
+            "waits": observer.waits,
+            "collectives": observer.collectives,
+            "gpus": {name: parameter.device.index for name, parameter in parameters.items()},
+            "sizes": {name: parameter.numel() for name, parameter in parameters.items()},
         }
 
 

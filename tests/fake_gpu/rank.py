@@ -29,7 +29,7 @@ from mingpt_ddp.distributed.env import DistEnv
 class FakeGroup(process_group.ProcessGroup):
     """Every rank says what this one says; tensors of the GPU go to torch's fake process group."""
 
-    def connect(self, devices: list[torch.device], ddp: DDPConfig) -> None:
+    def connect(self, device: torch.device, ddp: DDPConfig) -> None:
         if self.world_size == 1:
             return
         self.transport = "nccl"
@@ -99,8 +99,7 @@ def config_of(overrides: list[str]) -> Config:
 @contextlib.contextmanager
 def fake_rank(config: Config, world_size: int, rank: int = 0) -> Iterator[runtime.Runtime]:
     """Yield the runtime of a rank on the fake GPU; in this context all tensors are fake."""
-    ranks_of_node = GPUS // config.model.devices
-    env = DistEnv(rank=rank, local_rank=rank % ranks_of_node, world_size=world_size)
+    env = DistEnv(rank=rank, local_rank=rank % GPUS, world_size=world_size)
     with ExitStack() as stack:
         mode = stack.enter_context(fake_cuda())
         for target, name, value in REPLACEMENTS:

@@ -6,6 +6,7 @@ The reasons of the waits that are allowed are in expected.py.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,49 @@ def test_collectives_of_a_strategy(name, run, answer_of):
     }
     if name in by_hand:
         assert sent == by_hand[name]
+
+
+EVERYTHING = [
+    "optimizer=muon",
+    "trainer.precision=fp16",
+    "trainer.activation_checkpointing=true",
+    "trainer.ema=0.99",
+    "trainer.norms_every=1",
+    "trainer.on_nonfinite=skip",
+]
+
+
+def example(ranks: int, rank: int, overrides: list[str]) -> dict[str, Any]:
+    """Return the job of a rank that trains the example model on all GPUs of a node."""
+    words = [f"data.block_size={BLOCK}", "trainer.batch_size=16", "trainer.micro_batch_size=2"]
+    return job("several_gpus", ranks=ranks, rank=rank, overrides=[*words, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("run", "gpus"),
+    [
+        pytest.param(example(2, 1, []), [1, 3, 5, 7], id="two ranks"),
+        pytest.param(example(4, 2, EVERYTHING), [2, 6], id="four ranks, everything"),
+        pytest.param(example(1, 0, EVERYTHING), range(8), id="one rank"),
+        pytest.param(example(8, 7, []), [7], id="eight ranks"),
+    ],
+)
+def test_a_model_that_places_itself(run, gpus, answer_of):
+    """Operations on tensors of two GPUs, and tensors elsewhere, are errors."""
+    result = result_of(answer_of(run))
+    last = len(gpus) - 1
+    expected = {"token_embedding.weight": gpus[0], "head.1.weight": gpus[last]}
+    for block in range(4):
+        expected[f"blocks.{block}.qkv.weight"] = gpus[block * len(gpus) // 4]
+    assert {name: result["gpus"][name] for name in expected} == expected
+    used = {*result["gpus"].values()}
+    rank, ranks = run["arguments"]["rank"], run["arguments"]["ranks"]
+    streams = len(used) if rank == 0 else 1  # rank zero writes all
+    waits = {"wait for a stream in snapshots/async_writer.py _stage": streams}
+    assert result["waits"]["stage"] == waits
+    if ranks > 1:
+        sent = collectives_per_step(result)[f"all_reduce of {ranks}"]
+        assert sent == [len(used), 4 * sum(result["sizes"].values())]  # a bucket for each GPU
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from launching import TINY
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.registry import run_file
 from mingpt_ddp.distributed import logs, shared_memory
-from mingpt_ddp.distributed.device import first_device_of_rank
+from mingpt_ddp.distributed.device import device_of_rank
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
@@ -374,4 +374,4 @@ def test_another_user_cannot_impersonate_a_rank():
 def test_invalid_settings_are_refused(options, error):
     with pytest.raises(ConfigError, match=error):
         config = from_mapping(configure(*options))
-        first_device_of_rank(config.trainer, config.ddp, DistEnv())
+        device_of_rank(config.trainer, config.ddp, DistEnv())

@@ -219,7 +219,6 @@ def test_the_training_loss_counts_each_copy_once(runs):
         ),
         (["model.dropout=0.0", "model.n_head=3"], "=2 must divide model.n_head=3"),
         (["model.dropout=0.0"], "=2 must divide the number of ranks, 1"),
-        (["model.devices=2"], "=2 needs model.devices=1"),
         (["ddp.comm_hook=fp16"], "=2 needs ddp.comm_hook=none"),
         (["ddp.backend=mpi"], "=2 needs ddp.backend=auto, gloo or nccl, not mpi"),
     ],

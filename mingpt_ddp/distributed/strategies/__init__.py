@@ -41,11 +41,6 @@ def check_strategy(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"ddp.strategy=hsdp needs at least {MIN_HSDP_RANKS} ranks, not {world_size}; use fsdp"
         )
-    if config.model.devices > 1 and name not in ("auto", "single", "ddp"):
-        raise ConfigError(
-            f"model.devices={config.model.devices} needs ddp.strategy=auto, not {name}; or "
-            "set it to 1"
-        )
     if name in ("fsdp", "hsdp") and config.optimizer.name == "muon":
         raise ConfigError(
             f"optimizer.name=muon orthogonalizes whole matrices, which ddp.strategy={name} "

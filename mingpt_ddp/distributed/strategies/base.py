@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.compile import compile_model, report_compile_errors
-from mingpt_ddp.distributed.device import devices_of_rank
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.sync_batchnorm import synchronize
-from mingpt_ddp.models.placement import split_blocks
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models import SupportsSeveralDevices, move_model
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.torch_internals import for_each
 
@@ -42,6 +42,7 @@ class Strategy:
     shards_model = False
     shards = 1  # parts of what is sharded
     is_canonical = False  # a step has the same bits on any number of ranks
+    allows_several_devices = False  # for the layers of one rank
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
@@ -50,7 +51,6 @@ class Strategy:
         self.device = device
         self.group = group
         self.compiles = compiles
-        self.devices = devices_of_rank(device, config.model.devices)
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
         self._shares: dict[str, Tensor] = {}  # of this rank in the step, so far
         self.clock = StepClock(device)
@@ -66,11 +66,16 @@ class Strategy:
     # The model.
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that this strategy cannot divide.
+        """Refuse a model that this strategy cannot train.
 
         Raises:
-            ConfigError: names the parameter.
+            ConfigError: names the parameter, or the keys.
         """
+        if isinstance(model, SupportsSeveralDevices) and not self.allows_several_devices:
+            raise ConfigError(
+                f"{type(model).__name__} has a method to_devices, for several devices of a rank, "
+                "which needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it"
+            )
 
     def model_memory(self, memory: int) -> int:
         """Return the bytes for one copy of a model, of which a rank has `memory` bytes."""
@@ -81,7 +86,7 @@ class Strategy:
 
         A collective.
         """
-        return self._synchronize_batchnorm(split_blocks(model, self.devices))
+        return self._synchronize_batchnorm(move_model(model, self.device))
 
     def _synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
         if not self.config.ddp.sync_batchnorm:

@@ -47,7 +47,6 @@ def check_canonical(config: Config) -> None:
         "ddp.tensor_parallel": (ddp.tensor_parallel, (1,)),
         "ddp.sync_batchnorm": (ddp.sync_batchnorm, (False,)),
         "ddp.find_unused_parameters": (ddp.find_unused_parameters, (False,)),
-        "model.devices": (config.model.devices, (1,)),
         "trainer.batch_size_per_rank": (trainer.batch_size_per_rank, (None,)),
         "trainer.compile": (trainer.compile, ("auto", False)),
     }

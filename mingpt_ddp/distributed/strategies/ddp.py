@@ -33,6 +33,7 @@ class DDPStrategy(Strategy):
     """Average the gradients during the last backward pass of a step."""
 
     name = "ddp"
+    allows_several_devices = True
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
@@ -45,7 +46,8 @@ class DDPStrategy(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         ddp = self.config.ddp
-        on_one_gpu = self.device.type == "cuda" and len(self.devices) == 1
+        devices = {parameter.device for parameter in model.parameters()}
+        on_one_gpu = self.device.type == "cuda" and devices == {self.device}
         parallel = DDP(
             super().wrap(model),
             device_ids=[self.device.index] if on_one_gpu else None,

@@ -101,6 +101,7 @@ class FSDPStrategy(Strategy):
         return shards_per_replica(list(Counter(hosts).values()))
 
     def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
         check_no_scalars(self.name, {n: p.dim() for n, p in model.named_parameters()})
 
     def model_memory(self, memory: int) -> int:

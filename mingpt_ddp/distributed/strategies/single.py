@@ -20,3 +20,5 @@ def for_one_rank(ddp: DDPConfig) -> DDPConfig:
 
 class SingleStrategy(Strategy):
     """Train on one rank."""
+
+    allows_several_devices = True

@@ -37,6 +37,7 @@ class Zero1Strategy(DDPStrategy):
 
     name = "zero1"
     is_sharded = True
+    allows_several_devices = False
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool

@@ -51,6 +51,15 @@ def test_two_files_may_register_the_same_name(directory):
         assert known(directory, f"{code}.py") == (code, [code])
 
 
+def test_a_key_of_an_earlier_version_is_refused(tmp_path):
+    """Its value would be dropped, as that of an earlier record."""
+    path = tmp_path / "mine.py"
+    path.write_text(FILE.format(key="devices"))
+    reason = "Mine.devices was a key of an earlier version; choose another name"
+    with pytest.raises(CodeError, match=f"mine.py:9: TypeError: {reason}"):
+        run_file(path, "model.code")
+
+
 def test_names_of_another_job_are_not_registered(directory):
     assert known(directory, "one.py") is not None
     assert known(directory, None) is None

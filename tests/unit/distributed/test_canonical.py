@@ -51,7 +51,6 @@ def test_the_micro_batch_must_be_set():
         "ddp.sync_batchnorm=true",
         "trainer.compile=true",
         "trainer.batch_size_per_rank=6",
-        "model.devices=2",
     ],
 )
 def test_what_depends_on_the_ranks_is_refused(key):

@@ -8,7 +8,7 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp import distributed
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.device import first_device_of_rank, refuse_shared_gpus
+from mingpt_ddp.distributed.device import device_of_rank, refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv, read_env, worker_environ
 from mingpt_ddp.errors import ConfigError
 
@@ -34,7 +34,7 @@ def device(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return str(first_device_of_rank(config.trainer, config.ddp, read_env()))
+        return str(device_of_rank(config.trainer, config.ddp, read_env()))
 
     return choose
 

@@ -322,12 +322,6 @@ def test_the_devices_are_known():
         assert peak_flops_of(gpu.name, DTYPES["bf16"]), PEAK_TFLOPS
 
 
-def test_several_gpus_of_a_rank_are_refused():
-    config = configuration(*GPT, "trainer.batch_size=4", "model.devices=2")
-    with pytest.raises(ConfigError, match=r"device= needs model.devices=1"):
-        make_gpu_plan(config, Machine("h100"))
-
-
 def test_the_simulation_counts_on_a_progress_bar(monkeypatch):
     bars = []
     progress_bar = gpu_plan.progress_bar

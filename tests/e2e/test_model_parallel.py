@@ -1,0 +1,47 @@
+"""examples/model_parallel.py, as its first lines run it: two ranks, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+from example_files import command_of, run_in_shell
+from example_model import EXAMPLE
+
+from mingpt_ddp.storage.run_dir import read_result
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_the_command_of_the_example(tmp_path):
+    """And it goes on with more steps."""
+    command = command_of(EXAMPLE)
+    done = run_in_shell(command, tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "on 2 x cpu" in done.stdout
+    (run,) = (tmp_path / "outputs").iterdir()
+    result = read_result(run)
+    assert (result["status"], result["step"], result["world_size"]) == ("complete", 20, 2)
+    done = run_in_shell(f"{command} trainer.max_steps=24", tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot of step 20 " in done.stdout
+    assert read_result(run)["step"] == 24
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        (
+            "ddp.strategy=zero1",
+            "ModelParallel has a method to_devices, for several devices of a rank, which needs "
+            "ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it",
+        ),
+        ("model.n_head=3", "model.n_head=3 must divide model.n_embd=64"),
+    ],
+)
+def test_what_it_cannot_train_is_one_line(word, reason, tmp_path):
+    done = run_in_shell(f"{command_of(EXAMPLE)} {word}", tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.splitlines() == [f"config error: {reason}"]
+    assert not (tmp_path / "outputs").exists()
