@@ -37,13 +37,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "trainer": {
         "max_epochs": None,
         "max_steps": 500,
-        "eval_every": 100,
         "batch_size": 16,
         "micro_batch_size": 8,
     },
-    "snapshot": {"every_steps": 100},
     "ddp": {},
 }
+LOG_EVERY = 10  # steps
+EVAL_EVERY = 100
+SAVE_EVERY = 100
 
 
 def train(settings: dict[str, dict[str, Any]]) -> TrainState:
@@ -76,15 +77,15 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
         meter.record(losses, norm, step.phase.fetch_s)
         state.step = n
 
-        if n % config.trainer.log_every == 0:
+        if n % LOG_EVERY == 0:
             metrics = meter.read()
             log(f"step {n}: loss {metrics['train/loss']:.4f}, {metrics['speed/step_ms']:.1f} ms")
-        if n % config.trainer.eval_every == 0:
+        if n % EVAL_EVERY == 0:
             with meter.paused(), trained.average.applied():
                 val = evaluator.run(trained.model, "val") or {}
             state.val_loss = val["loss"]
             log(f"step {n}: {task.describe(val)}")
-        if n % config.snapshot.every_steps == 0 or n == step.steps:
+        if n % SAVE_EVERY == 0 or n == step.steps:
             snapshots.wait()  # for the one before; then this one is written while training goes on
             content = snapshot_state(state, runtime, task, plan, step.steps)
             snapshots.save(RunState(n, content, trained.tensors(), best_step=None))

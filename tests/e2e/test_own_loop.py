@@ -31,8 +31,9 @@ def update_or_die(self, step):
 
 TrainStep.update = update_or_die
 settings = train.SETTINGS
-settings["trainer"] |= dict(max_steps={STEPS}, eval_every=10)
-settings["snapshot"] = dict(every_steps=5)
+settings["trainer"]["max_steps"] = {STEPS}
+train.EVAL_EVERY = 10
+train.SAVE_EVERY = 5
 with train.process_exit():
     train.train(settings)
 """
