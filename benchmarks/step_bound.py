@@ -30,13 +30,13 @@ import torch
 from common import compose_config, log, parser, report
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
 from trainers import MODERN, PLAIN, SETTINGS, Setting
 
 from mingpt_ddp.distributed.device import keep_freed_memory
 from mingpt_ddp.metrics.meters import measured_matmul_flops
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.torch_internals import count_operations
 
 HEADER = [
     "model",
@@ -170,6 +170,26 @@ def seconds_of(step: Callable[[], None], count: int) -> Iterator[float]:
         begin = time.perf_counter()
         step()
         yield time.perf_counter() - begin
+
+
+def count_operations() -> FlopCounterMode:
+    """Return a context that counts the operations of matrix products; `get_total_flops` reads it.
+
+    Attention in one kernel skips what is above the diagonal, half of its products.
+    """
+
+    def forward(q: Any, k: Any, v: Any, dropout: Any, causal: bool, **_: Any) -> int:
+        B, H, T, D = q
+        return 2 * (2 * B * H * T * k[2] * D) // (1 + causal)
+
+    def backward(grad: Any, q: Any, k: Any, *others: Any, **_: Any) -> int:
+        causal = others[4]
+        return 2 * forward(q, k, None, None, causal)
+
+    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    mapping = {fused: forward, fused_backward: backward}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
 def measure(name: str, shape: str, threads: int, rate: float) -> dict[str, Any]:

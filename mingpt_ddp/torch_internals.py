@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mingpt_ddp.errors import ConfigError
-
 S = TypeVar("S")
 PROFILER_MARK = re.compile(rb"^USDT:|gpuGetDeviceCount failed")
 FIRST_BUCKET = 1 << 20  # bytes of the first bucket of gradients, whatever ddp.bucket_cap_mb is
@@ -260,86 +258,3 @@ def compile_error() -> type[Exception]:
     from torch._dynamo import exc
 
     return getattr(exc, "TorchDynamoException", RuntimeError)
-
-
-# Steps without data.
-
-
-def tensors_without_data() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which tensors have shapes and types but no data.
-
-    Raises:
-        ConfigError: this version of torch has no such mode.
-    """
-    try:
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError as error:
-        raise ConfigError("this torch cannot plan for another device; leave out device=") from error
-    return FakeTensorMode()
-
-
-@contextlib.contextmanager
-def outputs_of_operators(record: Callable[[Tensor], object]) -> Iterator[None]:
-    """Call `record` with each tensor that an operator returns in this context, also in a backward.
-
-    Raises:
-        ConfigError: this version of torch cannot report them.
-    """
-    try:
-        from torch.utils._python_dispatch import TorchDispatchMode
-    except ImportError as error:
-        raise ConfigError("this torch cannot plan for another device; leave out device=") from error
-
-    class Outputs(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            outputs = func(*args, **(kwargs or {}))
-            for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
-                if isinstance(output, Tensor):
-                    record(output)
-            return outputs
-
-    with Outputs():
-        yield
-
-
-def attend_in_one_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attend as a fused kernel does, which keeps no weights (T, S) for the backward pass.
-
-    torch chooses it on a CPU without dropout only.
-
-    Fallback: torch's choice.
-    """
-    fused = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    if fused is None:
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return attend(q, k, v, is_causal=causal)
-    attended: Tensor = fused(q, k, v, 0.0, causal)[0]
-    return attended
-
-
-def count_operations() -> Any:
-    """Return a context that counts the operations of matrix products; `get_total_flops` reads it.
-
-    Attention in one kernel skips what is above the diagonal, half of its products.
-
-    Fallback: it counts no attention.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    def forward(q: Any, k: Any, v: Any, dropout: Any, causal: bool, **_: Any) -> int:
-        B, H, T, D = q
-        return 2 * (2 * B * H * T * k[2] * D) // (1 + causal)
-
-    def backward(grad: Any, q: Any, k: Any, *others: Any, **_: Any) -> int:
-        causal = others[4]
-        return 2 * forward(q, k, None, None, causal)
-
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    operators = {}
-    for suffix, formula in (("", forward), ("_backward", backward)):
-        operator = getattr(torch.ops.aten, name + suffix, None)
-        if operator is not None:
-            operators[operator] = formula
-    return FlopCounterMode(display=False, custom_mapping=operators)

@@ -12,8 +12,8 @@ vocab_size          tokens of the vocabulary, instead of the text's own
 
 Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers of ranks, and what
 looks doubtful. For the times, one rank trains alone on this machine for some seconds; it writes no run directory.
-With device= nothing is measured: memory, traffic and the least time of a step of every strategy are counted from a
-step without data, on a machine without a GPU and without memory for the model.
+With device= nothing is measured: memory, traffic and the least time of a step of every strategy follow from formulas,
+on a machine without a GPU and without memory for the model.
 """  # noqa: E501
 
 import json
@@ -45,6 +45,7 @@ PEAK_KINDS = (
     *("weights", "gradients", "optimizer", "average"),
     *("activations", "temporaries", "gathered", "data"),
 )
+NOT_KNOWN = "not known"  # of a model or task of one's own
 Row: TypeAlias = tuple[str, str]  # a name, and what it is
 
 
@@ -155,20 +156,22 @@ def describe(plan: dict[str, Any]) -> str:
 
 def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
     """Describe what each strategy needs of a rank."""
-    works = {name: each for name, each in gpu["strategies"].items() if each["peak_bytes"]}
-    kinds = [kind for kind in PEAK_KINDS if any(each[f"{kind}_bytes"] for each in works.values())]
+    works = {name: each for name, each in gpu["strategies"].items() if each["passes"]}
+    kinds = [
+        kind for kind in PEAK_KINDS if any(each[f"{kind}_bytes"] != 0 for each in works.values())
+    ]
     rows = [("strategy", "peak", *kinds, "largest", "sends", "least step", "limit")]
     for name, figures in works.items():
         bound = figures["step_s_bound"]
-        limit = max(("compute", "memory", "wire"), key=lambda part: figures[f"{part}_s"])
+        largest = figures["largest_micro_batch_size"]
+        limit = max(("compute", "memory", "wire"), key=lambda part: figures[f"{part}_s"] or 0)
         if figures["ranks_per_copy"] > 1:
             name = f"{name}={figures['ranks_per_copy']}"
         rows.append(
             (
                 name,
-                human_size(figures["peak_bytes"]),
-                *(human_size(figures[f"{kind}_bytes"]) for kind in kinds),
-                str(figures["largest_micro_batch_size"]),
+                *(_size(figures[f"{kind}_bytes"]) for kind in ("peak", *kinds)),
+                NOT_KNOWN if largest is None else str(largest),
                 human_size(figures["wire_bytes_per_step"]),
                 "-" if bound is None else f"{bound:.3g} s",
                 "does not fit" if bound is None else limit,
@@ -186,6 +189,10 @@ def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
     lines.append("not counted:")
     lines += [f"* {text}" for text in gpu["left_out"]]
     return lines
+
+
+def _size(size: int | None) -> str:
+    return NOT_KNOWN if size is None else human_size(size)
 
 
 def _model_rows(plan: dict[str, Any]) -> list[Row]:

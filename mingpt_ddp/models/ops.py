@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from mingpt_ddp import torch_internals
 from mingpt_ddp.errors import ConfigError
@@ -48,12 +47,7 @@ def resolve_precision(wanted: str, device: torch.device) -> str:
 
 
 def is_on_cpu(x: Tensor) -> bool:
-    """Return whether a CPU computes with x.
-
-    A mode of torch.overrides may answer: a plan for a GPU simulates it with tensors of the CPU.
-    """
-    if has_torch_function_unary(x):
-        return bool(handle_torch_function(is_on_cpu, (x,), x))
+    """Return whether a CPU computes with x."""
     return x.device.type == "cpu"
 
 

@@ -156,7 +156,6 @@ class Muon(torch.optim.AdamW):
             fused=True,
         )
         self.momentum = config.momentum
-        self.precision = "auto"  # of the orthogonalization
         # Set to shard each step over ranks; all must call `step` together, with the same gradients.
         self.rank = 0
         self.world_size = 1
@@ -196,7 +195,7 @@ class Muon(torch.optim.AdamW):
             columns = parameter.shape[-1]
             by_shape[rows, columns].append(i)
 
-        dtype = DTYPES[resolve_precision(self.precision, parameters[0].device)]
+        dtype = DTYPES[resolve_precision("auto", parameters[0].device)]
         stacks = []
         for (rows, columns), members in by_shape.items():
             matrices = [directions[i].view(-1, rows, columns).to(dtype) for i in members]

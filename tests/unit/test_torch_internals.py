@@ -48,14 +48,6 @@ NAMES = {
     "clone_store": (dist.HashStore(), "clone"),
     "record_gpu_allocations": (torch.cuda.memory, "_record_memory_history"),
     "dump_gpu_memory": (torch.cuda.memory, "_dump_snapshot"),
-    "tensors_without_data": (torch, "_subclasses"),
-    "outputs_of_operators": (torch.utils, "_python_dispatch"),
-    "count_operations": (
-        torch.ops.aten,
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    ),
-    "attend_in_one_kernel": (torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"),
 }
 
 

@@ -1,0 +1,85 @@
+"""The parameters and the optimizer's state of a run, as shapes without memory."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from mingpt_ddp.config.registry import attribute_errors_to_user_code
+from mingpt_ddp.distributed.tensor_parallel import keep_part
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models import apply_activation_checkpointing
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.tasks.task import Task
+
+
+def part(tensor: Tensor, shards: int) -> int:
+    """Return the bytes of the largest of `shards` parts, divided by rows: ceil(rows / shards)."""
+    if not tensor.dim() or not tensor.shape[0]:
+        return tensor.nbytes
+    rows = -(-tensor.shape[0] // shards)
+    return rows * tensor.nbytes // tensor.shape[0]
+
+
+class State:
+    """A model and its optimizer after a step, on torch's meta device: shapes without memory."""
+
+    def __init__(self, task: Task, parts: int = 1) -> None:
+        """
+        Args:
+            parts: ranks that hold a copy of the model together, of which this is one.
+
+        Raises:
+            ConfigError: a user's code fails without data.
+        """
+        try:
+            with attribute_errors_to_user_code(), torch.device("meta"):
+                self.model = task.build_model()
+                if parts > 1:
+                    keep_part(self.model, parts)
+                if task.config.trainer.activation_checkpointing:
+                    apply_activation_checkpointing(self.model)
+                self.optimizer = build_optimizer(self.model, task.config.optimizer)
+                self._step()
+        except ConfigError:
+            raise
+        except Exception as error:  # of a user's code
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                "device= builds the model and steps its optimizer without data, and there they "
+                f"fail; leave it out, or let the code read no values ({reason[:300]})"
+            ) from error
+        self.parameters = dict(self.model.named_parameters())
+        self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
+        self.numel = sum(p.numel() for p in self.parameters.values())
+        blocks = getattr(self.model, "blocks", ())
+        self.blocks = [sum(p.numel() for p in block.parameters()) for block in blocks]
+
+    def _step(self) -> None:
+        for group in self.optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False  # no kernel of this device
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        self.optimizer.step()
+
+    def of_optimizer(self, name: str) -> list[Tensor]:
+        """Return what the optimizer keeps of a parameter."""
+        values = self.optimizer.state.get(self.trained[name], {}).values()
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def stacks(self, names: Iterable[str]) -> Counter[tuple[int, int]]:
+        """Return how many of these parameters' matrices Muon orthogonalizes, by their shape."""
+        found = Counter[tuple[int, int]]()
+        if not isinstance(self.optimizer, Muon):
+            return found
+        for name in names:
+            parameter = self.trained[name]
+            if "momentum" in self.optimizer.state[parameter]:
+                rows = parameter.shape[-2] // self.optimizer.parts[parameter]
+                columns = parameter.shape[-1]
+                found[rows, columns] += parameter.numel() // (rows * columns)
+        return found

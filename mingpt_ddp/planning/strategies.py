@@ -1,0 +1,286 @@
+"""What each strategy needs of every rank, by formulas: bytes of memory, and bytes on the wire.
+
+N is the number of parameters, n that of ranks, s the bytes of an element in products. No rank runs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+
+from torch import Tensor
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.schema import StrategyName
+from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
+from mingpt_ddp.distributed.strategies.zero1 import share_out
+from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
+from mingpt_ddp.planning.cluster import Cluster, Traffic, all_gather, all_reduce
+from mingpt_ddp.planning.sizing import FP32, MOMENTS, Activations
+from mingpt_ddp.planning.state import State, part
+
+BF16 = 2
+HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits
+MOST_ROWS = 1 << 20  # of a micro-batch
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What the formulas of a strategy differ by."""
+
+    name: str
+    key: StrategyName  # ddp.strategy
+    has_buckets: bool = False  # of gradients, which stay allocated
+    has_owners: bool = False  # each parameter is updated by one rank
+    divides_rows: bool = False  # of everything, and gathers them
+    shares_muon: bool = False  # the ranks divide its matrices
+
+
+STRATEGIES = (
+    Strategy("single", "single"),
+    Strategy("ddp", "ddp", has_buckets=True, shares_muon=True),
+    Strategy("manual", "manual", shares_muon=True),
+    Strategy("zero1", "zero1", has_buckets=True, has_owners=True),
+    Strategy("fsdp", "fsdp", divides_rows=True),
+    Strategy("hsdp", "hsdp", divides_rows=True),
+    Strategy("tensor_parallel", "auto"),
+)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What a rank does in a step."""
+
+    config: Config
+    rows: int  # sequences of a micro-batch
+    passes: int  # forward and backward passes
+    itemsize: int  # s
+    parts: int  # ranks that hold a copy of the model together
+    activations: Activations | None  # not known of a model of one's own
+
+
+class Footprint:
+    """The bytes of one rank, of those that hold most."""
+
+    def __init__(self, strategy: Strategy, state: State, cluster: Cluster, work: StepWork) -> None:
+        """
+        Args:
+            state: of the parts of a rank.
+
+        Raises:
+            ConfigError: the strategy cannot divide the parameters, or the ranks.
+        """
+        self.strategy = strategy
+        self.state = state
+        self.cluster = cluster
+        self.work = work
+        self.shards = 1  # that the rows are divided into
+        if strategy.divides_rows:
+            check_no_scalars(strategy.name, {n: p.dim() for n, p in state.trained.items()})
+            self.shards = cluster.ranks
+        if strategy.name == "hsdp":
+            self.shards = shards_per_replica([cluster.ranks_per_node] * cluster.nodes)
+        self.own = self._own()
+
+    def _own(self) -> list[str]:
+        """Return the names of the parameters that this rank updates."""
+        if not self.strategy.has_owners:
+            return list(self.state.trained)
+        sizes = {name: p.numel() for name, p in self.state.trained.items()}
+        names: list[list[str]] = [[] for _ in range(self.cluster.ranks)]
+        for name, owner in share_out(sizes, self.cluster.ranks).items():
+            names[owner].append(name)
+        return max(names, key=self._optimizer)
+
+    def _optimizer(self, names: Iterable[str]) -> int:
+        return sum(self._part(self.state.of_optimizer(name)) for name in names)
+
+    def _part(self, tensors: Iterable[Tensor]) -> int:
+        return sum(part(tensor, self.shards) for tensor in tensors)
+
+    def weights(self) -> int:
+        """Return 4 N, divided by rows with fsdp and hsdp; buffers are whole."""
+        buffers = sum(buffer.nbytes for buffer in self.state.model.buffers())
+        return buffers + self._part(self.state.parameters.values())
+
+    def optimizer(self) -> int:
+        """Return what a step leaves: of AdamW 8 N, divided by rows or, with zero1, by owners."""
+        return self._optimizer(self.own)
+
+    def average(self) -> int:
+        """Return 4 N with trainer.ema, divided as the weights."""
+        if self.work.config.trainer.ema is None:
+            return 0
+        return self._part(self.state.parameters.values())
+
+    def gradients(self, moment: str) -> int:
+        """Return 4 N, divided as the weights, after the first pass and from the end of the last.
+
+        In the backward pass of the first block, those of the others. Buckets are there always, and
+        4 N more of passes before the last one, which are not in them yet. Muon frees those of its
+        matrices, 4 M, unless they are in buckets.
+        """
+        whole = self._part(self.state.trained.values())
+        has_more = self.work.passes > 1
+        in_passes = moment in ("forward", "loss", "last", "first")
+        if self.strategy.has_buckets:
+            return whole * (1 + (in_passes and has_more))
+        if moment == "first" and not has_more:
+            return whole - whole * max(self.state.blocks, default=0) // self.state.numel
+        freed = FP32 * sum(self._stacks()) * (moment == "update")
+        return (whole - freed) * (has_more or not in_passes)
+
+    def gathered(self, moment: str) -> int:
+        """Return what a rank holds of others, and copies that it sends.
+
+        manual: the message of gradients, 4 N. zero1: that of an owner's weights. fsdp, with R
+        elements outside the blocks and b in one: in a forward pass s (R + b); in the backward pass
+        of a block also the next one's weights, its gradients, and their copy in fp32, (2 s + 4) b,
+        and s R of the others' gradients; at the end 4 R at least.
+        """
+        if moment == "message" and self.strategy.name == "manual":
+            return self.gradients(moment)
+        if moment == "message" and self.strategy.has_owners:
+            return sum(self.state.trained[name].nbytes for name in self.own)
+        if moment in ("message", "update") or not self.strategy.divides_rows:
+            return 0
+        block = max(self.state.blocks, default=0)
+        rest = self.state.numel - sum(self.state.blocks)
+        s = self.work.itemsize
+        reduced = (2 * s + FP32) * block
+        if moment == "end":
+            return 2 * s * rest + max(FP32 * rest, reduced)
+        return s * (rest + block) + (s * rest + reduced) * (moment in ("last", "first"))
+
+    def _stacks(self) -> list[int]:
+        """Return the elements of the matrices that this rank has Muon orthogonalize, by shape."""
+        stacks = self.state.stacks(self.own)
+        return [count * rows * columns for (rows, columns), count in stacks.items()]
+
+    def _divides_muon(self) -> bool:
+        """Return whether the ranks divide Muon's matrices."""
+        is_worth_it = sum(self._stacks()) >= MIN_NUMEL_TO_SHARD
+        return self.strategy.shares_muon and is_worth_it
+
+    def _divided_stacks(self) -> tuple[int, int]:
+        """Return the elements of the stacks, padded to as many matrices for each rank.
+
+        Of all, and of those with several for each.
+        """
+        ranks = self.cluster.ranks
+        every, several = 0, 0
+        for (rows, columns), count in self.state.stacks(self.own).items():
+            share = ceil(count / ranks)
+            padded = share * ranks * rows * columns
+            every += padded
+            several += padded * (share > 1)
+        return every, several
+
+    def muon(self) -> int:
+        """Return what Muon allocates, of M elements in all matrices and S in those of a shape.
+
+        Directions in fp32, 4 M; stacks in bf16, 2 M, and the last one's matrices, 2 S. Divided:
+        what is received, 2 M, and its copy where a rank has several matrices, 2 M; its part and its
+        message, 2 x 2 M / n. Else the results, 2 M, and in an iteration two more of the stack,
+        2 x 2 S, and two of its products with itself, about 2 x S / 2.
+        """
+        stacks = self._stacks()
+        ordinary = 6 * sum(stacks) + BF16 * max(stacks, default=0)
+        if self._divides_muon():
+            every, several = self._divided_stacks()
+            return ordinary + BF16 * (every + several) + 2 * BF16 * every // self.cluster.ranks
+        return ordinary + BF16 * sum(stacks) + 5 * max(stacks, default=0)
+
+    def at(self, moment: str, rows: int) -> dict[str, int]:
+        """Return the bytes of each kind at a moment with micro-batches of `rows`."""
+        kept, temporaries = 0, 0
+        if self.work.activations:
+            kept, temporaries = self.work.activations.at(moment, rows)
+        if moment == "end" and self.strategy.has_buckets:
+            # the gradient of the first parameter, before it is copied into its bucket
+            temporaries += next(iter(self.state.trained.values())).nbytes
+        if moment == "update":
+            temporaries = self.muon()
+        return {
+            "weights": self.weights(),
+            "gradients": self.gradients(moment),
+            "optimizer": self.optimizer(),
+            "average": self.average(),
+            "activations": kept,
+            "temporaries": temporaries,
+            "gathered": self.gathered(moment),
+        }
+
+    def peak(self) -> dict[str, int]:
+        """Return the bytes of each kind at the fullest moment."""
+        return max(
+            (self.at(each, self.work.rows) for each in MOMENTS), key=lambda at: sum(at.values())
+        )
+
+    def largest(self, memory: int) -> int:
+        """Return the most rows that fit: (memory - a) // b, where they take a + b rows bytes."""
+        most = MOST_ROWS
+        for moment in MOMENTS:
+            fixed, one = (sum(self.at(moment, rows).values()) for rows in (0, 1))
+            if fixed > memory:
+                return 0
+            if one > fixed:
+                most = min(most, (memory - fixed) // (one - fixed))
+        return most
+
+    def traffic(self) -> Traffic:
+        """Return what a rank sends in a step; flags, norms and losses are left out."""
+        if self.strategy.divides_rows:
+            return self._traffic_of_rows()
+        if self.work.parts > 1:
+            return self._traffic_of_parts()
+        if self.strategy.name == "single":
+            return Traffic()
+        return self._traffic_of_gradients()
+
+    def _traffic_of_gradients(self) -> Traffic:
+        """All-reduce 2 (n - 1) / n x 4 N, or 2 N in 16 bits.
+
+        zero1: (n - 1) / n x 4 N more, of broadcasts whose last rank sends nothing. Muon: an
+        all-gather in bf16, of stacks that are padded to the same number of matrices for each rank.
+        """
+        ranks = self.cluster.ranks
+        numel = sum(p.numel() for p in self.state.trained.values())
+        is_halved = self.strategy.name == "ddp" and self.work.config.ddp.comm_hook in HALVING_HOOKS
+        sent = all_reduce(numel * (BF16 if is_halved else FP32), ranks)
+        if self.strategy.has_owners:
+            sent += all_gather(numel * FP32, ranks)
+        if self._divides_muon():
+            sent += all_gather(BF16 * self._divided_stacks()[0], ranks)
+        return self.cluster.traffic(sent, ranks)
+
+    def _traffic_of_rows(self) -> Traffic:
+        """All-gather s N before each forward and backward pass, then reduce 4 N: (n - 1) / n of it.
+
+        hsdp: then all-reduce the 4 N / n of a rank over m replicas, 2 (m - 1) / m. Rows are padded.
+        """
+        size = self.shards * self._part(self.state.parameters.values()) // FP32
+        gathered = 2 * size * self.work.itemsize
+        reduced = self.shards * self._part(self.state.trained.values())
+        passes = self.work.passes
+        replicas = self.cluster.ranks // self.shards
+        inside = all_gather(passes * (gathered + reduced), self.shards)
+        between = all_reduce(passes * reduced // self.shards, replicas)
+        return self.cluster.traffic(inside, self.shards) + self.cluster.traffic(
+            between, replicas, rings_per_node=self.shards
+        )
+
+    def _traffic_of_parts(self) -> Traffic:
+        """All-reduce activations, E elements twice a block forward and in fp32 backward.
+
+        Once more where they are computed again, without the last one. Then 4 N over the copies.
+        """
+        parts = self.work.parts
+        assert self.work.activations is not None
+        elements = self.work.activations.stream(self.work.rows)
+        forward = 3 if self.work.config.trainer.activation_checkpointing else 2
+        message = (forward * self.work.itemsize + 2 * FP32) * elements
+        layers = self.work.activations.config.n_layer
+        summed = all_reduce(self.work.passes * layers * message, parts)
+        copies = self.cluster.ranks // parts
+        averaged = all_reduce(self._part(self.state.trained.values()), copies)
+        return self.cluster.traffic(summed, parts) + self.cluster.traffic(averaged, copies, parts)
