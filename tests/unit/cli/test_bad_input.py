@@ -172,12 +172,6 @@ needs_no_mpi = pytest.mark.skipif(is_mpi_available(), reason="this torch has MPI
 CASES = [
     # Unknown keys, with the intended one
     (
-        "trainer.max_epoch=5",
-        "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
-    ),
-    ("modle.n_head=3", "config error: modle.n_head is not a key; did you mean model.n_head?"),
-    ("seed=1", "config error: seed is not a key; did you mean run.seed?"),
-    (
         "+trainer.epochs=1",
         "config error: trainer.epochs is not a key; did you mean trainer.max_epochs (",
     ),
@@ -192,10 +186,6 @@ CASES = [
         "config error: learning_rate is not a key; did you mean optimizer.lr (learning rate at the",
     ),
     (
-        "trainer.eval_interval=9",
-        "config error: trainer.eval_interval is not a key; did you mean trainer.eval_every (",
-    ),
-    (
         "+model.hidden_size=9",
         "config error: model.hidden_size is not a key; did you mean model.n_embd (features:",
     ),
@@ -207,19 +197,6 @@ CASES = [
     # Values of another type
     ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a valid number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
-    ("optimizer.lr=null", "config error: optimizer.lr=null must be a valid number"),
-    ("optimizer.betas=[0.9]", "config error: optimizer.betas[1] is missing; give it a value"),
-    ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a valid integer"),
-    (
-        "trainer.compile=1",
-        "config error: trainer.compile=1 must be a valid boolean or 'auto' or 'cuda_graphs'",
-    ),
-    ("run.seed=[1]", "config error: run.seed=[1] must be a valid integer"),
-    ("trainer.device=tpu", "config error: trainer.device='tpu' must be 'auto', 'cpu' or 'cuda'"),
-    (
-        "optimizer.schedule=cubic",
-        "config error: optimizer.schedule='cubic' must be 'cosine', 'linear', 'wsd'",
-    ),
     # Values out of range
     ("model.n_layer=0", "config error: model.n_layer=0 must be greater than or equal to 1"),
     (
@@ -228,35 +205,9 @@ CASES = [
     ),
     ("model.n_embd=1000000", "config error: the model gpt_micro has 48,000,"),
     ("model=modern_nano model.n_embd=120000", "config error: the model modern_nano has 518,4"),
-    ("model.dropout=1", "config error: model.dropout=1 must be less than 1"),
-    ("optimizer.lr=0", "config error: optimizer.lr=0 must be greater than or equal to 1e-30"),
-    (
-        "optimizer=muon optimizer.lr=1e300",
-        "config error: optimizer.lr=1e+300 must be less than or equal to 1e+30",
-    ),
-    (
-        "optimizer=muon optimizer.head_lr=5e-324",
-        "config error: optimizer.head_lr=5e-324 must be greater than or equal to 1e-30",
-    ),
-    (
-        "optimizer.weight_decay=1e200",
-        "config error: optimizer.weight_decay=1e+200 must be less than or equal to 1e+06",
-    ),
-    ("optimizer.decay_ratio=0", "config error: optimizer.decay_ratio=0 must be greater than 0"),
-    ("data.train_split=1", "config error: data.train_split=1 must be less than 1"),
     (
         "data.sha256=abc",
         "config error: data.sha256=abc must be 64 lower-case hexadecimal digits or null",
-    ),
-    ("run.seed=-1", "config error: run.seed=-1 must be greater than or equal to 0"),
-    (
-        "snapshot.keep_last=0",
-        "config error: snapshot.keep_last=0 must be greater than or equal to 1",
-    ),
-    ("snapshot.every_minutes=0", "config error: snapshot.every_minutes=0 must be greater than 0"),
-    (
-        "ddp.nproc_per_node=-1",
-        "config error: ddp.nproc_per_node=-1 must be greater than or equal to 0",
     ),
     # Invalid combinations
     (
@@ -507,22 +458,8 @@ CASES = [
     ("optimizer.lr = 1e-3", "config error: cannot read 'optimizer.lr': "),
     ("optimizer.lr= 1e-3", "config error: cannot read '1e-3': "),
     ("--cfg model", "config error: argument --cfg/-c: invalid choice: 'model' (choose from "),
-    ("-io", "config error: argument --info/-i: invalid choice: 'o' (choose from "),
     ("-x", "config error: unrecognized arguments: -x"),
-    ("epochs=3", "config error: epochs is not a key; did you mean trainer.max_epochs (epochs:"),
-    (
-        "trainer.devices=2",
-        "config error: trainer.devices is not a key; did you mean ddp.nproc_per_node (",
-    ),
-    (
-        "trainer.precision=float16",
-        (
-            "config error: trainer.precision='float16' must be 'auto', 'fp32', 'bf16' or 'fp16'; "
-            "did you mean fp16?"
-        ),
-    ),
     # More than any machine has
-    ("model.n_layer=10000", "config error: model.n_layer=10000 must be less than or equal to 1000"),
     ("ddp.nproc_per_node=100000", "config error: ddp.nproc_per_node=100000 must be at most "),
     (
         "-m ddp.nproc_per_node=100000 run.seed=1,2",
@@ -561,16 +498,8 @@ CASES = [
     ),
     ("config/train_char.py", "config error: cannot read 'config/train_char.py': "),
     (
-        "--batch_size=8",
-        "config error: --batch_size is not an option; did you mean trainer.batch_size?",
-    ),
-    (
         "--learning-rate 1e-3",
         "config error: --learning-rate is not an option; did you mean optimizer.lr",
-    ),
-    (
-        "--optimizer.lr=1e-3",
-        "config error: --optimizer.lr is not an option; write optimizer.lr=1e-3",
     ),
     ("--config x.yaml", "config error: --config is not an option"),
     ("optimizer.lr=[1", "config error: "),
@@ -590,8 +519,6 @@ CASES = [
             "gpt_nano"
         ),
     ),
-    ("experiment=nowhere", "config error: Could not find 'experiment/nowhere'"),
-    ("model=null", "config error: "),
     ("~model", "config error: the group model is missing"),
     ("~model.n_head", "config error: model.n_head is missing; give it a value"),
     (
