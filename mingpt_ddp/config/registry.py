@@ -38,17 +38,8 @@ __all__ = [
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-# The registered configurations of each kind by name.
-CONFIGS: dict[str, dict[str | None, type]] = {
-    "task": GROUPS["task"][1],
-    "model": GROUPS["model"][1],
-    "optimizer": GROUPS["optimizer"][1],
-    "dataset": GROUPS["data"][1],
-    "data": GROUPS["data"][1],
-    "comm_hook": COMM_HOOKS,
-    "hook": {},
-}
-BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in CONFIGS}
+# By kind and name; a hook of a run has no configuration.
+BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in (*BASES, "hook")}
 EVENTS = ("step", "evaluate", "end")
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
@@ -61,16 +52,25 @@ class Entry:
 
     group: str
     name: str
-    config: type
+    config: type | None
     builder: Callable[..., Any]
 
     def add(self) -> None:
-        CONFIGS[self.group][self.name] = self.config
         BUILDERS[self.group][self.name] = self.builder
+        if self.config is not None:
+            _configs(self.group)[self.name] = self.config
 
     def remove(self) -> None:
-        CONFIGS[self.group].pop(self.name, None)
         BUILDERS[self.group].pop(self.name, None)
+        if self.config is not None:
+            _configs(self.group).pop(self.name, None)
+
+
+def _configs(kind: str) -> dict[str | None, type]:
+    """Return the configurations of a kind by name, where the schema looks them up."""
+    if kind == "comm_hook":
+        return COMM_HOOKS
+    return GROUPS["data" if kind == "dataset" else kind][1]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class UserFile:
 
 
 _files: dict[Path, UserFile] = {}  # files run so far
-_entries: list[Entry] = []  # registered by the most recent file
+_entries: list[Entry] = []  # registered so far, one after the other
 
 
 def register(group: str, name: str, config: type) -> Callable[[Builder], Builder]:
@@ -104,7 +104,7 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
     """
     if group not in BASES:
         raise ValueError(f"@register({group!r}, ...): the group must be one of {', '.join(BASES)}")
-    if name in CONFIGS[group]:
+    if name in _configs(group):
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
     inherits = isinstance(config, type) and issubclass(config, BASES[group])
@@ -160,7 +160,7 @@ def on(event: str) -> Callable[[Builder], Builder]:
 
     def add(hook: Builder) -> Builder:
         name = f"{event} {hook.__module__}.{hook.__qualname__}"
-        _register(Entry("hook", name, type(None), hook))
+        _register(Entry("hook", name, None, hook))
         return hook
 
     return add
@@ -269,13 +269,13 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
         # at the end, so that files there cannot shadow installed packages
         sys.path.append(str(path.parent))
     _files[path] = UserFile(found, [])
-    _entries.clear()
+    first = len(_entries)
     try:
         # compile, unlike import, writes no __pycache__ to the user's directory
         with attribute_errors_to_user_code():
             exec(_compile(content, path), module.__dict__)
     finally:
-        _files[path].entries.extend(_entries)
+        _files[path].entries.extend(_entries[first:])
     return found
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.data import samples
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.samples import MAX_BATCH, Datasets, SampleLoader, SampleSplit, build_datasets
@@ -138,7 +139,7 @@ def registered(monkeypatch):
     from mingpt_ddp.config import registry
 
     def build(datasets) -> Datasets:
-        for names in (registry.BUILDERS["dataset"], registry.CONFIGS["dataset"]):
+        for names in (registry.BUILDERS["dataset"], GROUPS["data"][1]):
             monkeypatch.setitem(names, "own", None)
             del names["own"]
         register("dataset", "own", DatasetConfig)(lambda config: datasets)
