@@ -803,15 +803,6 @@ def test_a_valid_run_is_distinguished(cwd):
     ("args", "expected"),
     [
         (
-            ["trainer.max_epoch=5"],
-            "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
-        ),
-        (["optimizer=adamm"], "config error: Could not find 'optimizer/adamm'"),
-        (
-            ["model.n_embd=64", "model.n_head=5"],
-            "config error: model.n_embd=64 must be divisible by model.n_head=5",
-        ),
-        (
             ["ddp.nproc_per_node=2", "trainer.device=cuda"],  # a worker finds it
             "config error: trainer.device=cuda, but torch sees no GPU here",
         ),
@@ -822,28 +813,15 @@ def test_python_main(args, expected, cwd):
     check(run_alone(args, cwd), expected)
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (
-            ["trainer.max_epoch=5"],
-            "config error: trainer.max_epoch is not a key; did you mean trainer.max_epochs?",
-        ),
-        (
-            ["trainer.batch_size=1", "trainer.device=cpu"],
-            (
-                "config error: trainer.batch_size=1 in micro-batches of 1 occupies 1 of 2 ranks; "
-                "use at most 1, or"
-            ),
-        ),
-    ],
-)
-def test_torchrun(args, expected, cwd):
+def test_torchrun(cwd):
     """Both ranks have the same error; rank zero reports it once, and the agent exits with 1."""
-    done = call([*torchrun(2), *args], cwd)
+    done = call([*torchrun(2), "trainer.batch_size=1", "trainer.device=cpu"], cwd)
     errors = [line for line in done.stdout.splitlines() if re.search(r"\w error: ", line)]
     assert len(errors) == 1, done.stdout
-    assert errors[0].startswith(expected)
+    assert errors[0].startswith(
+        "config error: trainer.batch_size=1 in micro-batches of 1 occupies 1 of 2 ranks; use at "
+        "most 1, or"
+    )
     assert done.returncode == 1
     assert not (cwd / "outputs").exists()
 
