@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "micro_batch_size": 8,
     },
     "ddp": {},
+    "snapshot": {},
 }
 LOG_EVERY = 10  # steps
 EVAL_EVERY = 100

@@ -83,7 +83,8 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
 
     limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "snapshot.every_steps=5"]
     words = [*overrides(), *limits, "run.name=main", f"ddp.nproc_per_node={ranks}"]
-    assert call([*python_main(), *words], tmp_path).returncode == 0
+    done = call([*python_main(), *words], tmp_path)
+    assert done.returncode == 0, done.stdout
     outputs = tmp_path / "outputs"
     assert hashes(outputs / "example") == hashes(outputs / "main")
 
