@@ -245,7 +245,7 @@ class Footprint:
         """
         ranks = self.cluster.ranks
         numel = sum(p.numel() for p in self.state.trained.values())
-        is_halved = self.strategy.name == "ddp" and self.work.config.ddp.comm_hook in HALVING_HOOKS
+        is_halved = self.work.config.ddp.comm_hook in HALVING_HOOKS
         sent = all_reduce(numel * (BF16 if is_halved else FP32), ranks)
         if self.strategy.has_owners:
             sent += all_gather(numel * FP32, ranks)

@@ -139,8 +139,10 @@ def test_bytes_on_the_wire_match_a_count_by_hand():
     parts = math.gcd(HEADS, ranks)
     assert parts == 1
     assert figures["tensor_parallel"]["reason"]
-    halved = strategies("ddp.comm_hook=bf16", ranks=ranks)["ddp"]["wire_bytes_per_step"]
-    assert halved == sent["ddp"] // 2
+    halved = strategies("ddp.comm_hook=bf16", ranks=ranks)
+    assert halved["ddp"]["wire_bytes_per_step"] == sent["ddp"] // 2
+    assert halved["zero1"]["wire_bytes_per_step"] == sent["zero1"] - sent["ddp"] // 2
+    assert "has no comm_hook" in halved["manual"]["reason"]
 
 
 def test_tensor_parallelism_divides_matrices_and_sends_activations():
