@@ -37,6 +37,7 @@ from mingpt_ddp.distributed.workers import (
 )
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.sockets import make_socket_directory
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ async def run_workers(
         raise ConfigError(
             f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more"
         )
+    make_socket_directory()  # of the workers too, which do not delete it
     if config.launcher == "forkserver":
         start_server()
     composed = compose_for_workers(launch.overrides)  # while the server imports torch

@@ -16,6 +16,7 @@ import pytest
 from launching import (
     ROOT,
     TINY,
+    WITH_DIGITS,
     Job,
     UnforkedJob,
     call,
@@ -311,6 +312,16 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
     assert not [
         path for path in slow_run.tmpdir.iterdir() if path.name.startswith(("pymp", "torchelastic"))
     ]
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_loader_processes_leave_no_sockets(launcher, tmp_path):
+    digits = [WITH_DIGITS, "experiment=digits_convnet", "data.num_workers=1", "run.name=run"]
+    digits += ["trainer.device=cpu", "trainer.max_epochs=null", "trainer.max_steps=1"]
+    with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
+        done = call([*ONE_MACHINE[launcher], *digits], tmp_path, TMPDIR=tmpdir)
+        assert done.returncode == 0, done.stdout
+        assert not [*Path(tmpdir).glob("pymp-*")]
 
 
 @pytest.mark.slow
