@@ -61,6 +61,15 @@ LEFT_OUT_OF_CANONICAL = (
     "gradients of every micro-batch on the wire"
 )
 
+FIGURES = (
+    *("peak_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes"),
+    *("activations_bytes", "temporaries_bytes", "gathered_bytes", "data_bytes"),
+    *("micro_batch_size", "passes", "ranks_per_copy", "largest_micro_batch_size"),
+    *("wire_bytes_per_step", "flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
+)
+# of a model of one's own
+UNKNOWN = ("peak_bytes", "activations_bytes", "temporaries_bytes", "largest_micro_batch_size")
+
 
 class GPUPlan:
     """The figures of one configuration on some GPUs."""
@@ -194,18 +203,6 @@ class GPUPlan:
             "memory_s": moved / self.gpu.bandwidth,
             "wire_s": footprint.traffic().seconds,
         }
-
-
-FIGURES = (
-    *("peak_bytes", "weights_bytes", "gradients_bytes", "optimizer_bytes", "average_bytes"),
-    *("activations_bytes", "temporaries_bytes", "gathered_bytes", "data_bytes"),
-    *("micro_batch_size", "passes", "ranks_per_copy", "largest_micro_batch_size"),
-    *("wire_bytes_per_step", "flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
-)
-
-
-# Of a model of one's own: not known.
-UNKNOWN = (*("peak_bytes", "activations_bytes", "temporaries_bytes", "largest_micro_batch_size"),)
 
 
 def precision_of_gpu(config: Config) -> str:

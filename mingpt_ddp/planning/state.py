@@ -71,15 +71,18 @@ class State:
         values = self.optimizer.state.get(self.trained[name], {}).values()
         return [value for value in values if isinstance(value, Tensor)]
 
-    def stacks(self, names: Iterable[str]) -> Counter[tuple[int, int]]:
-        """Return how many of these parameters' matrices Muon orthogonalizes, by their shape."""
-        found = Counter[tuple[int, int]]()
+    def stacks(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """Return what Muon orthogonalizes at once of these parameters, matrices of one shape.
+
+        Of each shape their number, and the elements of one.
+        """
         if not isinstance(self.optimizer, Muon):
-            return found
+            return []
+        found = Counter[torch.Size]()
         for name in names:
             parameter = self.trained[name]
             if "momentum" in self.optimizer.state[parameter]:
                 rows = parameter.shape[-2] // self.optimizer.parts[parameter]
-                columns = parameter.shape[-1]
-                found[rows, columns] += parameter.numel() // (rows * columns)
-        return found
+                shape = torch.Size((rows, parameter.shape[-1]))
+                found[shape] += parameter.numel() // shape.numel()
+        return [(count, shape.numel()) for shape, count in found.items()]

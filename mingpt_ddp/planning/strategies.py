@@ -80,6 +80,8 @@ class Footprint:
         if strategy.name == "hsdp":
             self.shards = shards_per_replica([cluster.ranks_per_node] * cluster.nodes)
         self.own = self._own()
+        self.stacks = state.stacks(self.own)
+        self.muon_numel = sum(count * numel for count, numel in self.stacks)
 
     def _own(self) -> list[str]:
         """Return the names of the parameters that this rank updates."""
@@ -126,7 +128,7 @@ class Footprint:
             return whole * (1 + (in_passes and has_more))
         if moment == "first" and not has_more:
             return whole - whole * max(self.state.blocks, default=0) // self.state.numel
-        freed = FP32 * sum(self._stacks()) * (moment == "update")
+        freed = FP32 * self.muon_numel * (moment == "update")
         return (whole - freed) * (has_more or not in_passes)
 
     def gathered(self, moment: str) -> int:
@@ -151,28 +153,21 @@ class Footprint:
             return 2 * s * rest + max(FP32 * rest, reduced)
         return s * (rest + block) + (s * rest + reduced) * (moment in ("last", "first"))
 
-    def _stacks(self) -> list[int]:
-        """Return the elements of the matrices that this rank has Muon orthogonalize, by shape."""
-        stacks = self.state.stacks(self.own)
-        return [count * rows * columns for (rows, columns), count in stacks.items()]
-
     def _divides_muon(self) -> bool:
         """Return whether the ranks divide Muon's matrices."""
-        is_worth_it = sum(self._stacks()) >= MIN_NUMEL_TO_SHARD
-        return self.strategy.shares_muon and is_worth_it
+        return self.strategy.shares_muon and self.muon_numel >= MIN_NUMEL_TO_SHARD
 
-    def _divided_stacks(self) -> tuple[int, int]:
-        """Return the elements of the stacks, padded to as many matrices for each rank.
+    def _padded_muon(self) -> tuple[int, int]:
+        """Return the elements of Muon's matrices, padded to as many of a shape for each rank.
 
         Of all, and of those with several for each.
         """
         ranks = self.cluster.ranks
         every, several = 0, 0
-        for (rows, columns), count in self.state.stacks(self.own).items():
+        for count, numel in self.stacks:
             share = ceil(count / ranks)
-            padded = share * ranks * rows * columns
-            every += padded
-            several += padded * (share > 1)
+            every += share * ranks * numel
+            several += share * ranks * numel * (share > 1)
         return every, several
 
     def muon(self) -> int:
@@ -183,12 +178,12 @@ class Footprint:
         message, 2 x 2 M / n. Else the results, 2 M, and in an iteration two more of the stack,
         2 x 2 S, and two of its products with itself, about 2 x S / 2.
         """
-        stacks = self._stacks()
-        ordinary = 6 * sum(stacks) + BF16 * max(stacks, default=0)
+        largest = max((count * numel for count, numel in self.stacks), default=0)
+        both = (FP32 + BF16) * self.muon_numel + BF16 * largest
         if self._divides_muon():
-            every, several = self._divided_stacks()
-            return ordinary + BF16 * (every + several) + 2 * BF16 * every // self.cluster.ranks
-        return ordinary + BF16 * sum(stacks) + 5 * max(stacks, default=0)
+            every, several = self._padded_muon()
+            return both + BF16 * (every + several) + 2 * BF16 * every // self.cluster.ranks
+        return both + BF16 * self.muon_numel + 5 * largest
 
     def at(self, moment: str, rows: int) -> dict[str, int]:
         """Return the bytes of each kind at a moment with micro-batches of `rows`."""
@@ -250,7 +245,7 @@ class Footprint:
         if self.strategy.has_owners:
             sent += all_gather(numel * FP32, ranks)
         if self._divides_muon():
-            sent += all_gather(BF16 * self._divided_stacks()[0], ranks)
+            sent += all_gather(BF16 * self._padded_muon()[0], ranks)
         return self.cluster.traffic(sent, ranks)
 
     def _traffic_of_rows(self) -> Traffic:
