@@ -2,7 +2,7 @@
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,18 @@ from mingpt_ddp.config.fields import (
     UnitInterval,
     key,
 )
-from mingpt_ddp.config.validation import check
+from mingpt_ddp.config.validation import build, check, check_choice
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The keys of a schedule of your own: optimizer.schedule_settings."""
+
+
+# The registered values of optimizer.schedule.
+SCHEDULES: dict[str | None, type] = dict.fromkeys(
+    ("cosine", "linear", "wsd", "constant"), ScheduleConfig
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +42,11 @@ class OptimizerConfig(UserCodeConfig):
     weight_decay: Annotated[NonNegativeFloat, Field(le=1e6)] = key(
         0.1, "of matrices; vectors are not decayed"
     )
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = key(
-        "cosine", "how the learning rate decays"
+    schedule: str = key(
+        "cosine", "how the learning rate decays: cosine, linear, wsd, constant or your own"
+    )
+    schedule_settings: dict[str, Any] | None = key(
+        None, "keys of a schedule of your own by name, as in {period: 100}"
     )
     schedule_steps: PositiveInt | None = key(
         None, "length of the schedule; null: the run's", "steps"
@@ -59,10 +73,21 @@ class OptimizerConfig(UserCodeConfig):
     )
 
     def __post_init__(self) -> None:
+        check_choice("optimizer.schedule", self.schedule, SCHEDULES)
+        self.own_schedule()
         is_known = self.lr_scaling == "none" or self.reference_batch_size is not None
         check(
             is_known, f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size"
         )
+
+    def own_schedule(self) -> Any:
+        """Return the keys of the schedule, as its class.
+
+        Raises:
+            ConfigError: names the key that is invalid.
+        """
+        settings = self.schedule_settings or {}
+        return build(SCHEDULES[self.schedule], settings, "optimizer.schedule_settings")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, TaskConfig
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.optimizer_config import SCHEDULES, OptimizerConfig, ScheduleConfig
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
@@ -30,6 +30,7 @@ __all__ = [
     "DatasetConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ScheduleConfig",
     "TaskConfig",
     "check",
     "on",
@@ -40,6 +41,8 @@ __all__ = [
 Builder = TypeVar("Builder", bound=Callable[..., Any])
 # By kind and name; a hook of a run has no configuration.
 BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in (*BASES, "hook")}
+# Of the kinds that are the value of a key of their group.
+VALUES = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES}
 EVENTS = ("step", "evaluate", "end")
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
@@ -68,8 +71,8 @@ class Entry:
 
 def _configs(kind: str) -> dict[str | None, type]:
     """Return the configurations of a kind by name, where the schema looks them up."""
-    if kind == "comm_hook":
-        return COMM_HOOKS
+    if kind in VALUES:
+        return VALUES[kind]
     return GROUPS["data" if kind == "dataset" else kind][1]
 
 
@@ -93,11 +96,12 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
             (config, outputs, inputs) -> nn.Module, see `Task.build_model`; "optimizer", for (model,
             config) -> torch.optim.Optimizer; "dataset", for (config) ->
             `mingpt_ddp.data.samples.Datasets`; "data", for (config) -> an iterator of str, the
-            pieces of the text in order.
-        name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset` or
-            `data.reader` that selects it.
+            pieces of the text in order; "schedule", for a pure function (step, steps, config) ->
+            the learning rate of a step over `optimizer.lr`, where steps count from 1.
+        name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset`,
+            `data.reader` or `optimizer.schedule` that selects it.
         config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
-            OptimizerConfig, DatasetConfig or DataConfig.
+            OptimizerConfig, DatasetConfig, DataConfig or ScheduleConfig.
 
     Raises:
         ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.
@@ -177,12 +181,14 @@ def is_user_defined(group: str, name: str) -> bool:
 
 
 def uses_user_code(config: Config) -> bool:
-    """Return whether the task, the model, the optimizer or the dataset is a user's."""
+    """Return whether the task, the model, the optimizer, its schedule or the data is a user's."""
     chosen = {
         "task": config.task.name,
         "model": config.model.architecture,
         "optimizer": config.optimizer.name,
     }
+    if config.optimizer.schedule in BUILDERS["schedule"]:
+        return True
     if isinstance(config.data, DatasetConfig):  # none is built in
         return True
     return any(is_user_defined(kind, name) for kind, name in chosen.items())

@@ -37,12 +37,12 @@ from mingpt_ddp.config.optimizer_config import (
     AdamWConfig,
     MuonConfig,
     OptimizerConfig,
+    ScheduleConfig,
     SGDConfig,
 )
-from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
-from mingpt_ddp.config.validation import check, check_directory, check_url, did_you_mean
+from mingpt_ddp.config.validation import check, check_choice, check_directory, check_url
 
 DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
 RUN_NAME = rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?"
@@ -189,11 +189,7 @@ class DDPConfig:
             f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
             "use ddp or zero1",
         )
-        hook = f"ddp.comm_hook={self.comm_hook}"
-        hooks = [*map(str, COMM_HOOKS)]
-        meant = did_you_mean(self.comm_hook, hooks)
-        hint = f"{', '.join(hooks)}{f'; did you mean {meant}?' if meant else ''}"
-        check(self.comm_hook in hooks, retired(hook) or f"{hook} must be one of {hint}")
+        check_choice("ddp.comm_hook", self.comm_hook, COMM_HOOKS)
         alone = self.tensor_parallel == 1 or self.comm_hook == "none"
         check(alone, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none")
         mpi = self.tensor_parallel > 1 and self.backend == "mpi"
@@ -203,7 +199,11 @@ class DDPConfig:
             "nccl, not mpi",
         )
         half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
-        check(not half, f"{hook} needs 16-bit all-reduce, which MPI lacks; use gloo or nccl")
+        check(
+            not half,
+            f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or "
+            "nccl",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +290,7 @@ BASES: dict[str, type] = {
     "dataset": DatasetConfig,  # of samples, in the group data
     "data": DataConfig,  # readers of text
     "comm_hook": DDPConfig,
+    "schedule": ScheduleConfig,  # of the learning rate
 }
 # The registered values of ddp.comm_hook; none of them has keys of its own.
 COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16"), DDPConfig)

@@ -47,6 +47,9 @@ class TrainerConfig:
     grad_norm_clip: PositiveFloat | None = key(
         1.0, "largest global gradient norm; null: no clipping"
     )
+    grad_value_clip: PositiveFloat | None = key(
+        None, "largest absolute value of a gradient, after grad_norm_clip; null: no clipping"
+    )
     log_every: PositiveInt = neutral(10, "between two log lines", "steps")
     eval_every: PositiveInt | None = neutral(
         250, "between evaluations; there is always a final one", "steps"

@@ -44,6 +44,18 @@ def did_you_mean(key: str, known: Iterable[str], min_similarity: float = 0.6) ->
     return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=min_similarity)), None)
 
 
+def check_choice(key: str, value: str, known: Iterable[str | None]) -> None:
+    """Refuse a value that is none of the registered ones.
+
+    Raises:
+        ConfigError: names them, and the closest.
+    """
+    names = [*map(str, known)]
+    meant = did_you_mean(value, names)
+    hint = f"{', '.join(names)}{f'; did you mean {meant}?' if meant else ''}"
+    check(value in names, retired(f"{key}={value}") or f"{key}={value} must be one of {hint}")
+
+
 def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:
     """Return `did you mean ...?` for the most similar known key, or else the list of all keys."""
     meant = did_you_mean(key, known)

@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.errors import CodeError
 
 T = TypeVar("T", bound=OptimizerConfig)
 
@@ -31,13 +33,15 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
 
     Linear warm-up, then decay from `lr` to `min_lr_ratio * lr` at the last step of the schedule,
     constant after that. wsd is warm-up, stable, decay (Hu et al. 2024, "MiniCPM", arXiv:2404.06395)
-    with a linear decay.
+    with a linear decay. A schedule of the user has the warm-up in its hands too.
     """
+    total = config.schedule_steps or run_steps
+    if own := BUILDERS["schedule"].get(config.schedule):
+        return config.lr * float(own(step, total, config.own_schedule()))
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    total = config.schedule_steps or run_steps
     progress = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
     if config.schedule == "cosine":
         coeff = 0.5 * (1 + math.cos(math.pi * progress))
@@ -48,6 +52,26 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
         coeff = min(1.0, remaining / config.decay_ratio)
     # coeff goes from 1 to 0
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
+
+
+def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
+    """Refuse a schedule of the user that is no function of its arguments, or no rate.
+
+    It is tried at some hundred steps, in order and back.
+
+    Raises:
+        CodeError: names the step.
+    """
+    steps = [*range(1, run_steps + 1, max(1, run_steps // 100)), run_steps]
+    rates = [get_lr(step, config, run_steps) for step in steps]
+    for step, rate in zip(reversed(steps), reversed(rates), strict=True):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise CodeError(f"the schedule {config.schedule}: the rate of step {step} is {rate}")
+        if get_lr(step, config, run_steps) != rate:
+            raise CodeError(
+                f"the schedule {config.schedule}: the rate of step {step} depends on more than the "
+                "step, the number of steps and its keys, so that a restart would change it"
+            )
 
 
 def weight_decay_factor(step: int, config: OptimizerConfig, run_steps: int) -> float:

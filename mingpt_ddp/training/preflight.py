@@ -17,6 +17,7 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError, SnapshotError
 from mingpt_ddp.models import apply_activation_checkpointing, count_parameters, flops_per_token
+from mingpt_ddp.optim.lr_schedule import check_schedule
 from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import check_none_newer, load, readable_stores
@@ -27,7 +28,7 @@ from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.train_state import TrainState, restore
-from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.train_step import TrainStep, count_steps
 from mingpt_ddp.training.trainable import build_trainable
 
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
@@ -174,6 +175,7 @@ def check_resumes_exactly(
     few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
     trial_loader = TrialLoader(loader, few)
     with attribute_errors_to_user_code():
+        check_schedule(task.config.optimizer, count_steps(task.config, loader.steps_per_epoch))
         _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
         # new ones: the checks may have changed buffers
         first = _Trial(runtime, task, trial_loader)

@@ -1,6 +1,7 @@
 """What is doubtful in the length of a run."""
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS
 
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
@@ -19,7 +20,7 @@ def long_warmup(config: Config, steps: int) -> str | None:
     """Return a warning if the learning rate never reaches its peak."""
     warmup = config.optimizer.warmup_steps
     length = config.optimizer.schedule_steps or steps
-    if warmup <= length:
+    if warmup <= length or config.optimizer.schedule in BUILDERS["schedule"]:
         return None
     return (
         f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "

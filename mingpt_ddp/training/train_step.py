@@ -92,9 +92,16 @@ class TrainStep:
         return losses
 
     def clip(self) -> Tensor:
-        """Clip the gradients to trainer.grad_norm_clip; return their global norm before."""
+        """Clip the gradients by norm, then by value; return their global norm before."""
+        trainer = self.config.trainer
         self.runtime.scaler.unscale_(self.optimizer)
-        return self.strategy.clip_grad_norm(self.parameters, self.config.trainer.grad_norm_clip)
+        norm = self.strategy.clip_grad_norm(self.parameters, trainer.grad_norm_clip)
+        limit = trainer.grad_value_clip
+        if limit is not None:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    self.strategy.local(parameter.grad).clamp_(-limit, limit)
+        return norm
 
     def update(self, step: int) -> float:
         """Update the weights, and their average; return the learning rate."""

@@ -403,6 +403,17 @@ def test_a_step_clips_to_the_configured_norm():
     assert float((model.scores.weight.detach() - before).norm()) == pytest.approx(0.001, rel=1e-3)
 
 
+def test_a_step_clips_each_value():
+    model = Table()
+    train_step = step_of(model, "trainer.grad_norm_clip=null", "trainer.grad_value_clip=0.01")
+    train_step.passes(1)
+    whole = model.scores.weight.grad.clone()
+    norm = train_step.clip()
+    assert torch.equal(norm, whole.norm())  # the norm before
+    assert torch.equal(model.scores.weight.grad, whole.clamp(-0.01, 0.01))
+    assert whole.abs().max() > 0.01
+
+
 @pytest.mark.parametrize("limit", [1.0, None])
 def test_a_model_without_gradients(limit):
     assert clip(nn.Linear(1, 1), limit) == 0

@@ -1,0 +1,98 @@
+"""A schedule of the learning rate from a user's file, and clipping by value."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launching import TINY, Job, call, committed, last_step, python_main, wait_for
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+
+SCHEDULE = """
+import math
+from dataclasses import dataclass
+from mingpt_ddp.registry import ScheduleConfig, register
+
+calls = []
+
+@dataclass(frozen=True)
+class CyclicConfig(ScheduleConfig):
+    period: int = 4
+
+@register("schedule", "cyclic", CyclicConfig)
+def cyclic(step, steps, config):
+    calls.append(step)
+    return {result}
+"""
+CYCLIC = "(1 + math.cos(2 * math.pi * step / config.period)) / 2 + step / steps / 10"
+SETTINGS = [*TINY, "+optimizer.code=mine.py", "optimizer.schedule=cyclic", "run.name=run"]
+PERIOD = "optimizer.schedule_settings={period: 6}"
+TWO_RANKS = "ddp.nproc_per_node=2"
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    write(tmp_path, CYCLIC)
+    return tmp_path
+
+
+def write(cwd: Path, result: str) -> None:
+    (cwd / "conf").mkdir(exist_ok=True)
+    (cwd / "conf" / "mine.py").write_text(SCHEDULE.replace("{result}", result))
+
+
+def train(cwd: Path, *overrides: str) -> Any:
+    return call([*python_main(), "--config-dir=conf", *SETTINGS, *overrides], cwd)
+
+
+def weights(run: Path) -> str:
+    file = max(run.glob("snapshots/*/model.safetensors"))
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_the_rate_is_the_schedules_and_survives_a_kill(project):
+    """Weight decay in proportion to it; the log has the true rate."""
+    more = [PERIOD, TWO_RANKS, "trainer.log_every=1", "optimizer.lr=0.5", "trainer.max_steps=40"]
+    more += ["optimizer.weight_decay_schedule=lr", "trainer.grad_value_clip=0.01"]
+    done = train(project, *more)
+    assert done.returncode == 0, done.stdout
+    run = project / "outputs" / "run"
+    rates = dict(read_history(run / METRICS).series("lr"))
+    assert rates[6] == pytest.approx(0.5 * (1 + 6 / 40 / 10))
+    assert rates[3] == pytest.approx(0.5 * (3 / 40 / 10))
+    job = Job([*python_main(), "--config-dir=conf", *SETTINGS, *more, "run.root=killed"], project)
+    killed = project / "killed" / "run"
+    wait_for(lambda: last_step(killed) >= 8 and committed(killed), what="step 8")
+    job.kill_tree()
+    done = train(project, *more, "run.root=killed")
+    assert done.returncode == 0, done.stdout
+    assert weights(killed) == weights(run)
+    recorded = yaml.safe_load((run / "config.yaml").read_text())["optimizer"]
+    assert recorded["schedule_settings"] == {"period": 6}
+
+
+@pytest.mark.parametrize(
+    ("result", "overrides", "error"),
+    [
+        ("len(calls)", [], "the schedule cyclic: the rate of step 12 depends on more than"),
+        ("-1.0", [], "the schedule cyclic: the rate of step 12 is -"),
+        ("math.nan", [], "the schedule cyclic: the rate of step 12 is nan"),
+        ("[][1]", [], "mine.py:15: IndexError"),
+        (CYCLIC, ["optimizer.schedule_settings={periods: 6}"], "schedule_settings.periods is not"),
+        (CYCLIC, ["optimizer.schedule_settings={period: x}"], "optimizer.schedule_settings.period"),
+        (CYCLIC, ["optimizer.schedule=cyclik"], "must be one of .*; did you mean cyclic"),
+        (CYCLIC, ["optimizer.schedule=wsd", PERIOD], "schedule_settings.period is not a key"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(project, result, overrides, error):
+    write(project, result)
+    done = train(project, *overrides)
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stdout.splitlines()
+    assert re.search(error, line), line
+    assert not (project / "outputs").exists()
