@@ -6,6 +6,7 @@ import hashlib
 import re
 import runpy
 import signal
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_a_mistake_is_one_line(tmp_path):
     assert done.returncode == 2
     assert done.stdout == "config error: model.n_embd=48 must be divisible by model.n_head=5\n"
     assert not (tmp_path / "outputs").exists()
+
+
+def test_the_readme_shows_the_loop_as_it_is():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 1
+    assert textwrap.indent(blocks[0], " " * 4) in EXAMPLE.read_text()
