@@ -39,6 +39,15 @@ EVALUATIONS = ("val/", "test/", "train/", "norms/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 
+def own_metrics(metrics: dict[str, float]) -> dict[str, float]:
+    """Return by name what a task or a model has measured in training."""
+    own = {}
+    for tag, value in metrics.items():
+        if tag.startswith("train/") and tag not in KEYS and not tag.startswith("train/loss_"):
+            own[tag.removeprefix("train/")] = value
+    return own
+
+
 def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:
     """Return the record of metrics by tag; null stands for what is not finite."""
     values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}

@@ -10,7 +10,7 @@ from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.jsonl import KEYS, METRICS, HistoryEnd, JSONLLogger, read_end
+from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics, read_end
 from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.panel import Panel
@@ -170,9 +170,8 @@ class MetricsProcessor:
         left_s = (last - step) * metrics["speed/step_ms"] / 1e3
         left = timedelta(seconds=round(min(left_s, 1e9)))
         norm = metrics["train/grad_norm"]
-        for tag, value in metrics.items():
-            if tag.startswith("train/") and tag not in KEYS:  # of the task, the model or a hook
-                brief += f", {tag.removeprefix('train/')} {value:.4g}"
+        for name, value in own_metrics(metrics).items():
+            brief += f", {name} {value:.4g}"
         details = f"lr {metrics['train/lr']:.2e}, gradient norm {norm:.2f}, {left} left"
         log.info(
             "step %d/%d: %s, epoch %d/%d, %s",

@@ -125,7 +125,8 @@ def _check_objectives(config: Config) -> None:
             f"sweep.pruner={settings.pruner} judges evaluations, which do not measure {name}; "
             "leave the pruner out, or search for a metric of the validation split",
         )
-        if config.task.code is not None and is_evaluated:
+        has_own_code = config.task.code is not None or config.model.code is not None
+        if has_own_code and (is_evaluated or name.startswith("train_")):
             continue
         check(
             name in MEASURED,

@@ -44,6 +44,8 @@ def _result(prepared: Prepared, built: Built, trained: Trained) -> dict[str, Any
     result["step"] = state.step
     result["epoch"] = state.step / prepared.loader.steps_per_epoch
     result["train_loss"] = state.train_loss
+    for name, value in state.train_metrics.items():
+        result[f"train_{name}"] = value
     result["val_loss"] = state.val_loss
     for name, value in state.val_metrics.items():
         result[f"val_{name}"] = value

@@ -72,6 +72,7 @@ class TrainState:
     save_stall_s: NonNegativeFloat = 0.0  # of training for a snapshot, moving mean
     # of the last snapshot, from its start to its commit; None: unknown
     save_durable_s: NonNegativeFloat | None = None
+    train_metrics: dict[str, float] = field(default_factory=dict)  # own ones, as train_loss
 
     @property
     def goodput(self) -> float:

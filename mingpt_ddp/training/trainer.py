@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.errors import DamageError, TrainingError
+from mingpt_ddp.metrics.jsonl import own_metrics
 from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
@@ -292,6 +293,7 @@ class Trainer:
         )
         if metrics:
             state.train_loss = metrics["train/loss"]
+            state.train_metrics = own_metrics(metrics)
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
             self.hooks.call("step", state.step, metrics)
 

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from user_code_page import page_files
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.storage.run_dir import read_result
 
 LOSS = "return F.cross_entropy(model(x).flatten(0, 1), tags.flatten())"
 WITH_METRICS = """logits = model(x)
@@ -78,9 +79,11 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
     assert found[1] == found[2] == found[3]
     assert [row["step"] for row in found[1]] == [*range(3, 25, 3)]
     assert 0.3 < found[1][0]["train_correct"] < found[1][-1]["train_correct"] < 1
-    events = EventAccumulator(str(cwd / "outputs" / "run" / "tensorboard" / "rank0"))
+    run = cwd / "outputs" / "run"
+    events = EventAccumulator(str(run / "tensorboard" / "rank0"))
     events.Reload()
     values = {event.step: event.value for event in events.Scalars("train/correct")}
+    assert read_result(run)["train_correct"] == found[1][-1]["train_correct"]
     assert values[24] == pytest.approx(found[1][-1]["train_correct"])
 
 
@@ -119,3 +122,13 @@ def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
     (line,) = done.stdout.splitlines()
     assert "the model tagger: the metric hidden must be a scalar" in line
     assert not (cwd / "outputs").exists()
+
+
+def test_a_search_may_maximize_a_metric_of_training(tmp_path):
+    pytest.importorskip("optuna")
+    cwd = project(tmp_path)
+    sweep = ["-m", "sweep=optuna", "sweep.trials=2", "optimizer.lr=interval(0.001,0.1)"]
+    done = train(cwd, *sweep, "sweep.objectives=[-train_correct]", "trainer.max_steps=6")
+    assert done.returncode == 0, done.stdout
+    results = [read_result(file.parent) for file in cwd.glob("outputs/run/*/result.json")]
+    assert len(results) == 2 and all(0 < result["train_correct"] < 1 for result in results)

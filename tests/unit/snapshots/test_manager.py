@@ -213,7 +213,7 @@ def test_the_names_in_state_json(config):
         "patience_loss",
         "evaluations_above",
         "run_id",
-        *("failures", "save_stall_s", "save_durable_s"),
+        *("failures", "save_stall_s", "save_durable_s", "train_metrics"),
     ]
     assert list(state_of(config)["text"]) == ["sha256", "length"]
     assert list(state_of(config)["environment"]) == [
