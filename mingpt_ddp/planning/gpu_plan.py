@@ -23,25 +23,21 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.peak_flops import peak_flops_of
 from mingpt_ddp.models import count_parameters, flops_per_token
-from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.planning.cluster import Cluster
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.plan import (
     WORLD_SIZES,
     BatchOnRanks,
-    describe_length,
-    describe_model,
+    describe_work,
     divide_batch,
     ranks_row,
     warm_start_of_plan,
 )
-from mingpt_ddp.planning.sizing import activations_of
-from mingpt_ddp.planning.state import State
-from mingpt_ddp.planning.strategies import STRATEGIES, Footprint, StepWork, Strategy
+from mingpt_ddp.planning.state import State, precision_of_gpu
+from mingpt_ddp.planning.strategies import STRATEGIES, Footprint, Strategy
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.warm_start import WarmStart
 
 CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
 GIB = 2**30
@@ -79,7 +75,6 @@ class GPUPlan:
         self.config = task.config
         self.cluster = cluster
         self.gpu = GPUS[machine.device]
-        self.dtype = DTYPES[precision_of_gpu(self.config)]
         self.whole = State(task)
         self.items_per_row = loader.items_per_step / self.config.trainer.batch_size
         self.data = 0  # bytes that stay on the GPU
@@ -91,14 +86,15 @@ class GPUPlan:
         try:
             parts = self._parts(strategy)
             batch = self._divide(strategy, parts)
-            footprint = self._footprint(strategy, batch, parts)
+            state = State(self.task, parts) if parts > 1 else self.whole
+            footprint = Footprint(strategy, state, self.cluster, batch)
         except ConfigError as error:
             if not self._is_chosen(strategy):
                 return {**dict.fromkeys(FIGURES), "reason": str(error.args[0])}
             raise
         peak = {**footprint.peak(), "data": self.data}
         needed = sum(peak.values()) + CONTEXT
-        operations = self._operations(footprint.work)
+        operations = self._operations(footprint)
         times = self._times(footprint, operations)
         reason = None
         if needed > self.gpu.memory:
@@ -119,34 +115,14 @@ class GPUPlan:
             "step_s_bound": None if reason else max(filter(None, times.values())),
             "reason": reason,
         }
-        if footprint.work.activations is None:
+        if footprint.activations is None:
             figures |= dict.fromkeys(UNKNOWN)
         return figures
 
-    def _footprint(self, strategy: Strategy, batch: BatchOnRanks, parts: int) -> Footprint:
-        """Return the formulas of a strategy.
-
-        Raises:
-            ConfigError: the strategy cannot divide the model.
-        """
-        state = State(self.task, parts) if parts > 1 else self.whole
-        itemsize = self.dtype.itemsize
-        activations = activations_of(state, self.task, itemsize, parts, strategy.divides_rows)
-        work = StepWork(
-            self.config,
-            batch.micro_batch_size,
-            batch.micro_batches_per_rank,
-            itemsize,
-            parts,
-            activations,
-        )
-        return Footprint(strategy, state, self.cluster, work)
-
     def _is_chosen(self, strategy: Strategy) -> bool:
         """Return whether the configuration asks for this strategy."""
-        if self.config.ddp.tensor_parallel > 1:
-            return strategy.name == "tensor_parallel"
-        return self.config.ddp.strategy == strategy.name
+        ddp = self.config.ddp
+        return strategy.name == ("tensor_parallel" if ddp.tensor_parallel > 1 else ddp.strategy)
 
     def _parts(self, strategy: Strategy) -> int:
         """Return the ranks that hold a copy of the model together.
@@ -178,14 +154,14 @@ class GPUPlan:
         allows_compile(config, torch.device("cuda"), self.cluster.ranks)
         return divide_batch(config, self.cluster.ranks)[1]
 
-    def _operations(self, work: StepWork) -> int | None:
+    def _operations(self, footprint: Footprint) -> int | None:
         """Return the operations of a step; of a model of one's own by its `flops_per_token`."""
-        if work.activations:
-            return work.passes * work.activations.operations(work.rows)
+        if footprint.activations:
+            return footprint.passes * footprint.activations.operations(footprint.rows)
         per_item = flops_per_token(self.whole.model)
         if per_item is None:
             return None
-        return round(work.passes * work.rows * self.items_per_row * per_item)
+        return round(footprint.passes * footprint.rows * self.items_per_row * per_item)
 
     def _times(self, footprint: Footprint, operations: int | None) -> dict[str, float | None]:
         """Return the least seconds of the products, of the memory and of the wire in a step.
@@ -193,35 +169,17 @@ class GPUPlan:
         Each pass reads the weights twice, and each step reads and writes the state. What else
         crosses the memory depends on how operations are fused.
         """
-        peak = peak_flops_of(self.gpu.name, self.dtype)
+        dtype = self.whole.dtype
+        peak = peak_flops_of(self.gpu.name, dtype)
         assert peak is not None
-        weights = sum(p.numel() for p in footprint.state.parameters.values()) * self.dtype.itemsize
+        weights = footprint.state.numel * dtype.itemsize
         state = footprint.weights() + footprint.optimizer() + footprint.average()
-        moved = 2 * footprint.work.passes * weights + 2 * state
+        moved = 2 * footprint.passes * weights + 2 * state
         return {
             "compute_s": operations and operations / peak,
             "memory_s": moved / self.gpu.bandwidth,
             "wire_s": footprint.traffic().seconds,
         }
-
-
-def precision_of_gpu(config: Config) -> str:
-    """Return fp32, bf16 or fp16; a GPU that is fast at bf16 resolves auto to it."""
-    wanted = config.trainer.precision
-    return "bf16" if wanted == "auto" else wanted
-
-
-def _read(
-    config: Config, runtime: Runtime, warm: WarmStart | None, outputs: int | None
-) -> tuple[Task, Loader]:
-    """Read the data on this machine, of which nothing else of the run is asked."""
-    task = build_task(config, runtime.group, warm.state if warm else {})
-    if outputs is not None:
-        task.set_outputs(outputs)
-    with task.discarded_if_refused():
-        if warm and outputs is None:
-            warm.check(task)
-        return task, task.train_loader(runtime.device)
 
 
 def make_gpu_plan(
@@ -246,12 +204,17 @@ def make_gpu_plan(
     given = warm.config if warm else config
     config, batch = divide_batch(given, cluster.ranks)
     allows_compile(config, torch.device("cuda"), cluster.ranks)
-    task, loader = _read(config, runtime, warm, outputs)
+    task = build_task(config, runtime.group, warm.state if warm else {})
+    with task.discarded_if_refused():
+        if outputs is not None:
+            task.set_outputs(outputs)
+        elif warm:
+            warm.check(task)
+        loader = task.train_loader(runtime.device)
     loader.close()
     plan = GPUPlan(task, loader, cluster, machine)
     strategies = {strategy.name: plan.of(strategy) for strategy in STRATEGIES}
     runtime.close()
-    length = describe_length(config, task, loader)
     data = task.describe_data()
     if outputs is not None:
         data += f"; the model has {outputs:,} outputs"
@@ -265,10 +228,7 @@ def make_gpu_plan(
         "run": str(run_directory(config)),
         "data": data,
         "device": f"{cluster.ranks} x {gpu.name} in {precision_of_gpu(config)}",
-        "model": describe_model(
-            config, count_parameters(model), flops_per_token(model), length["items"]
-        ),
-        "length": length,
+        **describe_work(task, loader, count_parameters(model), flops_per_token(model)),
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "gpu": {
             "device": machine.device,

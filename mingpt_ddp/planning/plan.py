@@ -92,16 +92,15 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         loader = task.train_loader(runtime.device)
     loader.close()
     measured = measure(runtime, task, batch.micro_batch_size)
-    length = describe_length(config, task, loader)
-    steps = length["steps"]
+    work = describe_work(task, loader, measured.parameters, measured.flops)
+    steps = work["length"]["steps"]
     step_s = batch.micro_batches_per_rank * measured.micro_s + measured.update_s
     snapshots = _snapshots(config, measured, steps, step_s, loader.steps_per_epoch)
     plan: dict[str, Any] = {
         "run": str(run_directory(config)),
         "data": task.describe_data(),
         "device": f"{device_name(runtime.device)} in {runtime.precision}",
-        "model": describe_model(config, measured.parameters, measured.flops, length["items"]),
-        "length": length,
+        **work,
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "memory": _memory(config, runtime, measured, ranks),
         "snapshots": snapshots,
@@ -130,28 +129,27 @@ def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) 
     return warm_start(config, newest and newest.state, typed, runtime.group)
 
 
-def describe_length(config: Config, task: Task, loader: Loader) -> dict[str, Any]:
-    """Return the length of a run in steps, epochs and items."""
-    steps = count_steps(config, loader.steps_per_epoch)
-    return {
-        "steps": steps,
-        "epochs": steps / loader.steps_per_epoch,
-        "items": steps * loader.items_per_step,
-        "unit": task.unit,
-    }
+def describe_work(
+    task: Task, loader: Loader, parameters: int, flops: float | None
+) -> dict[str, dict[str, Any]]:
+    """Return the size of the model, and its work in a run; the length of the run.
 
-
-def describe_model(
-    config: Config, parameters: int, flops: float | None, items: int
-) -> dict[str, Any]:
-    """Return the size of the model, and its work on the items of a run."""
-    return {
-        "name": config.model.name,
+    Args:
+        parameters: a number.
+        flops: per item.
+    """
+    steps = count_steps(task.config, loader.steps_per_epoch)
+    items = steps * loader.items_per_step
+    model = {
+        "name": task.config.model.name,
         "parameters": parameters,
         "flops_per_item": flops,
         "flops": flops and flops * items,
         "items_per_parameter": items / parameters,
     }
+    epochs = steps / loader.steps_per_epoch
+    length = {"steps": steps, "epochs": epochs, "items": items, "unit": task.unit}
+    return {"model": model, "length": length}
 
 
 def _totals(

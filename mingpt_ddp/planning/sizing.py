@@ -14,7 +14,6 @@ from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.planning.state import State
 from mingpt_ddp.tasks.language_model import LanguageModel
-from mingpt_ddp.tasks.task import Task
 
 FP32 = 4
 # When a step may need most: in the forward pass of the loss, in its backward pass, in those of the
@@ -176,25 +175,28 @@ def modern(a: Activations, rows: int) -> Kept:
 FORMULAS: dict[type, Callable[[Activations, int], Kept]] = {GPT: gpt, Modern: modern}
 
 
-def activations_of(
-    state: State, task: Task, itemsize: int, parts: int, gathers: bool
-) -> Activations | None:
-    """Return the formulas of the task's model; None of a user's own model or task.
+def activations_of(state: State, gathers: bool) -> Activations | None:
+    """Return the formulas of a model; None of a user's own model or task.
 
     Args:
-        itemsize: bytes of an element in products.
-        parts: ranks that hold a copy of the model together.
         gathers: the strategy gathers divided weights.
     """
     formula = FORMULAS.get(type(state.model))
-    if formula is None or type(task) is not LanguageModel:
+    if formula is None or type(state.task) is not LanguageModel:
         return None
-    config = task.config.model
+    config = state.config.model
     assert isinstance(config, TransformerConfig)
     block = state.model.get_submodule("blocks.0")
     matrices = sum(p.numel() for p in block.parameters() if p.dim() > 1)
-    recomputes = task.config.trainer.activation_checkpointing
-    outputs, length = task.shape
+    outputs, length = state.task.shape
     return Activations(
-        formula, config, length, outputs, itemsize, matrices, parts, recomputes, gathers
+        formula,
+        config,
+        length,
+        outputs,
+        itemsize=state.dtype.itemsize,
+        matrices=matrices,
+        parts=state.parts,
+        recomputes=state.config.trainer.activation_checkpointing,
+        gathers=gathers,
     )

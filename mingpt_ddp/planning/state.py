@@ -6,13 +6,21 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.distributed.tensor_parallel import keep_part
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import apply_activation_checkpointing
+from mingpt_ddp.models.ops import DTYPES
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.tasks.task import Task
+
+
+def precision_of_gpu(config: Config) -> str:
+    """Return fp32, bf16 or fp16; a GPU that is fast at bf16 resolves auto to it."""
+    wanted = config.trainer.precision
+    return "bf16" if wanted == "auto" else wanted
 
 
 def part(tensor: Tensor, shards: int) -> int:
@@ -34,14 +42,18 @@ class State:
         Raises:
             ConfigError: a user's code fails without data.
         """
+        self.task = task
+        self.config = task.config
+        self.parts = parts
+        self.dtype = DTYPES[precision_of_gpu(task.config)]  # of products
         try:
             with attribute_errors_to_user_code(), torch.device("meta"):
                 self.model = task.build_model()
                 if parts > 1:
                     keep_part(self.model, parts)
-                if task.config.trainer.activation_checkpointing:
+                if self.config.trainer.activation_checkpointing:
                     apply_activation_checkpointing(self.model)
-                self.optimizer = build_optimizer(self.model, task.config.optimizer)
+                self.optimizer = build_optimizer(self.model, self.config.optimizer)
                 self._step()
         except ConfigError:
             raise

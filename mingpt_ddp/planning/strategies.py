@@ -9,13 +9,13 @@ from math import ceil
 
 from torch import Tensor
 
-from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import StrategyName
 from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
 from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
 from mingpt_ddp.planning.cluster import Cluster, Traffic, all_gather, all_reduce
-from mingpt_ddp.planning.sizing import FP32, MOMENTS, Activations
+from mingpt_ddp.planning.plan import BatchOnRanks
+from mingpt_ddp.planning.sizing import FP32, MOMENTS, activations_of
 from mingpt_ddp.planning.state import State, part
 
 BF16 = 2
@@ -46,22 +46,12 @@ STRATEGIES = (
 )
 
 
-@dataclass(frozen=True)
-class StepWork:
-    """What a rank does in a step."""
-
-    config: Config
-    rows: int  # sequences of a micro-batch
-    passes: int  # forward and backward passes
-    itemsize: int  # s
-    parts: int  # ranks that hold a copy of the model together
-    activations: Activations | None  # not known of a model of one's own
-
-
 class Footprint:
     """The bytes of one rank, of those that hold most."""
 
-    def __init__(self, strategy: Strategy, state: State, cluster: Cluster, work: StepWork) -> None:
+    def __init__(
+        self, strategy: Strategy, state: State, cluster: Cluster, batch: BatchOnRanks
+    ) -> None:
         """
         Args:
             state: of the parts of a rank.
@@ -72,7 +62,10 @@ class Footprint:
         self.strategy = strategy
         self.state = state
         self.cluster = cluster
-        self.work = work
+        self.rows = batch.micro_batch_size
+        self.passes = batch.micro_batches_per_rank
+        # not known of a model of one's own
+        self.activations = activations_of(state, strategy.divides_rows)
         self.shards = 1  # that the rows are divided into
         if strategy.divides_rows:
             check_no_scalars(strategy.name, {n: p.dim() for n, p in state.trained.items()})
@@ -110,7 +103,7 @@ class Footprint:
 
     def average(self) -> int:
         """Return 4 N with trainer.ema, divided as the weights."""
-        if self.work.config.trainer.ema is None:
+        if self.state.config.trainer.ema is None:
             return 0
         return self._part(self.state.parameters.values())
 
@@ -122,7 +115,7 @@ class Footprint:
         matrices, 4 M, unless they are in buckets.
         """
         whole = self._part(self.state.trained.values())
-        has_more = self.work.passes > 1
+        has_more = self.passes > 1
         in_passes = moment in ("forward", "loss", "last", "first")
         if self.strategy.has_buckets:
             return whole * (1 + (in_passes and has_more))
@@ -147,7 +140,7 @@ class Footprint:
             return 0
         block = max(self.state.blocks, default=0)
         rest = self.state.numel - sum(self.state.blocks)
-        s = self.work.itemsize
+        s = self.state.dtype.itemsize
         reduced = (2 * s + FP32) * block
         if moment == "end":
             return 2 * s * rest + max(FP32 * rest, reduced)
@@ -157,18 +150,18 @@ class Footprint:
         """Return whether the ranks divide Muon's matrices."""
         return self.strategy.shares_muon and self.muon_numel >= MIN_NUMEL_TO_SHARD
 
-    def _padded_muon(self) -> tuple[int, int]:
+    def _padded_muon(self, least: int = 1) -> int:
         """Return the elements of Muon's matrices, padded to as many of a shape for each rank.
 
-        Of all, and of those with several for each.
+        Args:
+            least: of a shape for each rank; those with fewer do not count.
         """
-        ranks = self.cluster.ranks
-        every, several = 0, 0
+        padded = 0
         for count, numel in self.stacks:
-            share = ceil(count / ranks)
-            every += share * ranks * numel
-            several += share * ranks * numel * (share > 1)
-        return every, several
+            share = ceil(count / self.cluster.ranks)
+            if share >= least:
+                padded += share * self.cluster.ranks * numel
+        return padded
 
     def muon(self) -> int:
         """Return what Muon allocates, of M elements in all matrices and S in those of a shape.
@@ -181,15 +174,16 @@ class Footprint:
         largest = max((count * numel for count, numel in self.stacks), default=0)
         both = (FP32 + BF16) * self.muon_numel + BF16 * largest
         if self._divides_muon():
-            every, several = self._padded_muon()
-            return both + BF16 * (every + several) + 2 * BF16 * every // self.cluster.ranks
+            every = self._padded_muon()
+            copied = self._padded_muon(least=2)
+            return both + BF16 * (every + copied) + 2 * BF16 * every // self.cluster.ranks
         return both + BF16 * self.muon_numel + 5 * largest
 
     def at(self, moment: str, rows: int) -> dict[str, int]:
         """Return the bytes of each kind at a moment with micro-batches of `rows`."""
         kept, temporaries = 0, 0
-        if self.work.activations:
-            kept, temporaries = self.work.activations.at(moment, rows)
+        if self.activations:
+            kept, temporaries = self.activations.at(moment, rows)
         if moment == "end" and self.strategy.has_buckets:
             # the gradient of the first parameter, before it is copied into its bucket
             temporaries += next(iter(self.state.trained.values())).nbytes
@@ -207,9 +201,7 @@ class Footprint:
 
     def peak(self) -> dict[str, int]:
         """Return the bytes of each kind at the fullest moment."""
-        return max(
-            (self.at(each, self.work.rows) for each in MOMENTS), key=lambda at: sum(at.values())
-        )
+        return max((self.at(each, self.rows) for each in MOMENTS), key=lambda at: sum(at.values()))
 
     def largest(self, memory: int) -> int:
         """Return the most rows that fit: (memory - a) // b, where they take a + b rows bytes."""
@@ -226,7 +218,7 @@ class Footprint:
         """Return what a rank sends in a step; flags, norms and losses are left out."""
         if self.strategy.divides_rows:
             return self._traffic_of_rows()
-        if self.work.parts > 1:
+        if self.state.parts > 1:
             return self._traffic_of_parts()
         if self.strategy.name == "single":
             return Traffic()
@@ -240,12 +232,12 @@ class Footprint:
         """
         ranks = self.cluster.ranks
         numel = sum(p.numel() for p in self.state.trained.values())
-        is_halved = self.work.config.ddp.comm_hook in HALVING_HOOKS
+        is_halved = self.state.config.ddp.comm_hook in HALVING_HOOKS
         sent = all_reduce(numel * (BF16 if is_halved else FP32), ranks)
         if self.strategy.has_owners:
             sent += all_gather(numel * FP32, ranks)
         if self._divides_muon():
-            sent += all_gather(BF16 * self._padded_muon()[0], ranks)
+            sent += all_gather(BF16 * self._padded_muon(), ranks)
         return self.cluster.traffic(sent, ranks)
 
     def _traffic_of_rows(self) -> Traffic:
@@ -254,12 +246,11 @@ class Footprint:
         hsdp: then all-reduce the 4 N / n of a rank over m replicas, 2 (m - 1) / m. Rows are padded.
         """
         size = self.shards * self._part(self.state.parameters.values()) // FP32
-        gathered = 2 * size * self.work.itemsize
+        gathered = 2 * size * self.state.dtype.itemsize
         reduced = self.shards * self._part(self.state.trained.values())
-        passes = self.work.passes
         replicas = self.cluster.ranks // self.shards
-        inside = all_gather(passes * (gathered + reduced), self.shards)
-        between = all_reduce(passes * reduced // self.shards, replicas)
+        inside = all_gather(self.passes * (gathered + reduced), self.shards)
+        between = all_reduce(self.passes * reduced // self.shards, replicas)
         return self.cluster.traffic(inside, self.shards) + self.cluster.traffic(
             between, replicas, rings_per_node=self.shards
         )
@@ -269,13 +260,13 @@ class Footprint:
 
         Once more where they are computed again, without the last one. Then 4 N over the copies.
         """
-        parts = self.work.parts
-        assert self.work.activations is not None
-        elements = self.work.activations.stream(self.work.rows)
-        forward = 3 if self.work.config.trainer.activation_checkpointing else 2
-        message = (forward * self.work.itemsize + 2 * FP32) * elements
-        layers = self.work.activations.config.n_layer
-        summed = all_reduce(self.work.passes * layers * message, parts)
+        parts = self.state.parts
+        assert self.activations is not None
+        elements = self.activations.stream(self.rows)
+        forward = 3 if self.state.config.trainer.activation_checkpointing else 2
+        message = (forward * self.state.dtype.itemsize + 2 * FP32) * elements
+        layers = self.activations.config.n_layer
+        summed = all_reduce(self.passes * layers * message, parts)
         copies = self.cluster.ranks // parts
         averaged = all_reduce(self._part(self.state.trained.values()), copies)
         return self.cluster.traffic(summed, parts) + self.cluster.traffic(averaged, copies, parts)
