@@ -1,6 +1,7 @@
 """The end of a run: result.json, the trackers, the user's hooks, a line of the log."""
 
 import logging
+import math
 from datetime import timedelta
 from typing import Any
 
@@ -45,15 +46,15 @@ def _result(prepared: Prepared, built: Built, trained: Trained) -> dict[str, Any
     result["epoch"] = state.step / prepared.loader.steps_per_epoch
     result["train_loss"] = state.train_loss
     for name, value in state.train_metrics.items():
-        result[f"train_{name}"] = value
+        result[f"train_{name}"] = _finite(value)
     result["val_loss"] = state.val_loss
     for name, value in state.val_metrics.items():
-        result[f"val_{name}"] = value
+        result[f"val_{name}"] = _finite(value)
     for name, value in trained.test_metrics.items():
-        result[f"test_{name}"] = value
+        result[f"test_{name}"] = _finite(value)
     for name in task.comparable:
         if name in state.val_metrics:
-            result[name] = state.val_metrics[name]
+            result[name] = _finite(state.val_metrics[name])
     result["best_val_loss"] = state.best_val_loss
     result[task.unit] = state.step * prepared.loader.items_per_step
     result["parameters"] = built.trainable.parameters
@@ -61,6 +62,11 @@ def _result(prepared: Prepared, built: Built, trained: Trained) -> dict[str, Any
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
     return result
+
+
+def _finite(value: float) -> float | None:
+    """Return a value as JSON has it: null if it is not finite."""
+    return value if math.isfinite(value) else None
 
 
 def _log_end(prepared: Prepared, built: Built, trained: Trained) -> None:

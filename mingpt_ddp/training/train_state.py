@@ -2,11 +2,13 @@
 
 import contextlib
 import logging
+import math
 import time
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
+from pydantic import Field
 from torch.amp import GradScaler
 
 from mingpt_ddp.config.config import (
@@ -42,6 +44,10 @@ DATA_SHA256 = "the content of the data (SHA-256)"
 INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
 
 
+Metrics: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=True)]]  # by name
+OF_METRICS = ("train_metrics", "val_metrics", "loss_part_sums")  # fields of a train state
+
+
 @dataclass
 class TrainState:
     """Progress and losses. The data order and all random numbers follow from the step."""
@@ -49,15 +55,15 @@ class TrainState:
     step: int = 0  # optimizer steps done
     train_loss: float | None = None  # mean of the last log interval
     val_loss: float | None = None
-    val_metrics: dict[str, float] = field(default_factory=dict)  # all of the evaluation, by name
+    val_metrics: Metrics = field(default_factory=dict)  # all of the evaluation, by name
     val_step: int | None = None  # of val_loss
     best_val_loss: float | None = None
     best_step: int | None = None
     world_size: int = 1  # of the last attempt that trained
     wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
     loss_sum: float = 0.0  # of the current log interval
-    # of the task's several losses, if it has some
-    loss_part_sums: dict[str, float] = field(default_factory=dict)
+    # of the task's several losses, if it has some, and the sums and counts of metrics
+    loss_part_sums: Metrics = field(default_factory=dict)
     loss_steps: int = 0
     stall_seconds: float = 0.0  # of wall_seconds, lost to stalls for snapshots
     wasted_seconds: float = 0.0  # startup and lost work, of all attempts
@@ -72,7 +78,7 @@ class TrainState:
     save_stall_s: NonNegativeFloat = 0.0  # of training for a snapshot, moving mean
     # of the last snapshot, from its start to its commit; None: unknown
     save_durable_s: NonNegativeFloat | None = None
-    train_metrics: dict[str, float] = field(default_factory=dict)  # own ones, as train_loss
+    train_metrics: Metrics = field(default_factory=dict)  # own ones, as train_loss
 
     @property
     def goodput(self) -> float:
@@ -176,7 +182,7 @@ def snapshot_state(
     """
     state.saved_at = time.time()
     return {
-        "train_state": asdict(state),
+        "train_state": _encode(state),
         "scaler": runtime.scaler.state_dict(),
         "micro_batch_size": plan.micro_batch_size,
         "steps": steps,
@@ -218,11 +224,27 @@ def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> Tra
     return _train_state(snapshot.state)
 
 
+def _encode(state: TrainState) -> dict[str, Any]:
+    """Return the fields for a state.json. JSON has no NaN: a metric that is not finite is text."""
+    values = asdict(state)
+    for key in OF_METRICS:
+        for name, value in values[key].items():
+            values[key][name] = value if math.isfinite(value) else str(value)
+    return values
+
+
 def _train_state(state: Any) -> TrainState:
     """Return the train state in a state.json, without fields added by later versions."""
     names = {each.name for each in fields(TrainState)}
     known = {key: value for key, value in state["train_state"].items() if key in names}
+    for key in OF_METRICS:
+        if key in known:
+            known[key] = {name: _decode(value) for name, value in known[key].items()}
     return build(TrainState, known, "train_state")
+
+
+def _decode(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def check_state(step: int, state: Any, task: Task) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,21 @@ def test_a_search_may_maximize_a_metric_of_training(tmp_path):
     assert done.returncode == 0, done.stdout
     results = [read_result(file.parent) for file in cwd.glob("outputs/run/*/result.json")]
     assert len(results) == 2 and all(0 < result["train_correct"] < 1 for result in results)
+
+
+def test_metrics_that_are_no_numbers_are_saved_and_resumed(tmp_path):
+    """In the middle of an interval of the log, and at the end; as null in the records."""
+    cwd = project(tmp_path)
+    file = cwd / "my_task" / "mine.py"
+    changed = file.read_text().replace("(correct,", "(correct * float('nan'),")
+    changed = changed.replace("== tags).sum(), n)", "== tags).sum() * float('inf'), n)")
+    assert changed.count("float('") == 2
+    file.write_text(changed)
+    for steps in (5, 8):
+        done = train(cwd, f"trainer.max_steps={steps}")
+        assert done.returncode == 0, done.stdout
+    assert "resuming from" in done.stdout
+    run = cwd / "outputs" / "run"
+    assert [row["train_correct"] for row in rows(run)] == [None] * 4
+    result = json.loads((run / "result.json").read_text(), parse_constant=pytest.fail)
+    assert result["val_accuracy"] is result["train_correct"] is None and result["val_loss"] > 0
