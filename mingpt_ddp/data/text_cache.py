@@ -20,9 +20,9 @@ from mingpt_ddp.data.download import DOWNLOADS, download_path, user_cache
 from mingpt_ddp.data.texts import OpenBytes, opener
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
+from mingpt_ddp.storage.lock import LOCK, is_lock_of
 from mingpt_ddp.storage.storage import read_regular
 
-LOCK = ".lock"
 FORMAT = 4
 KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
 MAX_META_BYTES = 1 << 25  # of meta.json, with the tokenizer
@@ -73,9 +73,8 @@ class TextCache:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             lock = os.fdopen(os.open(self.root / LOCK, flags, 0o666))
             fcntl.flock(lock, fcntl.LOCK_EX)
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(lock.fileno()), os.stat(self.root / LOCK)):
-                    return lock
+            if is_lock_of(self.root, lock):
+                return lock
             lock.close()  # another process has discarded the cache meanwhile
 
     def read(self, directory: Path, sha256: str) -> EncodedText | None:

@@ -38,7 +38,6 @@ class PowerLaw:
     low: float  # of the exponent's 95% interval
     high: float
     jobs: int
-    distinct: int  # values of x
     explained: float  # share of the variation of the logarithm of the means
     has_offset: bool
 
@@ -123,7 +122,6 @@ def fit(xs: Sequence[float], ys: Sequence[float], seed: int = 0) -> PowerLaw:
         low=max(0.0, float(exponent[0] - widening * (exponent[0] - low))),
         high=float(exponent[0] + widening * (high - exponent[0])),
         jobs=len(y),
-        distinct=len(x),
         explained=_explained(np.log(means), np.log(fitted)),
         has_offset=has_offset,
     )
