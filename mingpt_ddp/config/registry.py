@@ -119,7 +119,7 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
     for field, hint in field_types(config).items():
         if retired(f"{group}.{field}"):  # which would be dropped, as from an earlier record
             raise TypeError(f"{label}.{field} was a key of an earlier version; choose another name")
-        if not is_supported(hint):
+        if not is_supported(hint) and hint != field_types(BASES[group]).get(field):
             raise TypeError(
                 f"{label}.{field} has a type that YAML cannot represent; use numbers, text, "
                 "lists or null"

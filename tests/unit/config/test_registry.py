@@ -4,13 +4,14 @@ sweep.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
-from mingpt_ddp.config.registry import BUILDERS, run_code, run_file
-from mingpt_ddp.config.schema import GROUPS, DDPConfig
+from mingpt_ddp.config.registry import BUILDERS, register, run_code, run_file
+from mingpt_ddp.config.schema import BASES, GROUPS, DDPConfig
 from mingpt_ddp.errors import CodeError, ConfigError
 
 FILE = """
@@ -58,6 +59,14 @@ def test_a_key_of_an_earlier_version_is_refused(tmp_path):
     reason = "Mine.devices was a key of an earlier version; choose another name"
     with pytest.raises(CodeError, match=f"mine.py:9: TypeError: {reason}"):
         run_file(path, "model.code")
+
+
+@pytest.mark.parametrize("group", sorted(BASES))
+def test_every_base_can_be_extended(group):
+    """The keys of the base are of any type: optimizer.schedule_settings is a mapping."""
+    fields = [("width", int, dataclasses.field(default=1))]
+    mine = dataclasses.make_dataclass("Mine", fields, bases=(BASES[group],), frozen=True)
+    register(group, "extended", mine)  # a decorator, which registers nothing yet
 
 
 def test_names_of_another_job_are_not_registered(directory):
