@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -183,6 +184,15 @@ def wait_for(condition, timeout: float = 120, what: str = "the condition") -> No
                 f"timed out after {timeout} s waiting for {what}; running jobs wrote:\n--- {jobs}"
             )
         time.sleep(0.005)
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a directory."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def committed(run: Path) -> list[int]:

@@ -192,7 +192,7 @@ def make_gpu_plan(
         outputs: of the model, instead of those that the data needs.
 
     Raises:
-        UserError: training would refuse the configuration too, or it has several GPUs a rank.
+        UserError: training would refuse the configuration too, or a user's code needs values.
     """
     gpu = GPUS[machine.device]
     network = machine.network_gbps * 1e9 / 8

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from launching import WITH_DIGITS, call, python_main
+from launching import WITH_DIGITS, call, hashes, python_main
 from make_recorded_runs import DATA, RUNS, STEPS, command, train_losses
 
 # By run: the word of its command that is refused now, and what the command needs now.
 RETIRED = {"csv": "tracker=csv", "devices": "model.devices=2", "digits": "data=digits"}
 ADDED = {"digits": [WITH_DIGITS, "data=digits"], "moved": ["run.resume=first/run"]}
-
-
-def hashes(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below a directory."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
 
 
 @pytest.fixture

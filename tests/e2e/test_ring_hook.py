@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-from pathlib import Path
 
 from example_files import EXAMPLES, command_of, run_in_shell
-from launching import ROOT, TINY, call, python_main
+from launching import ROOT, TINY, call, hashes, python_main
 
 EXAMPLE = EXAMPLES / "ring_hook.py"
 REFUSAL = (
     "config error: ddp.comm_hook=ring is no longer there; "
     "add +data.code=$PWD/examples/ring_hook.py, which registers it (docs/communication.md)"
 )
-
-
-def hashes(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below a directory."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
 
 
 def test_the_command_of_the_example(tmp_path):

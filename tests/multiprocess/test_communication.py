@@ -364,7 +364,6 @@ def test_another_user_cannot_impersonate_a_rank():
             ["ddp.comm_hook=bf61"],
             "ddp.comm_hook=bf61 must be one of none, fp16, bf16; did you mean bf16\\?$",
         ),
-        (["ddp.comm_hook=ring"], "ddp.comm_hook=ring is no longer there; add \\+data.code="),
         (["+ddp.powersgd_rank=4"], "ddp.powersgd_rank is not a key"),
         (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs 16-bit all-reduce"),
         (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0 must be greater than 0"),
