@@ -27,6 +27,7 @@ from mingpt_ddp.config.config import (
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.hydra_internals import with_own_parser
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
+from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
 
@@ -140,6 +141,8 @@ def check_options(argv: list[str]) -> None:
         if not word.startswith("--") or name in matching or len(matching) == 1:
             continue
         key = name.lstrip("-").replace("-", "_")
+        if line := retired(key) or retired(f"{key}={value}"):
+            raise ConfigError(line)
         if key not in known_keys():
             raise ConfigError(f"{name} is not an option{suggest(key)}")
         if not value and not following.startswith("-"):

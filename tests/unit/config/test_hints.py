@@ -127,6 +127,9 @@ def test_a_value_of_another_program(value, meant):
         ),
         (["--optimizer.lr", "1e-3"], "--optimizer.lr is not an option; write optimizer.lr=1e-3"),
         (["--trainer.compile"], "--trainer.compile is not an option; write trainer.compile=VALUE"),
+        (["--model.devices=2"], "model.devices is no longer there; leave it out, or place "),
+        (["--trainer.prune_after", "9"], "trainer.prune_after is no longer there; choose "),
+        (["--data=digits"], "data=digits is no longer there; add --config-dir="),
     ],
 )
 def test_spellings_of_other_command_lines(words, message):
