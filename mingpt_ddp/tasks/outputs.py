@@ -52,15 +52,32 @@ class Outputs:
 
 
 def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
-    """Return what `Task.loss` has returned, with the metrics of the model if it has some."""
-    losses, metrics = returned if isinstance(returned, tuple) else (returned, {})
-    named = {**metrics}
+    """Return what `Task.loss` has returned, with the metrics of the model if it has some.
+
+    Raises:
+        CodeError: one of them has returned no dictionary of metrics.
+    """
+    pair = returned if isinstance(returned, tuple) else (returned, {})
+    if len(pair) != 2:
+        raise CodeError(
+            "loss(model, batch) must return the loss or losses, or a pair of them and a dictionary "
+            f"of metrics, not {len(pair)} values"
+        )
+    losses, metrics = pair
+    means = _means_of(metrics, "loss(model, batch)")
     if isinstance(model, SupportsStepMetrics):
-        named |= model.step_metrics()
-    means = {}
-    for name, value in named.items():
-        means[name] = value if isinstance(value, tuple) else (value, 1)
+        means |= _means_of(model.step_metrics(), "step_metrics()")
     return Outputs(named_losses(losses), means)
+
+
+def _means_of(metrics: Metrics, source: str) -> dict[str, Mean]:
+    """Return each metric with its number of items, which is 1 of a scalar."""
+    if not isinstance(metrics, Mapping):
+        raise CodeError(f"{source} must return a dictionary of metrics, not {_kind(metrics)}")
+    means = {}
+    for name, value in metrics.items():
+        means[name] = value if isinstance(value, tuple) else (value, 1)
+    return means
 
 
 def named_losses(losses: Losses) -> dict[str, Tensor]:
@@ -68,6 +85,8 @@ def named_losses(losses: Losses) -> dict[str, Tensor]:
     if not isinstance(losses, Mapping):
         return {"loss": losses}
     parts = {f"loss_{name}": loss for name, loss in losses.items()}
+    if not parts or not all(map(_is_loss, parts.values())):
+        return {**parts, "loss": losses}  # type: ignore[dict-item]  # which is refused
     return {"loss": torch.stack([*parts.values()]).sum(), **parts}
 
 
@@ -75,7 +94,7 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     """Return a number as a tensor in fp64, without waiting for a GPU."""
     if isinstance(value, Tensor):
         return value.detach().to(device, torch.float64)
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.full((), float(value), dtype=torch.float64, device=device)
 
 
 def check_outputs(owner: str, outputs: Outputs) -> None:
@@ -88,15 +107,15 @@ def check_outputs(owner: str, outputs: Outputs) -> None:
         CodeError: names the loss or the metric.
     """
     for name, loss in outputs.losses.items():
-        if not isinstance(loss, Tensor) or loss.shape != ():
+        if not _is_loss(loss):
             raise CodeError(
                 f"{owner}: loss(model, batch) must return scalar tensors, not {_kind(loss)} as "
                 f"{name}"
             )
     for name, mean in outputs.metrics.items():
-        if not isinstance(name, str) or name in TAKEN or name.startswith("loss_"):
+        if not _is_free(name):
             raise CodeError(f"{owner}: a metric cannot have the name {name!r}; choose another")
-        if len(mean) != 2 or not all(map(_is_scalar, mean)):
+        if not is_pair(mean):
             kinds = " and ".join(map(_kind, mean))
             raise CodeError(
                 f"{owner}: the metric {name} must be a scalar, or a pair of a sum and a number of "
@@ -104,8 +123,32 @@ def check_outputs(owner: str, outputs: Outputs) -> None:
             )
 
 
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.shape == ()
+
+
+def _is_free(name: Any) -> bool:
+    """Return whether a metric may have this name."""
+    if not isinstance(name, str) or name in TAKEN or name.startswith("loss_"):
+        return False
+    return name != "" and name.isprintable()
+
+
+def is_pair(value: Any) -> bool:
+    """Return whether a value is a sum and a number of items, each a number or a scalar tensor."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_scalar, value))
+
+
 def _is_scalar(value: Any) -> bool:
-    return value.shape == () if isinstance(value, Tensor) else isinstance(value, Real)
+    if isinstance(value, Tensor):
+        return value.shape == () and not value.is_complex()
+    if not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # a huge integer
+        return False
+    return True
 
 
 def _kind(value: Any) -> str:

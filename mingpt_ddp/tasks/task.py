@@ -16,7 +16,7 @@ from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.models import build_model, eval_mode
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
-from mingpt_ddp.tasks.outputs import Mean, Returned, check_outputs, outputs_of
+from mingpt_ddp.tasks.outputs import Mean, Returned, check_outputs, is_pair, outputs_of
 
 BYTES_PER_METRIC = 40  # of a line, besides the name as the task gives it
 MAX_METRICS_BYTES = MAX_LINE_BYTES // 4  # of one evaluation
@@ -224,12 +224,13 @@ class Task:
         with eval_mode(model), torch.no_grad():
             metrics = self.metrics(model, batch)
         check_metrics(name, outputs.losses | outputs.metrics)
-        check_metrics(name, metrics)
-        if "loss" not in metrics or any(len(mean) != 2 for mean in metrics.values()):
+        is_named = isinstance(metrics, Mapping) and "loss" in metrics
+        if not is_named or not all(map(is_pair, metrics.values())):
             raise CodeError(
-                f"the task {name}: metrics(model, batch) must return pairs (sum, number), "
+                f"the task {name}: metrics(model, batch) must return pairs (sum, number) by name, "
                 "among them loss"
             )
+        check_metrics(name, metrics)
 
 
 def check_metrics(task: str, metrics: Mapping[str, Any]) -> None:

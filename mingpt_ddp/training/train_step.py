@@ -16,7 +16,7 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
-from mingpt_ddp.tasks.outputs import Outputs, outputs_of
+from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.trainable import Trainable
 
@@ -134,11 +134,17 @@ class TrainStep:
         return outputs.shares(micro.shares, self.runtime.group.tensor_size)
 
     def forward(self, step: int, micro: MicroBatch) -> Outputs:
-        """Return the mean losses of a micro-batch, and its metrics."""
+        """Return the mean losses of a micro-batch, and its metrics.
+
+        Raises:
+            CodeError: one of them cannot be averaged.
+        """
         seed_everything("dropout", self.config.run.seed, step, micro.index)
         with self.runtime.autocast():
             batch = self.runtime.to_device(micro.batch)
-            return outputs_of(self.task.loss(self.parallel_model, batch), self.model)
+            outputs = outputs_of(self.task.loss(self.parallel_model, batch), self.model)
+        check_outputs(f"step {step}", outputs)
+        return outputs
 
     def set_lr(self, step: int) -> float:
         """Set learning rate and weight decay of the parameter groups; return the run's rate."""

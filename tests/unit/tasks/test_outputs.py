@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -64,12 +65,20 @@ def test_metrics_keep_no_graph():
     ("returned", "found"),
     [
         (torch.ones(2), r"loss\(model, batch\) must return scalar tensors, not \(2,\) as loss"),
+        ({"a": LOSS, "b": 0.5}, r"loss\(model, batch\) must return .* not float as loss_b"),
+        ({"a": torch.ones(2)}, r"loss\(model, batch\) must return .* not \(2,\) as loss_a"),
+        ({}, r"loss\(model, batch\) must return .* not dict as loss"),
         ((LOSS, {"x": torch.ones(3)}), r"the metric x must be a scalar, .* not \(3,\) and int"),
         ((LOSS, {"x": "much"}), "the metric x must be a scalar, .* not str and int"),
         ((LOSS, {"x": (1.0, 2, 3)}), "the metric x must be .* not float and int and int"),
         ((LOSS, {"lr": 1.0}), "a metric cannot have the name 'lr'"),
         ((LOSS, {"loss_a": 1.0}), "a metric cannot have the name 'loss_a'"),
         ((LOSS, {3: 1.0}), "a metric cannot have the name 3"),
+        ((LOSS, {"": 1.0}), "a metric cannot have the name ''"),
+        ((LOSS, {"a\nb": 1.0}), r"a metric cannot have the name 'a\\nb'"),
+        ((LOSS, {"\ud800": 1.0}), r"a metric cannot have the name '\\ud800'"),
+        ((LOSS, {"x": 10**400}), "the metric x must be a scalar, .* not int and int"),
+        ((LOSS, {"x": ()}), "the metric x must be a scalar"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(returned, found):
@@ -77,7 +86,31 @@ def test_what_cannot_be_averaged_is_refused(returned, found):
         check_outputs("the task mine", outputs_of(returned))
 
 
-@pytest.mark.parametrize("value", [1, 0.5, True, torch.tensor(2), torch.tensor(True)])
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ((LOSS, None), r"loss\(model, batch\) must return a dictionary of metrics, not NoneType"),
+        ((LOSS, {}, {}), r"loss\(model, batch\) must return the loss or losses, .* not 3 values"),
+    ],
+)
+def test_what_has_no_names_is_refused(returned, found):
+    with pytest.raises(CodeError, match=found):
+        outputs_of(returned)
+
+
+def test_step_metrics_must_be_a_dictionary():
+    model = Sparse()
+    model.step_metrics = lambda: None  # type: ignore[assignment,return-value]
+    with pytest.raises(
+        CodeError, match=r"step_metrics\(\) must return a dictionary of .*, not NoneType"
+    ):
+        outputs_of(LOSS, model)
+
+
+VALUES = [1, 0.5, True, 10**30, Fraction(1, 4), torch.tensor(2), torch.tensor(True)]
+
+
+@pytest.mark.parametrize("value", VALUES)
 def test_any_number_is_a_metric(value):
     outputs = outputs_of((LOSS, {"x": value}))
     check_outputs("the task mine", outputs)
