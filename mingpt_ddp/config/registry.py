@@ -33,17 +33,17 @@ __all__ = [
     "ScheduleConfig",
     "TaskConfig",
     "check",
-    "on",
     "register",
     "register_comm_hook",
 ]
 
 Builder = TypeVar("Builder", bound=Callable[..., Any])
-# By kind and name; a hook of a run has no configuration.
-BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {kind: {} for kind in (*BASES, "hook")}
+# By kind and name; the hooks of a run have no configuration.
+BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
+    kind: {} for kind in (*BASES, "hook", "action")
+}
 # Of the kinds that are the value of a key of their group.
 VALUES = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES}
-EVENTS = ("step", "evaluate", "end")
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
 MAX_CODE_BYTES = 1 << 24
@@ -116,7 +116,10 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
         raise TypeError(
             f"{label} must be a subclass of {BASES[group].__name__} with @dataclass(frozen=True)"
         )
+    inherited = field_types(BASES[group])
     for field, hint in field_types(config).items():
+        if field in inherited:
+            continue
         if retired(f"{group}.{field}"):  # which would be dropped, as from an earlier record
             raise TypeError(f"{label}.{field} was a key of an earlier version; choose another name")
         if not is_supported(hint) and hint != field_types(BASES[group]).get(field):
@@ -126,7 +129,7 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
             )
 
     def add(builder: Builder) -> Builder:
-        _register(Entry(group, name, config, builder))
+        add_entry(Entry(group, name, config, builder))
         return builder
 
     return add
@@ -149,28 +152,8 @@ def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
     return register("comm_hook", name, DDPConfig)
 
 
-def on(event: str) -> Callable[[Builder], Builder]:
-    """Register a hook, as a decorator: a function that is called during a run and cannot change it.
-
-    Args:
-        event: "step", at every line of the log: (step, metrics); "evaluate": (step, metrics of the
-            validation split); "end": (result,), the content of result.json.
-
-    Raises:
-        ValueError: an unknown event.
-    """
-    if event not in EVENTS:
-        raise ValueError(f"@on({event!r}): the event must be one of {', '.join(EVENTS)}")
-
-    def add(hook: Builder) -> Builder:
-        name = f"{event} {hook.__module__}.{hook.__qualname__}"
-        _register(Entry("hook", name, None, hook))
-        return hook
-
-    return add
-
-
-def _register(entry: Entry) -> None:
+def add_entry(entry: Entry) -> None:
+    """Register what a user's file has."""
     entry.add()
     _entries.append(entry)
 
@@ -181,13 +164,13 @@ def is_user_defined(group: str, name: str) -> bool:
 
 
 def uses_user_code(config: Config) -> bool:
-    """Return whether the task, the model, the optimizer, its schedule or the data is a user's."""
+    """Return whether a part of what is trained is a user's, or a hook that acts."""
     chosen = {
         "task": config.task.name,
         "model": config.model.architecture,
         "optimizer": config.optimizer.name,
     }
-    if config.optimizer.schedule in BUILDERS["schedule"]:
+    if config.optimizer.schedule in BUILDERS["schedule"] or BUILDERS["action"]:
         return True
     if isinstance(config.data, DatasetConfig):  # none is built in
         return True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.failures import pack_error, unpack_error
-from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.errors import RunError, TrainingError, UserError
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -201,3 +201,17 @@ def _tensor(content: bytes, size: int) -> Tensor:
 def _decode(content: Tensor) -> Any:
     """Return the JSON value of padded bytes: the parser skips spaces."""
     return json.loads(content.numpy().tobytes())
+
+
+def refuse_other_names(by_rank: list[list[str]]) -> None:
+    """Refuse losses or metrics that not all ranks have, of which no mean can be taken.
+
+    Raises:
+        TrainingError: names a rank and what differs.
+    """
+    for rank, names in enumerate(by_rank):
+        if differing := sorted({*names} ^ {*by_rank[0]}):
+            raise TrainingError(
+                f"rank {rank} has other losses or metrics than rank 0: {', '.join(differing)}; "
+                "return the same names on every rank"
+            )

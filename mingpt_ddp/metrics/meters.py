@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.device import peak_memory
+from mingpt_ddp.distributed.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.models import flops_per_token
@@ -111,6 +113,8 @@ class Meter:
         with group.waiting():  # reading waits for a GPU
             names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # in one order on all ranks
             own = torch.stack([self._sums[name] for name in names]).cpu()
+        if BUILDERS["action"]:  # the loop has compared the names of all others
+            group.check_agreement(names, refuse_other_names)
         totals = group.all_reduce(own)
         return dict(zip(names, totals.tolist(), strict=True)), self._steps
 

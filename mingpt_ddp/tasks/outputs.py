@@ -64,14 +64,21 @@ def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
             f"of metrics, not {len(pair)} values"
         )
     losses, metrics = pair
-    means = _means_of(metrics, "loss(model, batch)")
+    means = as_means(metrics, "loss(model, batch)")
     if isinstance(model, SupportsStepMetrics):
-        means |= _means_of(model.step_metrics(), "step_metrics()")
+        means |= as_means(model.step_metrics(), "step_metrics()")
     return Outputs(named_losses(losses), means)
 
 
-def _means_of(metrics: Metrics, source: str) -> dict[str, Mean]:
-    """Return each metric with its number of items, which is 1 of a scalar."""
+def as_means(metrics: Metrics, source: str) -> dict[str, Mean]:
+    """Return each metric with its number of items, which is 1 of a scalar.
+
+    Args:
+        source: what has returned them, for the message.
+
+    Raises:
+        CodeError: they are no dictionary.
+    """
     if not isinstance(metrics, Mapping):
         raise CodeError(f"{source} must return a dictionary of metrics, not {_kind(metrics)}")
     means = {}

@@ -27,6 +27,7 @@ from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task, check_metrics
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.train_state import TrainState, restore
 from mingpt_ddp.training.train_step import TrainStep, count_steps
 from mingpt_ddp.training.trainable import build_trainable
@@ -224,6 +225,8 @@ def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> None:
         outputs = outputs_of(task.loss(model, part), model)
         check_outputs(f"the model {config.model.architecture}", outputs)
         check_metrics(config.task.name, outputs.losses | outputs.metrics)
+        measured = task.metrics(model, part)
+    Actions(runtime.alone()).evaluate(0, model, task, taken=measured)
     if runtime.compiles:
         check_compiles(model, config, lambda model: task.loss(model, part))
 

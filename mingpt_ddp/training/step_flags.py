@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from mingpt_ddp.distributed.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def send_flags(
     def receive_flags() -> StepFlags:
         interrupted, saving, save_is_due, losses, digests = receive().T.tolist()
         if len({*digests}) > 1:
-            _refuse(group.all_gather(list(names)))
+            refuse_other_names(group.all_gather(list(names)))
         return StepFlags(any(interrupted), any(saving), bool(save_is_due[0]), sum(losses))
 
     return receive_flags
@@ -49,16 +49,3 @@ def send_flags(
 def _digest(names: tuple[str, ...]) -> int:
     """Return 48 bits, which a float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(json.dumps(names).encode()).digest()[:6], "little")
-
-
-def _refuse(by_rank: list[list[str]]) -> None:
-    """
-    Raises:
-        TrainingError: names a rank and what differs.
-    """
-    for rank, names in enumerate(by_rank):
-        if differing := sorted({*names} ^ {*by_rank[0]}):
-            raise TrainingError(
-                f"rank {rank} has other losses or metrics than rank 0: {', '.join(differing)}; "
-                "return the same names on every rank"
-            )

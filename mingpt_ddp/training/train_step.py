@@ -18,6 +18,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,9 @@ class TrainStep:
         self.parallel_model = self.strategy.wrap(self.model)
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
+        self.actions = Actions(runtime)
+        self._step = 0  # of the latest passes
+        self._losses: dict[str, Tensor] = {}  # of the latest passes
 
     def passes(self, step: int) -> dict[str, Tensor]:
         """Run forward and backward of this rank's micro-batches; average the gradients over ranks.
@@ -74,9 +78,10 @@ class TrainStep:
 
         Returns:
             This rank's shares, by name: of the step's mean losses, `loss` and its parts, and of
-            the sums and the counts of metrics.
+            the sums and the counts of metrics. `clip` and `update` add those of hooks.
         """
         losses: dict[str, Tensor] = {}
+        self._step = step
         self.strategy.begin_step()
         with self.phase("fetch", step):
             batch = self.fetch(step)
@@ -89,12 +94,14 @@ class TrainStep:
                     self.runtime.scaler.scale(loss).backward()
             shares = self._shares(outputs, micro)
             losses = self.strategy.finish(micro, shares, self.parameters)
+        self._losses = losses
         return losses
 
     def clip(self) -> Tensor:
         """Clip the gradients by norm, then by value; return their global norm before."""
         trainer = self.config.trainer
         self.runtime.scaler.unscale_(self.optimizer)
+        self._losses |= self.actions.change_gradients(self._step, self.model)
         norm = self.strategy.clip_grad_norm(self.parameters, trainer.grad_norm_clip)
         limit = trainer.grad_value_clip
         if limit is not None:
@@ -111,6 +118,7 @@ class TrainStep:
             lr = self.set_lr(step)
             seed_everything("update", self.config.run.seed, step)
             self.strategy.update(self.model, self.optimizer, scaler)
+            self._losses |= self.actions.change_weights(step, self.model)
             scaler.update()
             self.optimizer.zero_grad(set_to_none=True)
         self.average.update(step)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
@@ -47,6 +48,7 @@ class Validation:
         self.evaluator = evaluator
         self.hooks = hooks
         self.report = report
+        self.actions = Actions(context.runtime)
 
     def evaluate(self) -> Evaluated:
         """Evaluate this step, unless that is done; record and log the metrics."""
@@ -118,12 +120,15 @@ class Validation:
         """Return the metrics of a split; None if a signal interrupted the evaluation."""
         interrupt = self.context.interrupt
         self.context.runtime.group.set_activity(f"evaluating after step {self.state.step}")
+        model = self.context.trainable.model
         with self._averaged_weights():
-            return self.evaluator.run(
-                self.context.trainable.model,
-                split,
-                stop=lambda: interrupt.signal_name is not None,
+            metrics = self.evaluator.run(
+                model, split, stop=lambda: interrupt.signal_name is not None
             )
+            if metrics and split == "val":
+                task = self.evaluator.task
+                metrics |= self.actions.evaluate(self.state.step, model, task, taken=metrics)
+        return metrics
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:

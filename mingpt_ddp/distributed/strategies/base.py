@@ -207,6 +207,11 @@ class Strategy:
         for name, buffer in parallel_model.named_buffers():
             buffer.copy_(buffers[name])
 
+    @property
+    def metric_weight(self) -> float:
+        """Return the weight of this rank's metrics of whole gradients or weights in their mean."""
+        return 1.0
+
     def begin_step(self) -> None:
         """Forget the shares of the last step; let CUDA graphs reuse the memory of their outputs."""
         self._shares = {}

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
+from mingpt_ddp.distributed.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.ordered_sum import OrderedSum
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
@@ -112,6 +113,10 @@ class CanonicalStrategy(Strategy):
     def loss_scale(self, plan: BatchPlan) -> float:
         return 1 / plan.n_micro
 
+    @property
+    def metric_weight(self) -> float:
+        return float(self.group.is_rank_zero)  # all ranks have the same: their mean would round
+
     def begin_step(self) -> None:
         super().begin_step()
         self.all_reduce_s = 0.0
@@ -170,7 +175,7 @@ class CanonicalStrategy(Strategy):
         """Divide a flat tensor into the gradients and the shares. A collective."""
         sizes = [p.numel() for p in parameters]
         self._names = sorted(shares)
-        self.group.check_agreement(self._names, _refuse)
+        self.group.check_agreement(self._names, refuse_other_names)
         n = sum(sizes)
         total = n + len(shares)
         self._sum = OrderedSum(self.group, total, parameters[0].dtype, self.device)
@@ -208,20 +213,6 @@ class CanonicalStrategy(Strategy):
                 "ddp.reduction=canonical needs buffers that a forward pass does not change; use "
                 "ddp.reduction=fast"
             )
-
-
-def _refuse(by_rank: list[list[str]]) -> None:
-    """
-    Raises:
-        TrainingError: the ranks have other losses or metrics.
-    """
-    lacked: set[str] = set()
-    for names in by_rank:
-        lacked |= {*names} ^ {*by_rank[0]}
-    raise TrainingError(
-        f"some ranks lack the losses or metrics {', '.join(sorted(lacked))}; return the same names "
-        "on every rank"
-    )
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,53 @@
+"""Register the hooks of a user's file: observers, and those that act on a run."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mingpt_ddp.config.registry import Entry, add_entry
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+EVENTS = ("step", "evaluate", "end")
+ACTIONS = ("gradients", "update", "evaluation")
+
+
+def on(event: str) -> Callable[[Hook], Hook]:
+    """Register a hook, as a decorator: a function that is called during a run and cannot change it.
+
+    Args:
+        event: "step", at every line of the log: (step, metrics); "evaluate": (step, metrics of the
+            validation split); "end": (result,), the content of result.json.
+
+    Raises:
+        ValueError: an unknown event.
+    """
+    return _decorator("on", "hook", event, EVENTS)
+
+
+def acts(event: str) -> Callable[[Hook], Hook]:
+    """Register a hook that acts, as a decorator: a function that all ranks call in every step.
+
+    It may return metrics by name, as a task's `loss` does; an exception ends the run.
+
+    Args:
+        event: "gradients", after the passes and before the clipping: (step, gradients), averaged
+            over the ranks and without the loss scale, by parameter, to be changed in place;
+            "update", after the optimizer: (step, weights), by parameter, to be changed in place;
+            "evaluation", of the validation split: (evaluation,), a
+            `mingpt_ddp.tasks.evaluation.Evaluation`.
+            With fsdp and tensor parallelism a tensor is this rank's part.
+
+    Raises:
+        ValueError: an unknown event.
+    """
+    return _decorator("acts", "action", event, ACTIONS)
+
+
+def _decorator(name: str, kind: str, event: str, events: tuple[str, ...]) -> Any:
+    if event not in events:
+        raise ValueError(f"@{name}({event!r}): the event must be one of {', '.join(events)}")
+
+    def add(hook: Hook) -> Hook:
+        add_entry(Entry(kind, f"{event} {hook.__module__}.{hook.__qualname__}", None, hook))
+        return hook
+
+    return add

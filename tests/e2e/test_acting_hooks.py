@@ -1,0 +1,143 @@
+"""Hooks that act on a run: on gradients, weights and evaluations, exact under kills."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import TINY, Job, call, committed, last_step, python_main, wait_for
+from safetensors.torch import load_file
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.storage.run_dir import read_result
+
+HOOKS = """
+import torch
+from mingpt_ddp.registry import acts
+
+@acts("gradients")
+def clip_by_value(step, gradients):
+    largest = max(gradient.abs().max() for gradient in gradients.values())
+    for gradient in gradients.values():
+        gradient.clamp_(-0.01, 0.01)
+    return {"largest": largest}
+
+@acts("update")
+def project(step, weights):
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            weight.clamp_(-0.05, 0.05)
+    return {"outer": (sum((w.abs() == 0.05).sum() for w in weights.values()), 10)}
+
+@acts("evaluation")
+def exact_match(evaluation):
+    assert not evaluation.model.training and not torch.is_grad_enabled()
+    texts = [evaluation.generate(prompt, 4) for prompt in ("The ", "a", "class")]
+    assert all(len(text) == 4 for text in texts)
+    return {"exact_match": (sum(text == "abcd" for text in texts), len(texts))}
+"""
+SETTINGS = [*TINY, "--config-dir=mine", "+task.code=hooks.py", "run.name=run"]
+SETTINGS += ["trainer.log_every=1", "trainer.eval_every=4", "trainer.grad_norm_clip=null"]
+
+
+def project(cwd: Path, hooks: str = HOOKS) -> Path:
+    (cwd / "mine").mkdir(parents=True)
+    (cwd / "mine" / "hooks.py").write_text(hooks)
+    return cwd
+
+
+def train(cwd: Path, *overrides: str) -> Any:
+    return call([*python_main(), *SETTINGS, *overrides], cwd)
+
+
+def files_of(run: Path) -> list[Path]:
+    """Return the files of the weights after the last step."""
+    newest = max(run.glob("snapshots/*/manifest.json")).parent
+    return sorted(newest.glob("model*.safetensors"))
+
+
+def weights(run: Path) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files_of(run))).hexdigest()
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    keys = ("step", "train_loss", "grad_norm", "train_largest", "train_outer", "val_exact_match")
+    found = []
+    for row in read_history(run / METRICS).rows:
+        found.append({key: row[key] for key in keys if key in row})
+    return [row for row in found if len(row) > 1]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_hooks_that_act_survive_kills(strategy, tmp_path):
+    more = ["ddp.nproc_per_node=2", f"ddp.strategy={strategy}", "trainer.max_steps=40"]
+    whole, killed = project(tmp_path / "whole"), project(tmp_path / "killed")
+    done = train(whole, *more)
+    assert done.returncode == 0, done.stdout
+    run = whole / "outputs" / "run"
+    for file in files_of(run):
+        assert all(t.abs().max() <= 0.05 for t in load_file(file).values() if t.dim() == 2)
+    first, *_ = rows(run)
+    assert first["train_largest"] > 0.01 and first["train_outer"] >= 0
+    assert read_result(run)["val_exact_match"] == 0.0
+    resumed = killed / "outputs" / "run"
+    for step in (8, 20):
+        job = Job([*python_main(), *SETTINGS, *more], killed)
+        wait_for(lambda s=step: last_step(resumed) >= s and committed(resumed), what=f"step {step}")
+        job.kill_tree()
+    done = train(killed, *more)
+    assert done.returncode == 0, done.stdout
+    assert weights(resumed) == weights(run)
+    assert rows(resumed) == rows(run)
+
+
+def test_metrics_of_hooks_are_the_same_on_any_number_of_ranks(tmp_path):
+    """With canonical reduction, and so are the weights."""
+    found = []
+    for ranks in (1, 2, 3):
+        cwd = project(tmp_path / str(ranks))
+        more = ["ddp.reduction=canonical", "trainer.micro_batch_size=4", "trainer.batch_size=12"]
+        done = train(cwd, *more, f"ddp.nproc_per_node={ranks}")
+        assert done.returncode == 0, done.stdout
+        run = cwd / "outputs" / "run"
+        found.append((rows(run), weights(run)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_sharded_model_gives_each_rank_its_rows(tmp_path):
+    hooks = HOOKS.replace("[evaluation.generate(prompt, 4)", "['abcd'").replace(
+        "len(texts))}", "3)}"
+    )
+    cwd = project(tmp_path, hooks)
+    done = train(cwd, "ddp.nproc_per_node=2", "ddp.strategy=fsdp")
+    assert done.returncode == 0, done.stdout
+    assert read_result(cwd / "outputs" / "run")["val_exact_match"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('"gradients")', '"gradient")', "@acts('gradient'): the event must be one of gradients,"),
+        ('{"largest": largest}', '{"lr": 1.0}', "a metric cannot have the name 'lr'"),
+        ('{"largest": largest}', '{"largest": "x"}', "the metric largest must be a scalar"),
+        ('"exact_match": (', '"accuracy": (', "the task has a metric accuracy, too"),
+        ("    texts =", "    [][1]\n    texts =", "hooks.py:22: IndexError"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(old, new, line, tmp_path):
+    assert HOOKS.count(old) == 1
+    cwd = project(tmp_path, HOOKS.replace(old, new))
+    done = train(cwd)
+    assert done.returncode == 2, done.stdout
+    assert line in done.stdout.splitlines()[-1]
+    assert len(done.stdout.splitlines()) == 1
+    assert not (cwd / "outputs").exists()
+
+
+def test_an_exception_in_training_ends_the_run(tmp_path):
+    cwd = project(tmp_path, HOOKS.replace("    largest =", "    assert step < 5\n    largest ="))
+    done = train(cwd, "ddp.nproc_per_node=2")
+    assert done.returncode != 0
+    assert "hooks.py:7: AssertionError" in done.stdout
