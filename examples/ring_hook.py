@@ -1,7 +1,7 @@
 """Average the gradients by a ring all-reduce, made of sends and receives: a hook of your own.
 
-    python main.py experiment=demo ddp.nproc_per_node=3 trainer.max_steps=20 ddp.comm_hook=ring \
-        +data.code=$PWD/examples/ring_hook.py
+    python main.py experiment=demo run.name=ring ddp.nproc_per_node=3 trainer.max_steps=20 \
+        ddp.comm_hook=ring +data.code=$PWD/examples/ring_hook.py
 
 Every rank has the same bits, and a run resumes byte for byte. The hook blocks the backward pass, so
 DDP's own all-reduce is faster. On GPUs it needs NCCL.

@@ -18,7 +18,7 @@ REFUSAL = (
 def test_the_command_of_the_example(tmp_path):
     done = run_in_shell(command_of(EXAMPLE), tmp_path)
     assert done.returncode == 0, done.stdout
-    result = json.loads((tmp_path / "outputs" / "demo" / "result.json").read_text())
+    result = json.loads((tmp_path / "outputs" / "ring" / "result.json").read_text())
     assert (result["status"], result["step"], result["world_size"]) == ("complete", 20, 3)
 
 
