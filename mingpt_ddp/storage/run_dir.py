@@ -23,6 +23,8 @@ from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 log = logging.getLogger(__name__)
 
 RESULT = "result.json"
+# Of two starts in one directory no difference: a start may record null or what it stands for.
+DIRECTORY_KEYS = ("run.name",)
 ATTEMPT = "attempt.json"
 SWEEP = "sweep.json"  # in the directory of a sweep
 MAX_FAILURES = 10**6  # of attempts of a run; more are no count
@@ -239,7 +241,7 @@ class RunDirectory:
         previous = recorded_config(self.path)
         if previous is None:
             _write(self.path / "config.yaml", encoded)
-        elif changes := difference(previous, config):
+        elif changes := difference(previous, config, DIRECTORY_KEYS):
             log.info("the configuration differs from the last start: %s", "; ".join(changes))
             number = max([1, *_config_numbers(self.path)]) + 1
             _write(self.path / f"config.{number}.yaml", encoded)
@@ -304,11 +306,14 @@ def _has_only_groups(config: dict[str, Any]) -> bool:
     return all(isinstance(group, dict) for group in config.values())
 
 
-def difference(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def difference(
+    old: dict[str, Any], new: dict[str, Any], ignored: tuple[str, ...] = ()
+) -> list[str]:
     """Return `group.key: old -> new` for every value that differs."""
     before = flatten(old)
     after = flatten(new)
-    changed = [key for key in before | after if before.get(key) != after.get(key)]
+    keys = [key for key in before | after if key not in ignored]
+    changed = [key for key in keys if before.get(key) != after.get(key)]
     return [f"{key}: {_format(before.get(key))} -> {_format(after.get(key))}" for key in changed]
 
 

@@ -17,7 +17,7 @@ from mingpt_ddp.metrics.jsonl import HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.storage.run_dir import Attempt, difference
+from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.run_length import early_end, long_metrics, long_warmup
 from mingpt_ddp.training.train_step import count_steps
@@ -157,5 +157,5 @@ def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
     new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
     # with the values of newer keys
     old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}
-    if changes := difference(old, new):
+    if changes := difference(old, new, DIRECTORY_KEYS):
         log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

@@ -272,6 +272,13 @@ def test_starts_without_changes_add_no_record(directory):
     assert list(configs(directory)) == ["config.yaml"]
 
 
+def test_a_name_and_what_it_stands_for_are_no_difference(directory):
+    """Local workers record the name of an unnamed run, a single process records null."""
+    for name in (None, "texts-tiny-00000000", None):
+        directory.record_start({**CONFIG, "run": {"name": name}}, {})
+    assert list(configs(directory)) == ["config.yaml"]
+
+
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory, monkeypatch):
     logged: list[str] = []
     monkeypatch.setattr(
