@@ -42,9 +42,7 @@ def download_path(url: str, cache: Path) -> Path:
     return cache / DOWNLOADS / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def download(
-    fs: Any, name: str, target: Path, check: Callable[[Path], object] = lambda _: None
-) -> None:
+def download(fs: Any, name: str, target: Path, check: Callable[[Path], object]) -> None:
     """Download a file to `target`, atomically.
 
     Args:

@@ -3,7 +3,7 @@
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -127,25 +127,12 @@ class Runtime:
         Args:
             batch: tensors in tuples, lists and dicts.
         """
-
-        def copy_one(tensor: Tensor) -> Tensor:
-            if tensor.device == self.device:
-                return tensor
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-
-        return map_tensors(copy_one, batch)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return a batch with the result of a function for each tensor.
-
-    Args:
-        batch: tensors in tuples, lists and dicts.
-    """
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return {key: map_tensors(function, value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map_tensors(function, value) for value in batch)
-    return batch
+        if isinstance(batch, Tensor):
+            if batch.device == self.device:
+                return batch
+            return batch.pin_memory().to(self.device, non_blocking=True)
+        if isinstance(batch, Mapping):
+            return {key: self.to_device(value) for key, value in batch.items()}
+        if isinstance(batch, (tuple, list)):
+            return type(batch)(map(self.to_device, batch))
+        return batch

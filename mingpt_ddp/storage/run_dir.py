@@ -35,7 +35,6 @@ PARTIAL_FILES = (
     ".tokenizer.json.*.partial",
     "..*.partial",
     ".hydra/.*.partial",
-    ".metrics.*.partial",
 )
 PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
 PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
@@ -43,7 +42,7 @@ PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
 WRITTEN_INTO = (
     ".hydra",
     "main.rank*.log",
-    "metrics.*",
+    "metrics.jsonl",
     "samples.jsonl",
     "snapshots.jsonl",
     "tensorboard",

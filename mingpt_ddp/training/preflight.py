@@ -174,7 +174,7 @@ def check_resumes_exactly(
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
     few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
-    trial_loader = TrialLoader(loader, few)
+    trial_loader = _TrialLoader(loader, few)
     with attribute_errors_to_user_code():
         check_schedule(task.config.optimizer, count_steps(task.config, loader.steps_per_epoch))
         _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
@@ -245,7 +245,7 @@ def _not_exact(part: str, depends: str) -> CodeError:
     )
 
 
-class TrialLoader:
+class _TrialLoader:
     """The same few micro-batches in every step."""
 
     def __init__(self, loader: Loader, batches: list[Any]) -> None:
@@ -300,7 +300,7 @@ class _GradientCheck:
 class _Trial:
     """The train step of the run with fresh objects, built as every start of the run builds them."""
 
-    def __init__(self, runtime: Runtime, task: Task, loader: TrialLoader) -> None:
+    def __init__(self, runtime: Runtime, task: Task, loader: _TrialLoader) -> None:
         self.runtime = runtime.alone()
         self.trainable = build_trainable(self.runtime, task)
         micro_batches = len(loader.batch)
