@@ -96,6 +96,32 @@ def test_the_page_documents_what_the_loop_may_import():
     assert set(loop.__all__) <= documented
 
 
+def test_the_page_changes_the_loss(tmp_path):
+    """Its metric is the loss without the weights."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    block = re.search(r"another loss .*?```py\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    source = EXAMPLE.read_text()
+    build = re.search(r"    task = build_task.*\n", source)
+    assert build is not None
+    for old, new in {
+        build[0]: build[0] + textwrap.indent(block[1], " " * 4),
+        '"max_steps": 500': '"max_steps": 10',
+        "{metrics['train/loss']:.4f}": "{metrics['train/loss']} {metrics['train/unweighted']}",
+    }.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    script = tmp_path / "own_loop.py"
+    script.write_text(source)
+    done = call([*launcher(2), str(script)], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    line = re.search(r"step 10: loss (\S+) (\S+),", done.stdout)
+    assert line is not None, done.stdout
+    weighted, unweighted = map(float, line.groups())
+    assert weighted != unweighted
+    assert weighted == pytest.approx(unweighted, rel=0.05)
+
+
 def test_a_mistake_is_one_line(tmp_path):
     script = tmp_path / "own_loop.py"
     script.write_text(
