@@ -161,6 +161,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
         ConfigError, CodeError: a key, a value or a user's file is invalid; one line.
     """
     values = to_plain(cfg)
+    _refuse_retired(values)
     typed = set(map(key_of, overrides))
     if typed >= {*BATCH_SIZES}:
         raise ConfigError(
@@ -172,6 +173,14 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
     with attribute_errors_to_user_code():
         return from_mapping(run_code(values, directories, hydra.runtime.choices))
+
+
+def _refuse_retired(values: dict[str, Any]) -> None:
+    """Refuse retired keys of a preset, or added with +; those of recorded runs are dropped."""
+    for group, keys in values.items():
+        for key in keys if isinstance(keys, dict) else ():
+            if line := retired(f"{group}.{key}"):
+                raise ConfigError(line)
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:

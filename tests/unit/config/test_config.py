@@ -512,3 +512,11 @@ def test_a_typed_batch_size_replaces_one_per_rank(tmp_path):
     config = started(search, "trainer=mine", "trainer.batch_size=24")
     assert (config.trainer.batch_size, config.trainer.batch_size_per_rank) == (24, None)
     assert started(search, "trainer=mine").trainer.batch_size_per_rank == 8
+
+
+def test_a_retired_key_that_is_added_is_refused():
+    """Recorded runs may have it; it changes nothing there."""
+    key = "+trainer.prune=median"
+    with pytest.raises(ConfigError, match=r"trainer\.prune is no longer there; choose "):
+        started(key)
+    assert composed(key) == composed()
