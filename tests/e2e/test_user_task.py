@@ -234,7 +234,7 @@ def other(config, group):
             "nameless",
             (
                 "code error: the task nameless: metrics(model, batch) must return pairs (sum, "
-                "number), among them"
+                "number) by name, among them"
             ),
         ),
         (
