@@ -1,8 +1,10 @@
 """The schedules of the learning rate and of weight decay."""
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.registry import BUILDERS
@@ -37,7 +39,7 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     """
     total = config.schedule_steps or run_steps
     if own := BUILDERS["schedule"].get(config.schedule):
-        return config.lr * float(own(step, total, config.own_schedule()))
+        return config.lr * _own_factor(own, step, total, config)
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -54,6 +56,23 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
 
 
+def _own_factor(own: Callable[..., Any], step: int, total: int, config: OptimizerConfig) -> float:
+    """Return what a schedule of the user makes of a step.
+
+    Raises:
+        CodeError: that is no rate.
+    """
+    where = f"the schedule {config.schedule}"
+    factor = own(step, total, config.own_schedule())
+    try:
+        rate = float(factor)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CodeError(f"{where} must return a number, not {str(factor)[:100]}") from error
+    if not (math.isfinite(rate) and rate >= 0):
+        raise CodeError(f"{where}: the rate of step {step} is {rate}")
+    return rate
+
+
 def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
     """Refuse a schedule of the user that is no function of its arguments, or no rate.
 
@@ -62,11 +81,16 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
     Raises:
         CodeError: names the step.
     """
+    if own := BUILDERS["schedule"].get(config.schedule):
+        try:
+            inspect.signature(own).bind("step", "steps", "config")
+        except TypeError as error:
+            raise CodeError(
+                f"the schedule {config.schedule} must take (step, steps, config): {error}"
+            ) from error
     steps = [*range(1, run_steps + 1, max(1, run_steps // 100)), run_steps]
     rates = [get_lr(step, config, run_steps) for step in steps]
     for step, rate in zip(reversed(steps), reversed(rates), strict=True):
-        if not (math.isfinite(rate) and rate >= 0):
-            raise CodeError(f"the schedule {config.schedule}: the rate of step {step} is {rate}")
         if get_lr(step, config, run_steps) != rate:
             raise CodeError(
                 f"the schedule {config.schedule}: the rate of step {step} depends on more than the "

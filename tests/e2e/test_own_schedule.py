@@ -80,8 +80,10 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     ("result", "overrides", "error"),
     [
         ("len(calls)", [], "the schedule cyclic: the rate of step 12 depends on more than"),
-        ("-1.0", [], "the schedule cyclic: the rate of step 12 is -"),
-        ("math.nan", [], "the schedule cyclic: the rate of step 12 is nan"),
+        ("-1.0", [], "the schedule cyclic: the rate of step 1 is -"),
+        ("math.nan", [], "the schedule cyclic: the rate of step 1 is nan"),
+        ("None", [], "the schedule cyclic must return a number, not None"),
+        ("10**400", [], "the schedule cyclic must return a number, not 1000"),
         ("[][1]", [], "mine.py:15: IndexError"),
         (CYCLIC, ["optimizer.schedule_settings={periods: 6}"], "schedule_settings.periods is not"),
         (CYCLIC, ["optimizer.schedule_settings={period: x}"], "optimizer.schedule_settings.period"),

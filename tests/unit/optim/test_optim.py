@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,10 +11,18 @@ import torch
 from tasks import gpt_config
 from torch import nn
 
-from mingpt_ddp.config.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
+from mingpt_ddp.config.optimizer_config import (
+    SCHEDULES,
+    AdamWConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
+from mingpt_ddp.optim.lr_schedule import check_schedule, get_lr, scale_lr, weight_decay_factor
 
 # A peak of 2, a warm-up of 10 steps, then 100 steps down to a tenth of the peak.
 SCHEDULE = {
@@ -183,3 +192,19 @@ def test_the_schedule_of_weight_decay(name, expected):
     config = schedule("cosine", weight_decay_schedule=name, final_weight_decay_ratio=3.0)
     factors = {step: weight_decay_factor(step, config, STEPS) for step in expected}
     assert factors == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("own", "error"),
+    [
+        (lambda step, steps: 0.5, r"must take \(step, steps, config\)"),
+        (lambda step, steps, config: math.nan if step == 6 else 1.0, "rate of step 6 is nan"),
+    ],
+)
+def test_a_schedule_of_ones_own_that_fails(own, error, monkeypatch):
+    """Also at a step that was not tried before the start: no weight becomes NaN."""
+    monkeypatch.setitem(SCHEDULES, "own", ScheduleConfig)
+    monkeypatch.setitem(BUILDERS["schedule"], "own", own)
+    with pytest.raises(CodeError, match=f"the schedule own.* {error}"):
+        check_schedule(schedule("own"), run_steps=1000)
+        get_lr(6, schedule("own"), 1000)
