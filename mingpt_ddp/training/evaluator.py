@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mingpt_ddp.data.dataloader import Split
 from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode
 from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.memory import refuse_out_of_memory
@@ -38,7 +39,7 @@ class Evaluator:
 
         Raises:
             ConfigError: the first evaluation does not fit into memory.
-            CodeError: there are too many metrics to record.
+            CodeError: there are too many metrics to record, or no loss.
         """
         fits = refuse_out_of_memory(self.runtime, "the first evaluation")
         with nullcontext() if self._has_run else fits, torch.no_grad():
@@ -59,7 +60,10 @@ class Evaluator:
             prefix = "" if other == name else other.removeprefix(f"{name}_") + "_"
             for key, value in measured.items():
                 metrics[prefix + key] = value
-        check_metrics(self.task.config.task.name, metrics)
+        task = self.task.config.task.name
+        check_metrics(task, metrics)
+        if metrics and "loss" not in metrics:
+            raise CodeError(f"the task {task}: the loss of the split {name} has no items")
         return metrics
 
     def _measure(
@@ -93,7 +97,7 @@ class Evaluator:
         with group.waiting():  # reading waits for a GPU
             own = {}
             for name, values in sums.items():
-                own[name] = ([float(value) for value in values], int(counts[name]))
+                own[name] = ([float(value) for value in values], float(counts[name]))
         parts = group.all_gather((stopped, own))
         if any(was_stopped for was_stopped, _ in parts):
             return None
@@ -124,7 +128,7 @@ class Evaluator:
         )
 
 
-def _means(parts: list[dict[str, tuple[list[float], int]]]) -> dict[str, float]:
+def _means(parts: list[dict[str, tuple[list[float], float]]]) -> dict[str, float]:
     """Return the means over all ranks.
 
     Args:
@@ -132,7 +136,7 @@ def _means(parts: list[dict[str, tuple[list[float], int]]]) -> dict[str, float]:
             each of its batches, and the number of its items. Batches are added in their order.
     """
     by_rank: dict[str, list[list[float]]] = defaultdict(list)
-    counts: dict[str, int] = defaultdict(int)
+    counts: dict[str, float] = defaultdict(float)
     for part in parts:
         for name, (sums, n) in part.items():
             by_rank[name].append(sums)
@@ -143,5 +147,6 @@ def _means(parts: list[dict[str, tuple[list[float], int]]]) -> dict[str, float]:
         for turn in zip_longest(*lists, fillvalue=0.0):  # batch i was computed by rank i mod ranks
             for value in turn:  # not sum(): that of Python 3.12 compensates for rounding
                 total += value
-        means[name] = total / counts[name]
+        if counts[name]:  # else it has no mean
+            means[name] = total / counts[name]
     return means

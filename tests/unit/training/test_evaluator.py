@@ -18,7 +18,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.evaluator import Evaluator, _means
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
 
@@ -205,3 +205,11 @@ def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
 
 def test_a_split_that_the_task_lacks(runtime):
     assert evaluator(text(103), runtime).run(nn.Identity(), "test") == {}
+
+
+def test_counts_are_weights_and_a_metric_without_items_has_no_mean():
+    parts = [
+        {"loss": ([3.0], 1.0), "weighted": ([1.0], 0.5), "rare": ([0.0], 0.0)},
+        {"loss": ([1.0], 3.0), "weighted": ([2.0], 0.25), "rare": ([0.0], 0.0)},
+    ]
+    assert _means(parts) == {"loss": 1.0, "weighted": 4.0}
