@@ -159,6 +159,8 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
             "precision": config.precision,
             "eval_steps": None,
         }
+        # which evaluation does not follow: code of the user may register it
+        values["optimizer"] |= {"schedule": "constant", "schedule_settings": None}
         values |= {"ddp": {}, "snapshot": {}}
         if first is not None:
             _measure_like(values, first["config"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     assert weights(killed) == weights(run)
     recorded = yaml.safe_load((run / "config.yaml").read_text())["optimizer"]
     assert recorded["schedule_settings"] == {"period": 6}
+    done = call([sys.executable, "-m", "mingpt_ddp.evaluate", str(run)], project)
+    assert done.returncode == 0, done.stdout  # without the code, which it does not need
 
 
 @pytest.mark.parametrize(
