@@ -288,6 +288,12 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
     """
     # ddp may differ, even in its keys
     recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
+    # so may the schedule, which code of the user may have registered
+    recorded["optimizer"] = {
+        **recorded["optimizer"],
+        "schedule": config.optimizer.schedule,
+        "schedule_settings": config.optimizer.schedule_settings,
+    }
     with contextlib.suppress(NotRegisteredError):  # another model or optimizer: it differs
         recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
     micro_batch_size = state["micro_batch_size"]

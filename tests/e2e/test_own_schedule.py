@@ -79,6 +79,16 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     assert done.returncode == 0, done.stdout  # without the code, which it does not need
 
 
+def test_a_run_goes_on_with_another_schedule(project):
+    """Its code need not be there any more."""
+    done = train(project, PERIOD)
+    assert done.returncode == 0, done.stdout
+    words = [*TINY, "run.name=run", "optimizer.schedule=cosine", "trainer.max_steps=16"]
+    done = call([*python_main(), *words], project)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot of step 12 " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("result", "overrides", "error"),
     [
