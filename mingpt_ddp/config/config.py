@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -200,8 +201,15 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(explain_value(error)) from error
     return dict(values)
+
+
+def explain_value(error: OmegaConfBaseException) -> str:
+    """Return what is wrong with a value, as one line that begins with its key."""
+    key = f"{error.full_key}: " if error.full_key else ""
+    first = str(error).splitlines()[0]
+    return key + re.sub(r"^\w+ (raised )?while resolving interpolation: ", "", first)
 
 
 def from_mapping(values: dict[str, Any]) -> Config:

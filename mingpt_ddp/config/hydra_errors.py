@@ -7,6 +7,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from mingpt_ddp.config.config import explain_value
 from mingpt_ddp.config.hints import suggest
 from mingpt_ddp.config.retired import retired
 
@@ -34,7 +35,9 @@ def explain(error: Exception) -> str:
         return f"{group} is already in the defaults list; write {group}={name}, without the +"
     if isinstance(error, OverrideParseException):
         text = f"cannot read {error.override!r}: {text}"
-    elif not isinstance(error, (HydraException, OmegaConfBaseException)):
+    elif isinstance(error, OmegaConfBaseException):
+        text = explain_value(error)
+    elif not isinstance(error, HydraException):
         kind = type(error).__name__
         text = f"cannot read the command line or a configuration file ({kind}: {text})"
     text = re.sub(r"Config search path:.*|See https://hydra.cc.*", "", text, flags=re.DOTALL)
