@@ -60,6 +60,7 @@ CLOCKS = (
     "saved_at",
     "run_id",
 )
+NEWER = ("train_metrics",)  # in state.json, of later versions alone
 PARTS = ("model", "optimizer", "ema", "state", "losses")
 
 
@@ -156,7 +157,7 @@ def read_outcome(run: Path) -> Outcome:
     snapshot = max(run.glob("snapshots/step_*/manifest.json")).parent
     state = json.loads((snapshot / "state.json").read_text())
     history = read_history(run / "metrics.jsonl")
-    train_state = {k: v for k, v in state["train_state"].items() if k not in CLOCKS}
+    train_state = {k: v for k, v in state["train_state"].items() if k not in (*CLOCKS, *NEWER)}
     digests = {
         "state": digest_json([train_state, state["scaler"]]),
         "losses": digest_json(list(losses(history))),
