@@ -81,13 +81,15 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
     Raises:
         CodeError: names the step.
     """
-    if own := BUILDERS["schedule"].get(config.schedule):
-        try:
-            inspect.signature(own).bind("step", "steps", "config")
-        except TypeError as error:
-            raise CodeError(
-                f"the schedule {config.schedule} must take (step, steps, config): {error}"
-            ) from error
+    own = BUILDERS["schedule"].get(config.schedule)
+    if own is None:
+        return
+    try:
+        inspect.signature(own).bind("step", "steps", "config")
+    except TypeError as error:
+        raise CodeError(
+            f"the schedule {config.schedule} must take (step, steps, config): {error}"
+        ) from error
     steps = [*range(1, run_steps + 1, max(1, run_steps // 100)), run_steps]
     rates = [get_lr(step, config, run_steps) for step in steps]
     for step, rate in zip(reversed(steps), reversed(rates), strict=True):

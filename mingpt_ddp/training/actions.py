@@ -13,10 +13,11 @@ from mingpt_ddp.models import eval_mode
 from mingpt_ddp.tasks.evaluation import Evaluation
 from mingpt_ddp.tasks.outputs import Mean, Outputs, as_means, check_outputs
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.evaluator import means_of_ranks
 
 
 class Actions:
-    """The hooks of this run, called in the order of their names."""
+    """The hooks of this run, called in the order in which the file registers them."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -64,14 +65,10 @@ class Actions:
         for name in metrics:
             if name in taken:
                 raise CodeError(f"a hook of @acts('evaluation'): the task has a metric {name}, too")
-        own = {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
-        sums: dict[str, float] = {}
-        counts: dict[str, float] = {}
-        for part in self.runtime.group.all_gather(own):
-            for name, (total, count) in part.items():
-                sums[name] = sums.get(name, 0.0) + total
-                counts[name] = counts.get(name, 0.0) + count
-        return {name: sums[name] / counts[name] for name in sums if counts[name]}
+        group = self.runtime.group
+        with group.waiting():  # reading waits for a GPU
+            own = {name: ([float(total)], float(n)) for name, (total, n) in metrics.items()}
+        return means_of_ranks(group.all_gather(own))
 
     def _call(self, event: str, *values: Any) -> dict[str, Mean]:
         """Call the hooks of an event; return their metrics.

@@ -101,7 +101,7 @@ class Evaluator:
         parts = group.all_gather((stopped, own))
         if any(was_stopped for was_stopped, _ in parts):
             return None
-        return _means([part for _, part in parts])
+        return means_of_ranks([part for _, part in parts])
 
     def _passes(self, split: Split) -> Iterator[tuple[Any, bool]]:
         """Yield the batches of this rank, and whether they count.
@@ -128,7 +128,7 @@ class Evaluator:
         )
 
 
-def _means(parts: list[dict[str, tuple[list[float], float]]]) -> dict[str, float]:
+def means_of_ranks(parts: list[dict[str, tuple[list[float], float]]]) -> dict[str, float]:
     """Return the means over all ranks.
 
     Args:

@@ -18,7 +18,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training.evaluator import Evaluator, _means
+from mingpt_ddp.training.evaluator import Evaluator, means_of_ranks
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
 
@@ -212,4 +212,4 @@ def test_counts_are_weights_and_a_metric_without_items_has_no_mean():
         {"loss": ([3.0], 1.0), "weighted": ([1.0], 0.5), "rare": ([0.0], 0.0)},
         {"loss": ([1.0], 3.0), "weighted": ([2.0], 0.25), "rare": ([0.0], 0.0)},
     ]
-    assert _means(parts) == {"loss": 1.0, "weighted": 4.0}
+    assert means_of_ranks(parts) == {"loss": 1.0, "weighted": 4.0}
