@@ -70,7 +70,7 @@ def overrides() -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
-    """Killed in step 13, it resumes from the snapshot of step 10."""
+    """Killed in step 13, it resumes from step 10, or 5 while that snapshot is still written."""
     script = tmp_path / "own_loop.py"
     script.write_text(SCRIPT)
     monkeypatch.setenv("DIES_AT", "13")
@@ -80,7 +80,7 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
     monkeypatch.delenv("DIES_AT")
     done = call(command, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout
-    assert "from step 10" in done.stdout and "from step 0" not in done.stdout
+    assert re.search(r"from step (10|5)\n", done.stdout), done.stdout
 
     limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "snapshot.every_steps=5"]
     words = [*overrides(), *limits, "run.name=main", f"ddp.nproc_per_node={ranks}"]
