@@ -55,7 +55,8 @@ def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
     """Return what `Task.loss` has returned, with the metrics of the model if it has some.
 
     Raises:
-        CodeError: one of them has returned no dictionary of metrics.
+        CodeError: one of them has returned no dictionary of metrics, or `step_metrics` is no
+            method.
     """
     pair = returned if isinstance(returned, tuple) else (returned, {})
     if len(pair) != 2:
@@ -66,6 +67,8 @@ def outputs_of(returned: Returned, model: nn.Module | None = None) -> Outputs:
     losses, metrics = pair
     means = as_means(metrics, "loss(model, batch)")
     if isinstance(model, SupportsStepMetrics):
+        if not callable(model.step_metrics):
+            raise CodeError("step_metrics must be a method of the model that returns its metrics")
         means |= as_means(model.step_metrics(), "step_metrics()")
     return Outputs(named_losses(losses), means)
 
@@ -135,10 +138,13 @@ def _is_loss(value: Any) -> bool:
 
 
 def _is_free(name: Any) -> bool:
-    """Return whether a metric may have this name."""
+    """Return whether a metric may have this name.
+
+    Without a slash, which is an underscore in metrics.jsonl: a/b and a_b would be one.
+    """
     if not isinstance(name, str) or name in TAKEN or name.startswith("loss_"):
         return False
-    return name != "" and name.isprintable()
+    return name != "" and name.isprintable() and "/" not in name
 
 
 def is_pair(value: Any) -> bool:

@@ -74,6 +74,7 @@ def test_metrics_keep_no_graph():
         ((LOSS, {"lr": 1.0}), "a metric cannot have the name 'lr'"),
         ((LOSS, {"loss_a": 1.0}), "a metric cannot have the name 'loss_a'"),
         ((LOSS, {3: 1.0}), "a metric cannot have the name 3"),
+        ((LOSS, {"aux/z": 1.0}), "a metric cannot have the name 'aux/z'"),
         ((LOSS, {"": 1.0}), "a metric cannot have the name ''"),
         ((LOSS, {"a\nb": 1.0}), r"a metric cannot have the name 'a\\nb'"),
         ((LOSS, {"\ud800": 1.0}), r"a metric cannot have the name '\\ud800'"),
@@ -104,6 +105,13 @@ def test_step_metrics_must_be_a_dictionary():
     with pytest.raises(
         CodeError, match=r"step_metrics\(\) must return a dictionary of .*, not NoneType"
     ):
+        outputs_of(LOSS, model)
+
+
+def test_step_metrics_must_be_a_method():
+    model = Sparse()
+    model.step_metrics = {"load": 0.5}  # type: ignore[assignment]
+    with pytest.raises(CodeError, match="step_metrics must be a method of the model"):
         outputs_of(LOSS, model)
 
 
