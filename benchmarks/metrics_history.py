@@ -68,7 +68,7 @@ def read_last(path: Path) -> None:
 
 
 def write_report(path: Path) -> None:
-    from mingpt_ddp.sweeps.sweep_report import report
+    from mingpt_ddp.results.report import report
 
     report([path.parent], path.parent / "report.html")
 

@@ -36,11 +36,11 @@ from typing import Any
 
 from common import ROOT, log, parser, report, timed
 
-from mingpt_ddp.sweeps import significance
-from mingpt_ddp.sweeps.runs import read_jobs
-from mingpt_ddp.sweeps.sides import Side, compare
-from mingpt_ddp.sweeps.significance import LEVEL, difference
-from mingpt_ddp.sweeps.statistics import estimate
+from mingpt_ddp.results import significance
+from mingpt_ddp.results.compare import Side, compare
+from mingpt_ddp.results.intervals import estimate
+from mingpt_ddp.results.runs import read_jobs
+from mingpt_ddp.results.significance import LEVEL, difference
 
 SEEDS = 40
 LRS = (0.003, 0.006)

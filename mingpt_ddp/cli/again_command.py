@@ -38,14 +38,13 @@ from mingpt_ddp.config.config import (
     to_plain,
     with_defaults,
 )
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, key_of
+from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, hydra_value, key_of
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError, command
 from mingpt_ddp.storage.run_dir import recorded_config
-from mingpt_ddp.sweeps.runs import hydra_value
 
 # A run that a stranger wrote could send files to itself, or run programs.
 LEFT_OUT = (*COMMAND_KEYS, *PLACES, "run.resume", "tracker.entity", "tracker.uri")

@@ -211,7 +211,7 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     from mingpt_ddp.errors import RunError
     from mingpt_ddp.metrics.jsonl import METRICS, read_history
-    from mingpt_ddp.sweeps.runs import is_run, read_jobs, varying
+    from mingpt_ddp.results.runs import is_run, read_jobs, varying
 
     directory = Path(run)
     if directory.is_dir() and not is_run(directory):

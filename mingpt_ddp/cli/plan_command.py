@@ -36,7 +36,7 @@ from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.sweeps.local_job import checked_config
+from mingpt_ddp.training.checked_config import checked_config
 
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")

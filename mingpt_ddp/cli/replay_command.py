@@ -21,12 +21,12 @@ from mingpt_ddp.cli.again_command import LEFT_OUT, command_words
 from mingpt_ddp.cli.api import train
 from mingpt_ddp.cli.recorded_run import Interval, Recorded, choose_interval, read_snapshot
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, decides_bits
+from mingpt_ddp.config.hydra_utils import hydra_value
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name
 from mingpt_ddp.snapshots.ledger import LEDGER, Hashes, Ledger, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.sweeps.runs import hydra_value
 
 CONFIRMED = 0
 REFUTED = 1

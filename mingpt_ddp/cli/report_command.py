@@ -36,10 +36,10 @@ from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps.report_json import json_report
-from mingpt_ddp.sweeps.results import read_results
-from mingpt_ddp.sweeps.sweep_report import page_path, report
-from mingpt_ddp.sweeps.verdict import verdict
+from mingpt_ddp.results.report import page_path, report
+from mingpt_ddp.results.report_json import json_report
+from mingpt_ddp.results.results import read_results
+from mingpt_ddp.results.verdict import verdict
 
 COMPARE = "compare"
 

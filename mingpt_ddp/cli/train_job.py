@@ -50,11 +50,11 @@ from mingpt_ddp.storage.run_dir import (
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.local_job import (
     LocalJob,
-    checked_config,
     conclude_local,
     prepare_local,
 )
 from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.training.checked_config import checked_config
 from mingpt_ddp.training.notify import notifying
 
 log = logging.getLogger(__name__)

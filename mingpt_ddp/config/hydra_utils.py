@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from hydra import main as hydra_main
 from hydra import utils
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -295,3 +297,17 @@ def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_config, ["hydra"])),
         "overrides.yaml": OmegaConf.to_yaml(hydra_config.hydra.overrides.task),
     }
+
+
+def hydra_value(value: Any) -> str:
+    """Format a value so that Hydra's override grammar parses it back."""
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
+    # Hydra takes no quoted keys
+    if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
+        pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
+        return f"{{{','.join(pairs)}}}"
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)  # of a date in a file that somebody has edited
+    without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+    return QuotedString(without_interpolation, Quote.double).with_quotes()

@@ -27,6 +27,7 @@ RESULT = "result.json"
 DIRECTORY_KEYS = ("run.name",)
 ATTEMPT = "attempt.json"
 SWEEP = "sweep.json"  # in the directory of a sweep
+TRIALS = "trials.jsonl"  # there too, of a search
 MAX_FAILURES = 10**6  # of attempts of a run; more are no count
 PARTIAL_FILES = (
     ".config*.partial",

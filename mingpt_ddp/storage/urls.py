@@ -6,6 +6,7 @@ import fsspec
 from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError
 from mingpt_ddp.storage.remote import RemoteStorage
@@ -47,6 +48,20 @@ def check_url(url: str, key: str, writable: bool = False) -> None:
             # fsspec knows which package each protocol needs
             advice = "pip install 'mingpt_ddp[s3]'" if protocol in S3 else str(error)
             raise ConfigError(f"{key}={url}: {protocol}:// is not installed; {advice}") from error
+
+
+def check_urls(config: Config) -> None:
+    """Raise a ConfigError for a URL that no installed library can open."""
+    path = getattr(config.data, "path", None)
+    if path and not getattr(config.data, "reader", None):
+        check_url(path, "data.path")
+    if config.snapshot.path:
+        check_url(config.snapshot.path, "snapshot.path", writable=True)
+    if config.snapshot.fallback_path:
+        check_url(config.snapshot.fallback_path, "snapshot.fallback_path", writable=True)
+    check_url(config.run.resume, "run.resume")
+    if config.run.init_from is not None:
+        check_url(config.run.init_from, "run.init_from")
 
 
 def open_storage(url: str, key: str = "URL") -> Storage:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import LIMITS, Config, flatten, named_keys, named_values
-from mingpt_ddp.metrics.objective import Objective
+from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.storage.run_dir import (
     RunStatus,
     read_result,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.display import PERIOD_S, Display, can_draw
 from mingpt_ddp.metrics.jsonl import METRICS
+from mingpt_ddp.results.formats import cut, fixed
 from mingpt_ddp.storage.storage import read_tail
-from mingpt_ddp.sweeps.formats import cut, fixed
 from mingpt_ddp.sweeps.local_job import LocalJob
 from mingpt_ddp.sweeps.sweep import Sweep
 

@@ -3,18 +3,13 @@
 import time
 from dataclasses import dataclass, replace
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import exit_process
 from mingpt_ddp.distributed.launcher import Ended, Launch
 from mingpt_ddp.distributed.machine import threads_per_worker
-from mingpt_ddp.distributed.slots import Slot, visible_gpus
-from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.metrics.trackers.outboxes import check_installed
+from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.storage.run_dir import (
     RunStatus,
     next_free_name,
@@ -22,7 +17,6 @@ from mingpt_ddp.storage.run_dir import (
     run_directory,
     with_run_name,
 )
-from mingpt_ddp.storage.urls import check_url
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.training.notify import FAILED, notify
@@ -88,40 +82,3 @@ def conclude_local(local: LocalJob, ended: Ended, sweep: Sweep) -> float | None:
     if ended.code != 0 or not has_ended:
         return None
     return sweep.objective.value(result)
-
-
-def checked_config(cfg: DictConfig) -> Config:
-    """Return the configuration that Hydra has composed, typed, with the number of workers.
-
-    Raises:
-        ConfigError, CodeError: a key, a value or a user's file is invalid.
-    """
-    config = hydra_utils.to_config(cfg, HydraConfig.get(), HydraConfig.get().overrides.task)
-    if config.ddp.nproc_per_node == "gpu":
-        config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus()))
-    _check_urls(config)
-    check_installed(config)
-    return config
-
-
-def _count_gpus() -> int:
-    count = len(visible_gpus())
-    if count == 0:
-        raise ConfigError(
-            "ddp.nproc_per_node=gpu, but torch sees no GPU here; give a number of workers"
-        )
-    return count
-
-
-def _check_urls(config: Config) -> None:
-    """Raise a ConfigError for a URL that no installed library can open."""
-    path = getattr(config.data, "path", None)
-    if path and not getattr(config.data, "reader", None):
-        check_url(path, "data.path")
-    if config.snapshot.path:
-        check_url(config.snapshot.path, "snapshot.path", writable=True)
-    if config.snapshot.fallback_path:
-        check_url(config.snapshot.fallback_path, "snapshot.fallback_path", writable=True)
-    check_url(config.run.resume, "run.resume")
-    if config.run.init_from is not None:
-        check_url(config.run.init_from, "run.init_from")

@@ -22,19 +22,19 @@ from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import count_cores
 from mingpt_ddp.errors import ConfigError, UserError, counted
-from mingpt_ddp.metrics.objective import (
+from mingpt_ddp.results.objective import (
     LOSS,
     WHY_BITS_PER_BYTE,
     loss_unit,
     objective_of,
 )
+from mingpt_ddp.results.runs import is_run
 from mingpt_ddp.storage.lock import acquire_lock
-from mingpt_ddp.sweeps.runs import is_run
+from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
 from mingpt_ddp.sweeps.schedule import check_schedule, has_own_sweeper, plan_slots
 from mingpt_ddp.sweeps.sources import in_lock_step, is_study, number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.sweeps.sweep_checks import check_hydra_keys, check_jobs, parse_overrides
-from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 log = logging.getLogger(__name__)
 

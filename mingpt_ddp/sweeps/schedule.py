@@ -13,9 +13,9 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes, cores, count_cores
 from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError, command
-from mingpt_ddp.metrics.objective import LOSS, Objective
+from mingpt_ddp.results.objective import LOSS, Objective
+from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.sources import is_study
-from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 BITS = ("bits_per_byte", "bits_per_char")

@@ -18,10 +18,11 @@ from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.live_table import LiveTable
-from mingpt_ddp.sweeps.local_job import LocalJob, checked_config, conclude_local, prepare_local
+from mingpt_ddp.sweeps.local_job import LocalJob, conclude_local, prepare_local
 from mingpt_ddp.sweeps.progress import attempts, jobs_left
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.training.checked_config import checked_config
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from mingpt_ddp.config.config import Config, named_values
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.sweeps.sweep_checks import expand
+from mingpt_ddp.sweeps.checks import expand
 
 DRAW_TIMEOUT_S = 600.0  # for rank zero
 
@@ -171,9 +171,9 @@ def source_of(
     """
     if not is_study(settings):
         return Grid(overrides)
-    from mingpt_ddp.sweeps.space import search_space
-    from mingpt_ddp.sweeps.study import Study
-    from mingpt_ddp.sweeps.trials import Trials
+    from mingpt_ddp.sweeps.search.space import search_space
+    from mingpt_ddp.sweeps.search.study import Study
+    from mingpt_ddp.sweeps.search.trials import Trials
 
     fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
     swept = [each for each in overrides if each.is_sweep_override()]

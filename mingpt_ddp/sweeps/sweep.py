@@ -23,16 +23,16 @@ from mingpt_ddp.distributed.exit import (
 )
 from mingpt_ddp.distributed.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
-from mingpt_ddp.metrics.objective import (
+from mingpt_ddp.results.objective import (
     BITS_PER_BYTE,
     LOSS,
     Objective,
 )
 from mingpt_ddp.storage.run_dir import run_directory, with_run_name
+from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import look_up
 from mingpt_ddp.sweeps.sources import Source
-from mingpt_ddp.sweeps.sweep_file import SweepFile
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +232,7 @@ class Sweep:
 
         The jobs are recorded: a table that nobody reads is no error, and changes no exit code.
         """
-        from mingpt_ddp.sweeps.sweep_report import PAGE, report
+        from mingpt_ddp.results.report import PAGE, report
 
         is_own = self.lock and (self.done or self.uses_external_launcher)
         runs = [self.directory] if is_own else list(dict.fromkeys(self.done.values()))

@@ -18,11 +18,11 @@ from mingpt_ddp.errors import JobError
 from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import job_name
-from mingpt_ddp.sweeps.local_job import checked_config
 from mingpt_ddp.sweeps.progress import attempts, jobs_left
 from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
+from mingpt_ddp.training.checked_config import checked_config
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from browser import Browser, chromium
 from fake_runs import fake_run
 
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
-from mingpt_ddp.sweeps.sweep_report import report
+from mingpt_ddp.results.report import report
 
 
 def has_importance() -> bool:

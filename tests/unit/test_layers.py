@@ -25,6 +25,7 @@ ROOMS = (
         "cli",
         "loop",
         "sweeps",
+        "results",
         "planning",
         "training",
         "snapshots",
@@ -109,22 +110,48 @@ def test_imports_run_down(path):
     assert not wrong, f"{own} may not import {wrong}"
 
 
+def dotted_name(path: Path) -> str:
+    """Return the name of a module below the package."""
+    return name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(tree: ast.Module, names: set[str]) -> set[str]:
+    """Return which of the modules with these names a module imports, also in functions."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mingpt_ddp."):
+            below = str(node.module).partition(".")[2]
+            full = {f"{below}.{alias.name}" for alias in node.names}
+            found |= (full & names) or {below}
+    return found & names
+
+
+def test_results_import_no_torch():
+    """Neither its modules, also in functions, nor what these import when they are imported."""
+    paths = {dotted_name(path): path for path in MODULES}
+    left = [name for name in paths if name.split(".")[0] == "results"]
+    seen = {*left}
+    while left:
+        name = left.pop()
+        tree = tree_of(paths[name])
+        nodes = ast.walk(tree) if name.startswith("results") else tree.body
+        of_others = ast.Module(
+            [n for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))], []
+        )
+        for node in of_others.body:
+            named = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+            assert not any(str(each).split(".")[0] == "torch" for each in named), name
+        new = imported_modules(of_others, {*paths}) - seen
+        seen |= new
+        left += new
+
+
 def test_no_import_cycle():
-    names = {
-        name_of(p).removesuffix(".py").removesuffix("/__init__").replace("/", "."): p
-        for p in MODULES
-    }
+    names = {dotted_name(p): p for p in MODULES}
     edges: dict[str, set[str]] = {}
     for name, path in names.items():
-        edges[name] = set()
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mingpt_ddp."):
-                below = str(node.module).partition(".")[2]
-                full = {
-                    f"{below}.{a.name}" if f"{below}.{a.name}" in names else below
-                    for a in node.names
-                }
-                edges[name] |= {target for target in full if target in names} - {name}
+        found = imported_modules(tree_of(path), {*names})
+        edges[name] = found - {name}
     while edges:
         leaves = [name for name, targets in edges.items() if not targets & edges.keys()]
         assert leaves, f"a cycle among {sorted(edges)}"

@@ -25,12 +25,13 @@ from mingpt_ddp.config.config import (
 )
 from mingpt_ddp.config.fields import enters_name
 from mingpt_ddp.config.hints import known_keys
+from mingpt_ddp.config.hydra_utils import hydra_value
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import adapter
+from mingpt_ddp.results.groups import replicates
+from mingpt_ddp.results.notes import pooling_notes
+from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.snapshots.ledger import NOT_IN_SETTINGS, digest_settings
-from mingpt_ddp.sweeps.comparison import pooling_notes
-from mingpt_ddp.sweeps.groups import replicates
-from mingpt_ddp.sweeps.runs import hydra_value, read_jobs
 
 CHOSEN: dict[str, str | None] = {
     "task": "language_model",

@@ -10,8 +10,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mingpt_ddp.config.sweep_config import SweepConfig
-from mingpt_ddp.sweeps.space import search_space
-from mingpt_ddp.sweeps.study import Outcome, Study
+from mingpt_ddp.sweeps.search.space import search_space
+from mingpt_ddp.sweeps.search.study import Outcome, Study
 
 SWEPT = ("lr=tag(log,interval(1e-5,1))", "n=int(interval(1,9))", "kind=a,b,1")
 STEPS = (10, 30, 90)

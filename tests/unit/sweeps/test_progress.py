@@ -10,13 +10,13 @@ from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.distributed.exit import USER_ERROR
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import records as storage_records
+from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.progress import attempts
+from mingpt_ddp.sweeps.search.study import Outcome
+from mingpt_ddp.sweeps.search.trials import Trials
 from mingpt_ddp.sweeps.sources import Grid
-from mingpt_ddp.sweeps.study import Outcome
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.sweeps.sweep_file import SweepFile
-from mingpt_ddp.sweeps.trials import Trials
 from tests.unit.sweeps.studies import open_study, parse
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.sweeps import records as records_module
-from mingpt_ddp.sweeps.pareto import read_goals
-from mingpt_ddp.sweeps.records import Drawn, Finished, Header, Records, Reopened, Reported
+from mingpt_ddp.results.front import read_goals
+from mingpt_ddp.sweeps.search import records as records_module
+from mingpt_ddp.sweeps.search.records import Drawn, Finished, Header, Records, Reopened, Reported
 
 HEADER = Header(
     sampler="tpe", space={}, objectives=["val_loss"], lag=1, order="fixed", seed=1, fixed={}

@@ -10,10 +10,10 @@ import warnings
 
 import pytest
 
-from mingpt_ddp.sweeps.optuna_trials import directions, optuna
-from mingpt_ddp.sweeps.pruners import PRUNERS
-from mingpt_ddp.sweeps.samplers import SAMPLERS, Drawing, rounded, seed_of
-from mingpt_ddp.sweeps.study import Outcome
+from mingpt_ddp.sweeps.search.optuna_trials import directions, optuna
+from mingpt_ddp.sweeps.search.pruners import PRUNERS
+from mingpt_ddp.sweeps.search.samplers import SAMPLERS, Drawing, rounded, seed_of
+from mingpt_ddp.sweeps.search.study import Outcome
 from tests.unit.sweeps.studies import open_study, run_all
 
 Float = optuna.distributions.FloatDistribution
@@ -103,12 +103,12 @@ def test_without_optuna(tmp_path):
     (tmp_path / "optuna.py").write_text("raise ImportError('as if it were not installed')\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import mingpt_ddp.sweeps.sweep, mingpt_ddp.sweeps.records\n"
+        "import mingpt_ddp.sweeps.sweep, mingpt_ddp.sweeps.search.records\n"
         "assert 'optuna' not in sys.modules\n"
         "from mingpt_ddp.errors import ConfigError\n"
         "for name in ('space', 'samplers', 'study'):\n"
         "    try:\n"
-        "        __import__(f'mingpt_ddp.sweeps.{name}')\n"
+        "        __import__(f'mingpt_ddp.sweeps.search.{name}')\n"
         "    except ConfigError as error:\n"
         "        print(error)\n"
     )

@@ -16,14 +16,14 @@ from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.distributed import rendezvous
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.metrics.objective import BITS_PER_BYTE, LOSS
+from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.storage.run_dir import SWEEP
+from mingpt_ddp.storage.sweep_file import Failure, SweepFile
 from mingpt_ddp.sweeps import schedule
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, plan_slots
 from mingpt_ddp.sweeps.sources import Grid, LockStep
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.sweeps.sweep_file import Failure, SweepFile
 
 LOCAL = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 SLURM = "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"

@@ -6,8 +6,8 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.sweeps.optuna_trials import optuna
-from mingpt_ddp.sweeps.space import override_text, search_space
+from mingpt_ddp.sweeps.search.optuna_trials import optuna
+from mingpt_ddp.sweeps.search.space import override_text, search_space
 from tests.unit.sweeps.studies import parse
 
 Float = optuna.distributions.FloatDistribution

@@ -14,8 +14,8 @@ import pytest
 
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError, RunError
-from mingpt_ddp.sweeps.space import search_space
-from mingpt_ddp.sweeps.study import Outcome, Study
+from mingpt_ddp.sweeps.search.space import search_space
+from mingpt_ddp.sweeps.search.study import Outcome, Study
 from tests.unit.sweeps.studies import (
     SWEPT,
     cut_copy,

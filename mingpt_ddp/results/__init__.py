@@ -1,0 +1,1 @@
+"""Read runs that others have made: tables, pages, tests, laws."""

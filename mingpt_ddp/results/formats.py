@@ -1,0 +1,56 @@
+"""Number and text formats of a report."""
+
+import json
+from datetime import timedelta
+
+from mingpt_ddp.results.runs import Value
+
+LONGEST = 60  # characters of a value or a name
+
+
+def duration(seconds: float | None) -> str:
+    """Format a time as hours, minutes and seconds; "" if it is unknown or absurd."""
+    if seconds is None or not 0 <= seconds < 1e13:
+        return ""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Return the last part of each dotted key, or the whole key if the last part is ambiguous."""
+    last = [key.rpartition(".")[2] for key in keys]
+    unclear = {"name", "path", *(name for name in last if last.count(name) > 1)}
+    return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
+
+
+def shown(value: Value) -> str:
+    """Format a value as on the command line, cut to LONGEST characters."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return brief(value)
+    return cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def brief(value: float) -> str:
+    """Format with at most four digits, more for whole numbers; 3e-4 for 0.0003."""
+    if abs(value) < 1e9 and value == round(value):
+        return f"{value:.0f}"
+    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
+
+
+def fixed(value: float | None, form: str) -> str:
+    """Format a number; `-` for None, with an exponent if it would be too long to read."""
+    if value is None:
+        return "-"
+    return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
+
+
+def scientific(value: float) -> str:
+    """Format with at most four digits and an exponent."""
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Cut the middle out of a text that is too long: similar names often differ at the end."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"

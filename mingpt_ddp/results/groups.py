@@ -1,0 +1,209 @@
+"""Group the jobs that differ in `run.seed` alone: replicates of one recipe."""
+
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from mingpt_ddp.config.config import effect_of
+from mingpt_ddp.results.intervals import Estimate, estimate
+from mingpt_ddp.results.objective import Objective
+from mingpt_ddp.results.runs import Job, Value, identity, number, varying
+
+SEED = "run.seed"
+# what differs between the directories of replicates in a sweep
+OF_ONE_JOB = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
+Recipe = tuple[tuple[str, Hashable], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs of one recipe with different seeds; one job is a group too."""
+
+    jobs: list[Job]  # at least one, in the order of `read_jobs`
+    config: dict[str, Value]  # what they share and makes their results: without run.seed
+
+    @property
+    def first(self) -> Job:
+        """The job whose command line stands for the group."""
+        return self.jobs[0]
+
+    @property
+    def ranked_by(self) -> Objective:
+        return self.first.ranked_by
+
+    @property
+    def status(self) -> str:
+        """The statuses of the jobs, each once."""
+        return ", ".join(dict.fromkeys(job.status for job in self.jobs))
+
+    @cached_property
+    def samples(self) -> list[Job]:
+        """One job of each seed: complete ones, or all if none is complete."""
+        jobs = [job for job in self.jobs if job.objective is not None] or self.jobs
+        return [*{seed_of(job): job for job in reversed(jobs)}.values()][::-1]
+
+    @cached_property
+    def name(self) -> str:
+        """A pattern that all directories match, as run.seed=*; or the first directory."""
+        patterns = {OF_ONE_JOB.sub("*", job.name) for job in self.jobs}
+        return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
+
+    @property
+    def seeds(self) -> int:
+        """The number of different seeds."""
+        return len({seed_of(job) for job in self.jobs})
+
+    @property
+    def complete(self) -> int:
+        """The number of seeds whose job is complete and has an objective."""
+        return self.estimate.n if self.estimate else 0
+
+    @cached_property
+    def estimate(self) -> Estimate | None:
+        """The objective over the complete jobs; None if there is none."""
+        return self.estimate_of(lambda job: job.objective)
+
+    @cached_property
+    def latest(self) -> Estimate | None:
+        """The objective, or that of the last values if no job is complete."""
+        return self.estimate or self.estimate_of(lambda job: job.value)
+
+    @property
+    def speed(self) -> float | None:
+        """The median over the jobs."""
+        speeds = [job.speed for job in self.jobs if job.speed is not None]
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def faults(self) -> int | None:
+        """Those of all jobs."""
+        found = [job.faults for job in self.jobs if job.faults is not None]
+        return sum(found) if found else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The time of all jobs."""
+        times = [number(job.result.get("wall_seconds")) for job in self.jobs]
+        known = [seconds for seconds in times if seconds is not None]
+        return sum(known) if known else None
+
+    @property
+    def objective(self) -> float | None:
+        """The mean objective of the complete jobs."""
+        return self.estimate.mean if self.estimate else None
+
+    @property
+    def value(self) -> float | None:
+        """The mean objective, or that of the last values if no job is complete."""
+        return self.latest.mean if self.latest else None
+
+    def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate | None:
+        """Return the estimate of a measurement over the seeds of the jobs that have one."""
+        means = means_by_seed(self.jobs, measure)
+        return estimate([*means.values()]) if means else None
+
+
+def replicates(jobs: Iterable[Job]) -> list[Group]:
+    """Group the jobs that differ in `run.seed` alone; sort by mean, those without one last.
+
+    Keys that change at most the last bits of a result (where files are, how ranks share the work,
+    what is logged) do not count, unless they have been swept: jobs of the same recipe differ in
+    them for two seeds at least.
+    """
+    jobs = [*jobs]
+    swept = _swept(jobs)
+    by_recipe: dict[Recipe | str, list[Job]] = {}
+    for job in jobs:
+        recipe = _recipe(job, swept)
+        by_recipe.setdefault(recipe or str(job.directory), []).append(job)
+    groups = []
+    for members in by_recipe.values():
+        config = members[0].config
+        groups.append(Group(members, {key: config[key] for key in _keys(members[0], swept)}))
+    return sorted(groups, key=_rank)
+
+
+def has_replicates(groups: Iterable[Group]) -> bool:
+    """Return whether a group has several seeds."""
+    return any(group.seeds > 1 for group in groups)
+
+
+def compared(jobs: list[Job]) -> list[Group]:
+    """Return what a report compares: groups of replicates; each job alone if there are none."""
+    groups = replicates(jobs)
+    if has_replicates(groups):
+        return groups
+    return singles(jobs)
+
+
+def singles(jobs: Iterable[Job]) -> list[Group]:
+    """Return a group for each job, with all of its keys."""
+    return [Group([job], job.config) for job in jobs]
+
+
+def best_group(groups: list[Group]) -> Group | None:
+    """Return the group with the lowest mean objective; None if no job is complete.
+
+    Args:
+        groups: sorted as `replicates` returns them.
+    """
+    return groups[0] if groups and groups[0].estimate else None
+
+
+def _makes_results(job: Job, key: str) -> bool:
+    """Return whether a key changes the final loss of a job by more than its last bits."""
+    if key == "trainer.eval_steps":  # which windows the loss is of; other texts are not in it
+        return True
+    if key == "trainer.eval_every":  # patience counts evaluations
+        return job.config.get("trainer.patience") is not None
+    return key != SEED and effect_of(key) in ("training", "end")
+
+
+def _swept(jobs: list[Job]) -> set[str]:
+    """Return the keys in which jobs of the same recipe and seed differ, of two seeds at least."""
+    by_recipe: dict[Recipe, dict[str, list[Job]]] = {}
+    for job in jobs:
+        by_seed = by_recipe.setdefault(_recipe(job, set()), {})
+        by_seed.setdefault(seed_of(job), []).append(job)
+    swept = set()
+    for by_seed in by_recipe.values():
+        seeds = Counter[str]()  # by key
+        for same in by_seed.values():
+            seeds.update(varying(same))
+        swept |= {key for key, count in seeds.items() if count > 1}
+    return swept
+
+
+def _keys(job: Job, swept: set[str]) -> list[str]:
+    """List the keys that make the recipe of a job."""
+    return [key for key in job.config if key in swept or _makes_results(job, key)]
+
+
+def _recipe(job: Job, swept: set[str]) -> Recipe:
+    return tuple((key, identity(job.config[key])) for key in sorted(_keys(job, swept)))
+
+
+def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -> dict[str, float]:
+    """Return a measurement by seed, of the jobs that have one.
+
+    Jobs of the same seed are no independent samples: they count once, with their mean.
+    """
+    values: dict[str, list[float]] = {}
+    for job in jobs:
+        value = measure(job)
+        if value is not None:
+            values.setdefault(seed_of(job), []).append(value)
+    return {seed: statistics.fmean(found) for seed, found in values.items()}
+
+
+def seed_of(job: Job) -> str:
+    """Return the seed of a job as JSON, or its directory if it has recorded none."""
+    return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)
+
+
+def _rank(group: Group) -> tuple[bool, bool, float, str]:
+    return group.objective is None, group.value is None, group.value or 0.0, group.name

@@ -1,0 +1,62 @@
+"""How much each parameter matters for the objective, by an evaluator of Optuna."""
+
+from typing import Any
+
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.results.formats import shown
+from mingpt_ddp.results.groups import Group
+from mingpt_ddp.results.runs import Value, number
+
+LEAST_GROUPS = 10  # that are complete
+BEST = 5  # groups, at least, that count as good: Optuna's advice
+
+
+def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
+    """Return the share of each parameter, the largest first; {} without Optuna or enough groups.
+
+    PED-ANOVA (Watanabe et al., 2023) compares the values of the best groups, a tenth or BEST of
+    them, with those of all. It needs no scikit-learn.
+
+    Args:
+        keys: the parameters in which the groups differ.
+    """
+    complete = [group for group in groups if group.objective is not None]
+    keys = [key for key in keys if any(key in group.config for group in complete)]
+    if len(complete) < LEAST_GROUPS or len(keys) < 2:
+        return {}
+    try:
+        from mingpt_ddp.results.optuna_library import no_warnings, optuna
+    except ConfigError:  # none, or one too old
+        return {}
+    with no_warnings():
+        study = optuna.create_study()
+        distributions = {key: _distribution(complete, key) for key in keys}
+        for group in complete:
+            params = {}
+            for key in keys:
+                if key in group.config:
+                    params[key] = _param(group.config[key], distributions[key])
+            own = {key: distributions[key] for key in params}
+            study.add_trial(
+                optuna.create_trial(params=params, distributions=own, value=group.objective)
+            )
+        quantile = max(0.1, BEST / len(complete))
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=quantile)
+        return {**optuna.importance.get_param_importances(study, evaluator=evaluator)}
+
+
+def _distribution(groups: list[Group], key: str) -> Any:
+    """Return the range of a parameter's numbers, logarithmic as in the plots; or its choices."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+
+    values = [group.config[key] for group in groups if key in group.config]
+    numbers = [known for value in values if (known := number(value)) is not None]
+    if len(numbers) < len(values) or not numbers:
+        return CategoricalDistribution([*dict.fromkeys(map(shown, values))])
+    low, high = min(numbers), max(numbers)
+    return FloatDistribution(low, high, log=0 < 10 * low <= high)
+
+
+def _param(value: Value, distribution: Any) -> Any:
+    """Return a value as the distribution has it."""
+    return shown(value) if hasattr(distribution, "choices") else number(value)

@@ -1,0 +1,147 @@
+"""Notes on the comparison of jobs: what ranks them, what makes their values incomparable."""
+
+from collections.abc import Hashable, Iterable
+
+from mingpt_ddp.config.config import effect_of
+from mingpt_ddp.errors import command, counted
+from mingpt_ddp.results.formats import cut
+from mingpt_ddp.results.groups import SEED, Group
+from mingpt_ddp.results.intervals import Estimate
+from mingpt_ddp.results.objective import (
+    LOSS,
+    TEXT_KEYS,
+    WHY_BITS_PER_BYTE,
+    is_text,
+    loss_unit,
+)
+from mingpt_ddp.results.runs import Job, identity, number, varying
+
+DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
+# how many windows are measured, of which length
+WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
+TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
+
+
+def comparison_notes(jobs: list[Job]) -> list[str]:
+    """Return what ranks the jobs, if not the loss, and why their results do not compare."""
+    objective = jobs[0].ranked_by
+    notes = []
+    if objective is not LOSS:
+        notes.append(f"ranked by {objective.title}: {WHY_BITS_PER_BYTE}")
+        lacking = [job.name for job in jobs if job.val_loss is not None and job.value is None]
+        if lacking:
+            names = cut(", ".join(lacking), 200)
+            notes.append(f"without {objective.title}, so not ranked: {names}")
+    measured = []
+    for job in jobs:
+        has_data = "data.path" in job.config or "data.dataset" in job.config
+        if job.val_loss is not None and has_data:
+            measured.append(job)
+    if keys := _different_data(measured):
+        kind = "texts" if all(is_text(job.config) for job in measured) else "data"
+        notes.append(
+            f"the jobs were measured on different {kind} ({', '.join(keys)}): their results "
+            "do not compare"
+        )
+    if _differing(measured, ("task.name",)):
+        notes.append(
+            "the jobs have different tasks, each of which defines its own loss (task.name)"
+        )
+    if keys := _different_parts(measured):
+        what = "the jobs were measured on different parts of the validation split"
+        notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
+    steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
+    if len(steps) > 1:
+        notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps")
+    return notes
+
+
+def group_notes(groups: list[Group]) -> list[str]:
+    """Return in what replicates differ besides the seed, and whether chance may order the best."""
+    notes = pooling_notes(groups)
+    best, *others = groups
+    close = [group for group in others if _overlap(best.estimate, group.estimate)]
+    if close:
+        count = counted(len(close), "other group")
+        notes.append(
+            f"the 95% intervals of {count} overlap that of the best: whether they differ, "
+            f"`{command('report')} DIR compare` tests"
+        )
+    return notes
+
+
+def pooling_notes(groups: list[Group]) -> list[str]:
+    """Return in what replicates differ besides the seed."""
+    keys = dict[str, None]()
+    for group in groups:
+        keys |= dict.fromkeys(varying(group.jobs))
+    keys.pop(SEED, None)
+    rounding = [key for key in keys if effect_of(key) == "rounding"]
+    others = [key for key in keys if key not in rounding]
+    notes = []
+    if others:
+        notes.append(f"replicates differ in {_cut(others)}: no loss depends on that")
+    if rounding:
+        notes.append(
+            f"replicates differ in {_cut(rounding)}: the last bits of results depend on that"
+        )
+    if any(len(_world_sizes(group)) > 1 for group in groups):
+        notes.append("replicates ran on different numbers of ranks: results differ by rounding")
+    return notes
+
+
+def _cut(keys: list[str]) -> str:
+    return cut(", ".join(keys), 200)
+
+
+def _world_sizes(group: Group) -> set[float]:
+    found = {number(job.result.get("world_size")) for job in group.jobs}
+    return {size for size in found if size is not None}
+
+
+def _overlap(one: Estimate | None, other: Estimate | None) -> bool:
+    """Return whether both have an interval, and these overlap."""
+    if one is None or other is None or one.high is None or other.low is None:
+        return False
+    return other.low <= one.high
+
+
+def _different_data(jobs: list[Job]) -> list[str]:
+    """List the keys by which the jobs differ in the data that measures them."""
+    if kinds := _differing(jobs, ("data.dataset",)):  # which have other keys
+        return kinds
+    keys = _differing(jobs, DATA_KEYS)
+    digests = {identity(job.config.get("data.sha256")) for job in jobs}
+    # one of them is null: any content
+    if len(digests - {identity(None)}) < 2 and "data.sha256" in keys:
+        keys.remove("data.sha256")
+    if len(digests) == 1 and identity(None) not in digests and "data.path" in keys:
+        keys.remove("data.path")  # the same content
+    return keys
+
+
+def _different_parts(jobs: list[Job]) -> list[str]:
+    """List the keys by which the jobs differ in the part of the split that they evaluate."""
+    if len({_part(job) for job in jobs}) < 2:
+        return []
+    return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
+
+
+def _part(job: Job) -> Hashable:
+    """Return what identifies the part; None if it is the whole split."""
+    if job.config.get(WINDOWS[0]) is None:
+        return None
+    steps, batch_size, block_size = (job.config.get(key) for key in WINDOWS)
+    windows = None
+    if isinstance(steps, int) and isinstance(batch_size, int):
+        windows = steps * batch_size
+    return windows, identity(block_size), loss_unit(job.config, job.directory)
+
+
+def _differing(jobs: Iterable[Job], keys: Iterable[str]) -> list[str]:
+    differing = []
+    for key in keys:
+        values = {identity(job.config.get(key)) for job in jobs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing

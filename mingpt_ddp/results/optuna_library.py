@@ -1,0 +1,31 @@
+"""Optuna itself, without its log lines and warnings."""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+from mingpt_ddp.errors import ConfigError
+
+try:
+    import optuna
+except ImportError as import_error:
+    raise ConfigError("a search needs Optuna; pip install 'mingpt_ddp[sweep]'") from import_error
+
+OLDEST = (4, 7)
+
+for library in ("optuna", "alembic"):  # a line of theirs for each trial
+    logging.getLogger(library).setLevel(logging.ERROR)
+if tuple(map(int, optuna.__version__.split(".")[:2])) < OLDEST:
+    raise ConfigError(
+        f"a search needs Optuna 4.7 or later, here is {optuna.__version__}; "
+        "pip install 'mingpt_ddp[sweep]'"
+    )
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    """Hide Python's warnings, as of experimental arguments, whose values the user has chosen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

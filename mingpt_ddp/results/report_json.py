@@ -1,0 +1,59 @@
+"""The report as a JSON document, for other programs."""
+
+import json
+from typing import Any
+
+from mingpt_ddp.results.formats import LONGEST, cut
+from mingpt_ddp.results.groups import SEED, Group
+from mingpt_ddp.results.results import Results
+from mingpt_ddp.results.runs import Job, number
+
+
+def json_report(results: Results) -> str:
+    """Return one strict JSON document in ASCII: null stands for what is not a finite number."""
+    front = results.front
+    groups = []
+    for index, group in enumerate(results.groups):
+        entry = _group(group, results.keys)
+        if front:
+            entry["on_front"] = index in front.members
+        groups.append(entry)
+    document: dict[str, Any] = {
+        "objective": results.objective.series,
+        "parameters": results.keys,
+        "notes": [*results.notes, *(note for job in results.jobs for note in job.notes)],
+        "importance": results.importance,
+    }
+    if front:
+        goals = [{"name": goal.name, "direction": goal.direction} for goal in front.goals]
+        document["objectives"] = goals
+    document["groups"] = groups
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def _group(group: Group, keys: list[str]) -> dict[str, Any]:
+    found = group.estimate
+    return {
+        "name": group.name,
+        "parameters": {key: group.config[key] for key in keys if key in group.config},
+        "n": group.complete,
+        "mean": found and found.mean,
+        "deviation": found and found.deviation,
+        "low": found and found.low,
+        "high": found and found.high,
+        "jobs": [_job(job) for job in group.jobs],
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    numbers = {}
+    for key, found in job.result.items():
+        if isinstance(found, (int, float)) and not isinstance(found, bool):
+            numbers[cut(str(key), LONGEST)] = found if number(found) is not None else None
+    return {
+        "name": job.name,
+        "directory": str(job.directory),
+        "status": job.status,
+        "seed": job.config.get(SEED),
+        "result": numbers,
+    }

@@ -1,0 +1,79 @@
+"""What a report shows of the jobs in some directories."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mingpt_ddp.results.formats import cut
+from mingpt_ddp.results.front import Front, front_of, read_goals
+from mingpt_ddp.results.groups import Group, best_group, compared, has_replicates, replicates
+from mingpt_ddp.results.importance import importances
+from mingpt_ddp.results.laws import Scaling, scalings
+from mingpt_ddp.results.notes import comparison_notes, group_notes
+from mingpt_ddp.results.objective import Objective
+from mingpt_ddp.results.runs import Job, read_jobs, varying
+from mingpt_ddp.storage.sweep_file import SweepFile
+
+MOST_OF_REASON = 300  # characters
+
+
+@dataclass(frozen=True)
+class Results:
+    """The jobs, the groups that are compared, and what is known of them."""
+
+    jobs: list[Job]  # best first
+    groups: list[Group]  # best first; each job alone if there are no replicates
+    keys: list[str]  # the parameters in which the groups differ
+    notes: list[str]  # on their comparison
+    front: Front | None = None  # of a search with other objectives than what ranks the jobs
+    importance: dict[str, float] = field(default_factory=dict)  # share by key; {} if unknown
+    laws: list[Scaling] = field(default_factory=list)  # of a sweep over sizes, data or steps
+
+    @property
+    def objective(self) -> Objective:
+        """What the jobs are ranked by."""
+        return self.jobs[0].ranked_by
+
+    @property
+    def has_replicates(self) -> bool:
+        return has_replicates(self.groups)
+
+    @property
+    def best(self) -> Group | None:
+        """The group with the best mean objective, of which a job at least is complete."""
+        if self.front and len(self.front.goals) == 1:
+            return self.groups[self.front.members[0]] if self.front.members else None
+        return best_group(self.groups)
+
+
+def read_results(directories: Sequence[Path]) -> Results:
+    """Read and compare the jobs in these directories.
+
+    Args:
+        directories: runs, or parents of runs one or two levels below.
+
+    Raises:
+        RunError: one of them holds no run.
+    """
+    jobs = read_jobs([*directories])
+    failures = [failure for each in directories for failure in SweepFile(each).failures]
+    failed = {failure.directory for failure in failures}
+    jobs = [_failed(job) if job.directory.name in failed else job for job in jobs]
+    groups = compared(jobs)
+    keys = varying(groups)
+    notes = comparison_notes(jobs)
+    if has_replicates(groups):
+        notes += group_notes(groups)
+    for failure in failures:
+        times = "once" if failure.count == 1 else f"{failure.count} times"
+        notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
+    front = front_of(groups, read_goals(directories))
+    laws = scalings(replicates(jobs))
+    return Results(jobs, groups, keys, notes, front, importances(groups, keys), laws)
+
+
+def _failed(job: Job) -> Job:
+    """Return a job with the status of a failure, unless it has ended otherwise since."""
+    return replace(job, status="failed") if job.status in ("stopped", "unfinished") else job

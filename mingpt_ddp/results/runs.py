@@ -1,0 +1,293 @@
+"""Read the untrusted directories of a sweep's jobs: configuration, result, metrics, command."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import statistics
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from glob import glob
+from pathlib import Path
+from typing import Any, Protocol
+
+from mingpt_ddp.config.config import PLACES, with_defaults
+from mingpt_ddp.config.hydra_utils import config_flags, hydra_value
+from mingpt_ddp.errors import DataError, RunError, command
+from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
+from mingpt_ddp.results.objective import LOSS, Objective, loss_unit, objective_of
+from mingpt_ddp.storage.records import read_yaml
+from mingpt_ddp.storage.run_dir import RESULT, read_result, recorded_config
+from mingpt_ddp.storage.storage import open_regular
+
+Value = bool | int | float | str | list[Any] | None
+RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
+PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
+LARGEST = 1e100  # larger numbers are not drawn
+MAX_JSON_CHARS = 1000  # of a value that is not a scalar
+NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, complete or not."""
+
+    name: str  # its directory, relative to the one named on the command line
+    directory: Path
+    status: str  # of result.json: complete, preempted, pruned ...; or running, stopped, unfinished
+    config: dict[str, Value]  # of the last start, by dotted key
+    result: dict[str, Any]
+    history: MetricsHistory
+    notes: list[str]  # which files cannot be read
+    ranked_by: Objective = LOSS
+
+    @cached_property
+    def objective(self) -> float | None:
+        """The final value of what the jobs are ranked by; only a complete job has one."""
+        return self.value if self.status == "complete" else None
+
+    @cached_property
+    def value(self) -> float | None:
+        """The objective, or the last value of a job that is not complete."""
+        return self._last(self.ranked_by)
+
+    @cached_property
+    def val_loss(self) -> float | None:
+        """The final validation loss, or the last one of a job that is not complete."""
+        return self._last(LOSS)
+
+    def _last(self, measured: Objective) -> float | None:
+        if self.status != "complete":
+            values = self.history.values(measured.series)
+            if values:
+                return number(values[-1])
+        return number(measured.of(self.result))
+
+    @cached_property
+    def step(self) -> int | None:
+        """The last recorded step."""
+        of_result = number(self.result.get("step"))
+        steps = [self.history.last_step, None if of_result is None else int(of_result)]
+        return max((step for step in steps if step is not None), default=None)
+
+    @cached_property
+    def unit(self) -> str:
+        """What a step consumes: samples, or tokens."""
+        return "samples" if "samples_per_s" in self.history.columns else "tokens"
+
+    @cached_property
+    def speed(self) -> float | None:
+        """The median over the log steps, in units per second over all ranks."""
+        values = self.history.values(f"{self.unit}_per_s")
+        return statistics.median(values) if values else None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The task's metrics of the last evaluation besides the loss, by name."""
+        found = {}
+        for key, content in self.result.items():
+            value = number(content)
+            if key.startswith("val_") and key != "val_loss" and value is not None:
+                found[key.removeprefix("val_")] = value
+        return found
+
+    @property
+    def faults(self) -> int | None:
+        """The number of attempts that a preemption or a kill ended and another followed."""
+        return self.history.faults if self.history.starts else None
+
+
+def read_jobs(directories: list[Path]) -> list[Job]:
+    """Read the jobs in these directories; sort them by objective, those without one last.
+
+    Where their tokenizers differ, the objective is bits per byte.
+
+    Args:
+        directories: runs, or parents of runs one or two levels below.
+
+    Raises:
+        RunError: one of them is not a directory, or contains no run.
+    """
+    found: dict[Path, tuple[Path, str]] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise RunError(
+                f"{directory} is not a directory; name a run or the directory of a sweep"
+            )
+        runs = _find_runs(directory)
+        if not runs:
+            raise RunError(
+                f"there is no run in {directory}; name a run or the directory of a sweep"
+            )
+        base = directory.resolve()
+        above = base if len(directories) == 1 and runs != [directory] else base.parent
+        for run in runs:
+            name = (base / run.relative_to(directory)).relative_to(above).as_posix()
+            found.setdefault(run.resolve(), (run, name))
+    jobs = [_read(path, name) for path, name in found.values()]
+    objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
+    jobs = [replace(job, ranked_by=objective) for job in jobs]
+    return sorted(
+        jobs, key=lambda job: (job.objective is None, job.value is None, job.value or 0.0, job.name)
+    )
+
+
+def why_no_best(jobs: list[Job]) -> str:
+    """Return why none of the jobs is the best."""
+    objective = jobs[0].ranked_by
+    statuses = [job.status for job in jobs]
+    is_lacking = objective is not LOSS and "complete" in statuses
+    return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
+
+
+class Configured(Protocol):
+    """A job, or a group of jobs."""
+
+    @property
+    def config(self) -> dict[str, Value]: ...
+
+
+def varying(jobs: Sequence[Configured]) -> list[str]:
+    """List the keys whose values differ between jobs, or between groups.
+
+    Storage locations do not count, nor do keys that only follow from their group's preset.
+    """
+    values: dict[str, dict[Hashable, set[Hashable]]] = {}  # of each key, by preset
+    for job in jobs:
+        for key, value in job.config.items():
+            group, _, name = key.partition(".")
+            preset = None
+            if group in PRESETS and name != "name":
+                preset = identity(job.config.get(f"{group}.name"))
+            values.setdefault(key, {}).setdefault(preset, set()).add(identity(value))
+    keys = []
+    for key, by_preset in values.items():
+        is_varied = any(len(found) > 1 for found in by_preset.values())
+        if is_varied and key not in PLACES:
+            keys.append(key)
+    return keys
+
+
+def _find_runs(directory: Path) -> list[Path]:
+    """List the runs in a directory and one and two levels below.
+
+    Hidden and unreadable directories have none.
+    """
+    below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
+    candidates = [directory, *sorted(directory / name for name in below)]
+    return [path for path in candidates if is_run(path)]
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory has a file of a run."""
+    return any(os.path.isfile(path / name) for name in RUN_FILES)
+
+
+def _read(path: Path, name: str) -> Job:
+    result = read_result(path)
+    config = recorded_config(path) or {}
+    history = MetricsHistory()
+    notes = []
+    for file, content in ((RESULT, result), ("config.yaml", config)):
+        if not content and (path / file).exists():
+            notes.append(f"{path / file} cannot be read")
+    try:
+        if (path / METRICS).exists():
+            history = read_history(path / METRICS)
+    except (DataError, OSError) as error:
+        notes.append(str(error))
+    flat = {}
+    for group, keys in (with_defaults(config) if config else {}).items():
+        for key, value in keys.items():
+            flat[f"{plain(group)}.{plain(key)}"] = plain(value)
+    if flat.get("run.resume") == "never":  # another directory, the same training
+        flat["run.resume"] = "auto"
+    return Job(name, path, _status(path, result), flat, result, history, notes)
+
+
+def _status(path: Path, result: dict[str, Any]) -> str:
+    """Return "running" if a process holds the lock of the directory, else the status of its result.
+
+    A complete run may be continued with larger limits: its result is then that of an earlier end.
+    """
+    without_result = "stopped"
+    try:
+        with open_regular(path / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "running"
+    except OSError:  # copies have no lock, and some filesystems lack flock
+        without_result = "unfinished"
+    return str(result.get("status", without_result))
+
+
+def plain(value: Any) -> Value:
+    """Return scalars and lists of scalars unchanged.
+
+    Other lists and mappings become JSON, everything else the name of its type.
+    """
+    if isinstance(value, list) and len(value) <= 100:
+        is_flat = not any(isinstance(item, (list, dict)) for item in value)
+        if is_flat:
+            return [plain(item) for item in value]
+    if isinstance(value, (list, dict)) and value:  # data.sources and data.val_paths
+        with contextlib.suppress(ValueError, RecursionError):
+            return _shortened(json.dumps(value, default=str))
+    if value is None or isinstance(value, (bool, str)) or number(value) is not None:
+        return value
+    return str(value) if isinstance(value, float) else type(value).__name__
+
+
+def _shortened(text: str) -> str:
+    """Return the begin of a long text and a digest, so that different texts stay different."""
+    if len(text) <= MAX_JSON_CHARS:
+        return text
+    return f"{text[:MAX_JSON_CHARS]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number that an axis can show as a float, None for anything else."""
+    return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
+
+
+def identity(value: Value) -> Hashable:
+    """Return a key that is equal for equivalent values: for 1 and 1.0, but not for 1 and true."""
+    return isinstance(value, bool), tuple(value) if isinstance(value, list) else value
+
+
+def command_line(job: Job) -> str:
+    """Return `mingpt-ddp train key=value ...`, or what `command` says, quoted for shell and Hydra.
+
+    Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
+    start, run.name included: they continue the job, or repeat it under another run.name.
+    """
+    # the overrides may have the sweep's run.name, which is another run
+    if "run.name" not in job.config:
+        return NO_COMMAND
+    overrides = _read_record(job.directory, "overrides")
+    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
+        words = overrides
+        with contextlib.suppress(KeyError, TypeError):
+            words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
+        words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
+    else:
+        # Remove these presets, whose keys differ.
+        words = ["~model", "~optimizer"]
+        words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
+    name = job.config["run.name"]
+    named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
+    # The overrides of a job have the sweep's run.name, those of local workers the user's and the
+    # directory's.
+    if isinstance(name, str) and ("/" in name or len(named) > 1):
+        words = [word for word in words if word not in named]
+        words.append(f"run.name={hydra_value(name)}")
+    return f"{command()} {shlex.join(words)}".rstrip()
+
+
+def _read_record(directory: Path, name: str) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return read_yaml(directory / ".hydra" / f"{name}.yaml")

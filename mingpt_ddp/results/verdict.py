@@ -1,0 +1,184 @@
+"""Say which of several settings is better, by how much, and how sure that is: text and numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.errors import RunError, counted, printable
+from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.results.compare import Comparison, Side, compare, sides_of
+from mingpt_ddp.results.groups import replicates
+from mingpt_ddp.results.notes import comparison_notes, pooling_notes
+from mingpt_ddp.results.objective import LOSS, is_text
+from mingpt_ddp.results.runs import Job, read_jobs
+from mingpt_ddp.results.significance import LEVEL, MOST_SEEDS, POWER, Difference
+
+NO_SCIPY = "compare needs scipy; pip install 'mingpt_ddp[report]'"
+MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
+MOST_DECIMALS = 8
+
+
+def verdict(directories: list[Path], as_json: bool) -> str:
+    """Return which settings are better than others, as text or as JSON.
+
+    Args:
+        directories: runs, or parents of runs one or two levels below.
+
+    Raises:
+        RunError: a directory holds no run, there is one setting only, or scipy is not installed.
+    """
+    jobs = read_jobs(directories)
+    sides = sides_of(jobs, directories)
+    if len(sides) < 2:
+        raise RunError(
+            "there is one setting to compare; name runs that differ in more than run.seed"
+        )
+    try:
+        comparisons = compare(sides)
+    except ImportError as error:
+        raise RunError(NO_SCIPY) from error
+    notes = _notes(jobs, sides, comparisons)
+    if as_json:
+        return json.dumps(_numbers(jobs, sides, comparisons, notes), indent=1, allow_nan=False)
+    if not comparisons:
+        return nothing(sides)
+    lines = [f"compared by {_objective(jobs)}", *_table(sides)]
+    lines += [f"note: {note}" for note in notes]
+    lines += [sentence(comparison) for comparison in comparisons]
+    return printable("\n".join(line.replace("\n", "\\n") for line in lines))
+
+
+def nothing(sides: list[Side]) -> str:
+    """Return why nothing can be said of settings without replicates, and what to do."""
+    if all(len(side.values) == 1 for side in sides):
+        why = "each setting has one seed, which says nothing about chance"
+    else:
+        why = "no setting has two seeds that are complete"
+    return f"nothing can be said: {why}; {MORE_SEEDS}"
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return what a comparison shows, in a sentence."""
+    best = comparison.best.name
+    other = comparison.other.name
+    found = comparison.difference
+    if found is None:
+        what = f"nothing can be said of {other} against {best}"
+        if not comparison.other.values:
+            return f"{what}: it has no complete job; {MORE_SEEDS}"
+        if not comparison.other.has_replicates:
+            return f"{what}: it has one seed, which says nothing about chance; {MORE_SEEDS}"
+        return f"{what}: {comparison.why}"
+    if comparison.is_better:
+        return f"{best} is better than {other} by {_amount(found, comparison.p)}"
+    text = f"no difference shown between {best} and {other}: {_amount(found, comparison.p)}; "
+    needed = found.seeds_needed(comparison.level)
+    if needed is None:
+        return f"{text}{MOST_SEEDS:,} seeds each would not settle a difference this small"
+    return (
+        f"{text}about {needed} seeds each would settle it (for a difference as large as the one "
+        f"seen, power {POWER:.0%})"
+    )
+
+
+def _amount(found: Difference, p: float) -> str:
+    """Return `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
+    half = (found.high - found.low) / 2
+    decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
+    mean, half_width, low, high = (
+        f"{value:.{decimals}f}" for value in (found.mean, half, found.low, found.high)
+    )
+    seeds = f"{found.n[0]} and {found.n[1]} seeds"
+    if found.is_paired:
+        seeds = f"{found.n[0]} paired seeds"
+    chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
+    return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
+
+
+def _objective(jobs: list[Job]) -> str:
+    objective = jobs[0].ranked_by
+    if objective is LOSS and all(is_text(job.config) for job in jobs):
+        return f"{objective.title}, in nats per token"
+    return objective.title
+
+
+def _notes(jobs: list[Job], sides: list[Side], comparisons: list[Comparison]) -> list[str]:
+    """Return what the comparison leaves out, or takes together."""
+    notes = [*comparison_notes(jobs), *pooling_notes(replicates(jobs))]
+    for job in jobs:
+        notes += job.notes
+    for side in sides:
+        if side.left_out:
+            notes.append(
+                f"{counted(side.left_out, 'job')} of {side.name} not counted: not complete, or "
+                "with a loss that is not finite"
+            )
+    pairs = _tests(comparisons)
+    if pairs > 1:
+        notes.append(
+            f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
+            "its comparison alone"
+        )
+    return notes
+
+
+def _tests(comparisons: list[Comparison]) -> int:
+    """Return the number of pairs for which the p-values are corrected."""
+    return round(LEVEL / comparisons[0].level) if comparisons else 0
+
+
+def _table(sides: list[Side]) -> list[str]:
+    rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
+    for side in sides:
+        found = side.estimate
+        mean = deviation = interval = "-"
+        if found is not None:
+            mean = f"{found.mean:.4f}"
+            if found.deviation is not None:
+                deviation = f"{found.deviation:.4f}"
+            if found.low is not None:
+                interval = f"{found.low:.4f} to {found.high:.4f}"
+        rows.append([mean, str(len(side.values)), deviation, interval, side.name])
+    return table_lines(rows, left=(4,))
+
+
+def _numbers(
+    jobs: list[Job], sides: list[Side], comparisons: list[Comparison], notes: list[str]
+) -> dict[str, Any]:
+    """Return the comparison as JSON's types."""
+    settings = []
+    for side in sides:
+        found = side.estimate
+        numbers = dict.fromkeys(("mean", "deviation", "low", "high"))
+        if found is not None:
+            numbers = {key: getattr(found, key) for key in numbers}
+        more = {"by_seed": side.values, "left_out": side.left_out}
+        settings.append({"name": side.name, **numbers, **more})
+    return {
+        "objective": jobs[0].ranked_by.series,
+        "best": comparisons[0].best.name if comparisons else None,
+        "settings": settings,
+        "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
+        "pairs_corrected_for": _tests(comparisons),
+        "notes": notes if comparisons else [*notes, nothing(sides)],
+    }
+
+
+def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"other": comparison.other.name, "is_better": comparison.is_better}
+    found = comparison.difference
+    if found is None:
+        return {**numbers, "sentence": sentence(comparison)}
+    numbers |= {
+        "difference": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "p": found.p,
+        "p_corrected": comparison.p,
+        "test": "paired t" if found.is_paired else "Welch",
+        "seeds": [*found.n],
+    }
+    if not comparison.is_better:
+        numbers["seeds_needed"] = found.seeds_needed(comparison.level)
+    return {**numbers, "sentence": sentence(comparison)}

@@ -1,0 +1,1 @@
+"""What a search draws, records and prunes."""

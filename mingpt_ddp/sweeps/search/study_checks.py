@@ -1,0 +1,62 @@
+"""The checks of a study before anything is written: its settings, and what was recorded."""
+
+import json
+from typing import Any
+
+from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.sweeps.search.pruners import check_pruner
+from mingpt_ddp.sweeps.search.records import Header
+from mingpt_ddp.sweeps.search.samplers import check_sampler
+
+ANOTHER = "choose another run.name"
+
+
+def check_settings(settings: SweepConfig) -> None:
+    given = settings.sampler_settings or {}
+    if settings.sampler is None:
+        check(not given, "sweep.sampler_settings needs a sampler: set sweep.sampler too")
+    else:
+        check_sampler(settings.sampler, given)
+    check_pruner(settings.pruner, settings.pruner_settings or {})
+
+
+def check_same_study(old: Header, new: Header) -> None:
+    """Check that a command continues the recorded study.
+
+    Raises:
+        ConfigError: names what differs.
+    """
+    kinds = {True: "a grid", False: "a search"}
+    was_grid, is_grid = old.sampler is None, new.sampler is None
+    check(
+        was_grid == is_grid,
+        f"this directory holds {kinds[was_grid]} and the command is {kinds[is_grid]}; {ANOTHER}",
+    )
+    for key in [*old.space, *new.space]:
+        check(key in new.space, f"{key} was searched in this directory, and is not now; {ANOTHER}")
+        check(key in old.space, f"{key} was not searched in this directory before; {ANOTHER}")
+        check(
+            old.space[key] == new.space[key],
+            f"{key} was searched in another range in this directory, {_short(old.space[key])}; "
+            f"{ANOTHER}",
+        )
+    check(
+        old.objectives == new.objectives,
+        f"sweep.objectives={','.join(new.objectives)} was {','.join(old.objectives)} in this "
+        f"directory; {ANOTHER}",
+    )
+    check(
+        is_grid or old.seed == new.seed,
+        f"sweep.seed={new.seed} was {old.seed} in this directory; {ANOTHER}",
+    )
+    for key in [*old.fixed, *new.fixed]:
+        before, after = (
+            json.dumps(each[key]) if key in each else "not set" for each in (old.fixed, new.fixed)
+        )
+        check(before == after, f"{key}={after} was {before} in this directory; {ANOTHER}")
+
+
+def _short(distribution: Any) -> str:
+    attributes = distribution.get("attributes") if isinstance(distribution, dict) else None
+    return json.dumps(attributes or distribution)[:200]

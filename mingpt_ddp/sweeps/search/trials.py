@@ -1,0 +1,117 @@
+"""The trials of a study, as the jobs of a sweep."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.sweeps.search.space import override_text
+from mingpt_ddp.sweeps.search.study import Outcome, Study
+
+
+class Trials:
+    """The trials of a study."""
+
+    judges = True
+
+    def __init__(
+        self,
+        study: Study,
+        settings: SweepConfig,
+        fixed: list[str],
+        directory: Path,
+        total: int,
+    ) -> None:
+        """
+        Args:
+            fixed: the overrides that all trials share.
+            directory: of the sweep.
+        """
+        self._study = study
+        self._settings = settings
+        self._fixed = fixed
+        self._directory = directory
+        self.total = total
+
+    def begin(self) -> None:
+        self._study.begin()
+
+    def overrides(self, number: int) -> list[str]:
+        return [*self._fixed, *self._drawn(number)]
+
+    def _drawn(self, number: int) -> list[str]:
+        values = self._study.trial(number).values
+        return [override_text(key, value) for key, value in values.items()]
+
+    def can_start(self, number: int) -> bool:
+        return self._study.can_draw(number)
+
+    def is_settled(self, number: int, has_other_limits: bool) -> bool:
+        outcome = self._study.outcome(number)
+        if outcome is None:
+            return False
+        if outcome is Outcome.FAILED:
+            return self.failed_before(number) is not None
+        if outcome is Outcome.PRUNED and self._settings.pruner == "none":
+            return False
+        if outcome is Outcome.COMPLETE and has_other_limits:
+            return False
+        return bool(read_result(self.directory(number)))
+
+    def label(self, number: int) -> str:
+        return ", ".join(self._drawn(number))
+
+    def directory(self, number: int) -> Path:
+        return self._directory / self._study.job(number)
+
+    def failed_before(self, number: int) -> str | None:
+        if self._study.outcome(number) is not Outcome.FAILED:
+            return None
+        if self._study.failures(number) <= self._settings.retries:
+            return None
+        return self._study.reason(number)
+
+    def start(self, number: int) -> None:
+        if self._study.outcome(number) is not None:
+            self._study.reopen(number)
+
+    def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        objective = self._settings.objectives[0].removeprefix("-")
+        value = metrics.get(objective, metrics.get(objective.removeprefix("val_")))
+        if value is None:
+            return None
+        return self._study.report(number, step, value)
+
+    def finish(self, number: int, directory: Path) -> None:
+        result = read_result(directory)
+        is_pruned = result.get("status") == RunStatus.PRUNED
+        outcome = Outcome.PRUNED if is_pruned else Outcome.COMPLETE
+        values = [_number(result, name.removeprefix("-")) for name in self._settings.objectives]
+        before = self._study.outcome(number)
+        if before is outcome and self._study.values(number) == values:
+            return
+        self.start(number)
+        self._study.finish(number, outcome, values, job=directory.name)
+
+    def fail(self, number: int, reason: str) -> None:
+        self.start(number)
+        self._study.finish(number, Outcome.FAILED, reason=reason)
+
+
+def _number(result: Mapping[str, Any], name: str) -> float:
+    """Return a number of a result.json.
+
+    Raises:
+        RunError: there is none of this name.
+    """
+    value: Any = result.get(name)
+    if type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    numbers = [key for key, each in result.items() if type(each) in (int, float)]
+    raise RunError(
+        f"sweep.objectives={name}: the job's result.json has no such number; "
+        f"it has {', '.join(numbers)}"
+    )
