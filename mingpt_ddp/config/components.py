@@ -8,7 +8,7 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -24,6 +24,7 @@ from mingpt_ddp.config.fields import (
 from mingpt_ddp.config.validation import check, check_directory, check_url
 
 BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
+Form: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +131,14 @@ class DataConfig(UserCodeConfig):
     path: str | None = key(
         None, "a file, any fsspec URL, or builtin:python_docs; a reader may read it otherwise"
     )
-    format: Literal["auto", "text"] = neutral(
+    format: Form = neutral(
         "auto",
-        "auto: refuse what does not look like text; text: take any UTF-8 as text",
+        "text, jsonl, parquet, csv or tokens; auto: by the content, at the first start; text takes "
+        "any UTF-8 as it is",
         changes="training",
+    )
+    column: str | None = key(
+        None, "of jsonl, parquet and csv, that holds the texts; null: the only one of strings"
     )
     sha256: str | None = key(
         None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
 
@@ -24,6 +24,15 @@ class EncodedText:
     tokens_sha256: str  # of tokens.bin
     # tokens by split and source; []: split by the configuration
     parts: list[list[int]] = field(default_factory=list)
+    form: Form = "text"  # in which the source was read, as data.format; never auto
+
+
+@dataclass(frozen=True)
+class RecordedText:
+    """The training text of a snapshot, which goes on with its texts, whatever they look like."""
+
+    sha256: str
+    form: Form = "text"
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:

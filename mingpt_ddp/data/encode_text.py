@@ -23,12 +23,13 @@ import numpy as np
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.archives import GZIP
 from mingpt_ddp.data.bpe import train_bpe
-from mingpt_ddp.data.content import BINARY, NOT_UTF8, Contents, kind_of, refusal
+from mingpt_ddp.data.content import BINARY, NOT_UTF8, kind_of, refusal
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
-from mingpt_ddp.data.text_cache import digest_of, file_sha256
+from mingpt_ddp.data.text_cache import digest_of, file_sha256, sha256_of
 from mingpt_ddp.data.texts import (
     CHUNK_BYTES,
     OpenBytes,
+    Text,
     expanded_limit,
     expands_too_far,
     opener,
@@ -44,9 +45,8 @@ class Source:
     """A text to encode."""
 
     config: DataConfig  # its path is this text
-    open: OpenBytes
+    text: Text
     sha256: str
-    contents: Contents
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def encode(
         tokens = Path(name) / "tokens.bin"
         sizes = _write_tokens(tokens, splits, tokenizer, dtype)
         for source in sources:
-            if file_sha256(source.open) != source.sha256:
+            if sha256_of(source.text) != source.sha256:
                 raise DataError(f"{source.config.source} changed while being read; run again")
         encoded = EncodedText(
             directory=str(directory),
@@ -104,6 +104,7 @@ def encode(
             dtype=str(dtype),
             tokens_sha256=file_sha256(opener(tokens)),
             parts=sizes if divided else [],
+            form=sources[0].text.form,
         )
         meta = asdict(encoded)
         del meta["directory"]
@@ -149,7 +150,21 @@ def _write_tokens(
 
 
 def _decode(source: Source) -> Iterator[str]:
-    """Yield the text, decompressed and without a byte order mark, in pieces.
+    """Yield a text in pieces; records end with a line feed, as joined files do.
+
+    Raises:
+        DataError: as `_decode_bytes`, or a record cannot be read.
+    """
+    if source.text.open is not None:
+        yield from _decode_bytes(source, source.text.open)
+        return
+    assert source.text.records is not None
+    for record in source.text.records():
+        yield record if record.endswith("\n") else f"{record}\n"
+
+
+def _decode_bytes(source: Source, open_bytes: OpenBytes) -> Iterator[str]:
+    """Yield a text of bytes, decompressed and without a byte order mark, in pieces.
 
     Raises:
         DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
@@ -158,7 +173,7 @@ def _decode(source: Source) -> Iterator[str]:
     name = source.config.source
     position = 0
     at_start = True
-    with source.open() as raw:
+    with open_bytes() as raw:
         stream: Any = raw
         limit = math.inf
         if raw.peek(2)[:2] == GZIP:  # which is invalid UTF-8

@@ -1,15 +1,16 @@
 """Find texts in the cache, or fetch and encode them: once per machine, by their content."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.bpe import read_bpe
-from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.download import exists
 from mingpt_ddp.data.encode_text import Source, encode, splits_texts
-from mingpt_ddp.data.text_cache import TextCache, digest_of, file_sha256
-from mingpt_ddp.data.texts import OpenBytes, open_source
+from mingpt_ddp.data.text_cache import TextCache, combined, digest_of, sha256_of
+from mingpt_ddp.data.texts import Text, open_source
 from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 
@@ -20,15 +21,14 @@ def prepare_all(
     config: DataConfig,
     tokenizer: Tokenizer | None = None,
     cache: TextCache | None = None,
-    known_sha256: str | None = None,
+    recorded: RecordedText | None = None,
 ) -> dict[str, EncodedText]:
     """Return the training text as "", and those of `data.val_paths` by name.
 
     The tokenizer of the training text encodes all of them.
 
     Args:
-        known_sha256: of the training text of a snapshot, which goes on with its texts, whatever
-            they look like.
+        recorded: of a snapshot, which goes on with its texts.
 
     Other Args and Raises: as `prepare`.
     """
@@ -36,8 +36,10 @@ def prepare_all(
     try:
         if tokenizer is not None:
             _check_same_tokenizer(config, tokenizer)
-        sources = _open_all(config, cache.root, is_new=known_sha256 is None)
-        is_new = _sha256_of(sources) != known_sha256
+        if recorded is not None and recorded.form != "text" and config.format == "auto":
+            config = replace(config, format=recorded.form)
+        sources = _open_all(config, cache.root, is_new=recorded is None)
+        is_new = recorded is None or _sha256_of(sources) != recorded.sha256
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
@@ -98,8 +100,8 @@ def _prepare(
     """Find texts in the cache, or encode them; those of a new run must look like texts."""
     for source in sources:
         if is_new and config.format == "auto":
-            source.contents.refuse()
-        source.contents.report()
+            source.text.contents.refuse()
+        source.text.contents.report()
     sha256 = _sha256_of(sources)
     if tokenizer is None and config.tokenizer not in TRAINED:
         tokenizer = read_bpe(config.tokenizer)
@@ -118,8 +120,7 @@ def _prepare(
 
 
 def _sha256_of(sources: list[Source]) -> str:
-    digests = [source.sha256 for source in sources]
-    return digests[0] if len(digests) == 1 else digest_of(digests)
+    return combined([source.sha256 for source in sources])
 
 
 def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
@@ -137,14 +138,11 @@ def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
 def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
     """Find a text and its SHA-256."""
 
-    def check(open_bytes: OpenBytes) -> str:
-        return _checked_sha256(open_bytes, config)
-
     try:
-        text = open_source(config, cache, check)
+        text = open_source(config, cache, partial(_checked_sha256, config))
         if is_new and config.format == "auto":
             text.contents.refuse()  # before all of it is read
-        return Source(config, text.open, _checked_sha256(text.open, config), text.contents)
+        return Source(config, text, _checked_sha256(config, text))
     except FileNotFoundError as error:
         raise DataError(f"{config.source}: there is no such file") from error
     except UserError:
@@ -157,9 +155,9 @@ def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
         raise DataError(message) from error
 
 
-def _checked_sha256(open_bytes: OpenBytes, config: DataConfig) -> str:
+def _checked_sha256(config: DataConfig, text: Text) -> str:
     """Return the SHA-256 of a text; raise DataError if it differs from `data.sha256`."""
-    sha256 = file_sha256(open_bytes)
+    sha256 = sha256_of(text)
     if config.sha256 not in (None, sha256):
         raise DataError(
             f"{config.source} has SHA-256 {sha256}, not data.sha256={config.sha256}; "

@@ -17,7 +17,7 @@ from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import DOWNLOADS, download_path, user_cache
-from mingpt_ddp.data.texts import OpenBytes, opener
+from mingpt_ddp.data.texts import OpenBytes, Text, opener
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 from mingpt_ddp.storage.lock import LOCK, is_lock_of
@@ -146,6 +146,15 @@ def _not_writable(root: Path, error: OSError) -> DataError:
 def digest_of(values: Any) -> str:
     """Return the SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def sha256_of(text: Text) -> str:
+    """Return the SHA-256 of a text's bytes; of several files with records, the digest of theirs."""
+    return combined([file_sha256(open_bytes) for open_bytes in text.hashed()])
+
+
+def combined(digests: list[str]) -> str:
+    return digests[0] if len(digests) == 1 else digest_of(digests)
 
 
 def file_sha256(open_bytes: OpenBytes) -> str:

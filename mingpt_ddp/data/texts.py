@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.data.archives import Member, members_of, text_head, unzipped
 from mingpt_ddp.data.content import (
@@ -33,14 +33,32 @@ OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
 
 @dataclass(frozen=True)
 class Text:
-    """A text that can be opened again."""
+    """A text that can be read again: as bytes in UTF-8, or as records, each a document.
 
-    open: OpenBytes
+    Attributes:
+        hashed: opens what its SHA-256 is of: all of it, or several files, each by itself.
+        open: its bytes; None: it has records.
+        records: iterates over its documents.
+        files: the local files that it reads, known before any is read; None: unknown.
+        form: how it is read, as `data.format`; never auto.
+    """
+
     contents: Contents  # known once it has been read
+    hashed: Callable[[], list[OpenBytes]]
+    open: OpenBytes | None = None
+    records: Callable[[], Iterator[str]] | None = None
+    files: list[Path] | None = None
+    form: Form = "text"
 
 
-def open_source(config: DataConfig, cache: Path, check: Callable[[OpenBytes], object]) -> Text:
-    """Return how to open the text's bytes; download a remote file into the cache first.
+def text_of_bytes(
+    open_bytes: OpenBytes, contents: Contents, files: list[Path] | None = None
+) -> Text:
+    return Text(contents, lambda: [open_bytes], open_bytes, files=files)
+
+
+def open_source(config: DataConfig, cache: Path, check: Callable[[Text], object]) -> Text:
+    """Return how to read a text; download a remote file into the cache first.
 
     Args:
         check: called with the text of a download before it is kept; raises to refuse it.
@@ -50,14 +68,18 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[OpenBytes], ob
     """
 
     def check_download(path: Path) -> None:
-        check(_open_file(config, str(path)).open)
+        check(_open_file(config, str(path)))
 
+    if config.format not in ("auto", "text"):
+        raise DataError(f"data.format={config.format} cannot be read yet")
     if config.reader is not None:
-        return Text(partial(_stream, lambda: _read_pieces(config)), Contents(config.source))
+        pieces = partial(_stream, lambda: _read_pieces(config))
+        return text_of_bytes(pieces, Contents(config.source))
     assert config.path is not None
     if config.path == BUILTIN:
         content = python_docs().encode()
-        return Text(lambda: io.BufferedReader(io.BytesIO(content)), Contents(config.source))
+        bytes_of_it = partial(_stream, lambda: iter([content]))
+        return text_of_bytes(bytes_of_it, Contents(config.source), files=[])
     target = download_path(config.path, cache)
     if target.exists() and config.sha256 and _accepts(check_download, target):
         return _open_file(config, str(target))
@@ -86,9 +108,9 @@ def _open_file(config: DataConfig, name: str) -> Text:
     open_members = members_of(name)
     if open_members is None:
         looks_like = kind_of(text_head(name, HEAD_BYTES)) if config.format == "auto" else None
-        return Text(opener(name), Contents(config.source, looks_like))
+        return text_of_bytes(opener(name), Contents(config.source, looks_like), [Path(name)])
     limit = expanded_limit(os.path.getsize(name), config.max_expansion)
-    return _joined(config, open_members, limit)
+    return _joined(config, open_members, limit, [Path(name)])
 
 
 def expanded_limit(size: int, max_expansion: float) -> int:
@@ -184,10 +206,13 @@ def _joined_files(config: DataConfig, root: Path, names: list[str]) -> Text:
     def members() -> Iterator[list[Member]]:
         yield [Member(name, sizes[name], partial(unzipped, path)) for name, path in paths.items()]
 
-    return _joined(config, members, expanded_limit(sum(sizes.values()), config.max_expansion))
+    limit = expanded_limit(sum(sizes.values()), config.max_expansion)
+    return _joined(config, members, limit, list(paths.values()))
 
 
-def _joined(config: DataConfig, open_members: Callable[[], Any], limit: int) -> Text:
+def _joined(
+    config: DataConfig, open_members: Callable[[], Any], limit: int, files: list[Path]
+) -> Text:
     """Return how to open all texts as one; hidden files and those that are no text are skipped.
 
     Args:
@@ -215,7 +240,7 @@ def _joined(config: DataConfig, open_members: Callable[[], Any], limit: int) -> 
         if not contents.texts:
             raise contents.none_left()
 
-    return Text(partial(_stream, pieces), contents)
+    return text_of_bytes(partial(_stream, pieces), contents, files)
 
 
 def _member_pieces(member: Member, config: DataConfig, contents: Contents) -> Iterator[bytes]:

@@ -8,15 +8,15 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
-from mingpt_ddp.data.dataset import EncodedText, TextDataset
+from mingpt_ddp.data.dataset import EncodedText, RecordedText, TextDataset
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.text_cache import TextCache
@@ -55,14 +55,14 @@ class LanguageModel(Task):
         config: Config,
         group: ProcessGroup,
         state: Any = None,
-        known_sha256: str | None = None,
+        recorded: RecordedText | None = None,
     ) -> None:
         """Encode the texts once per node.
 
         Args:
             state: of a snapshot, untrusted, whose tokenizer is kept; None: that of
                 `data.tokenizer`.
-            known_sha256: of the text of a snapshot, which goes on with it.
+            recorded: the text of a snapshot, which goes on with it.
 
         Raises:
             ConfigError: the configuration selects a dataset of samples.
@@ -84,7 +84,7 @@ class LanguageModel(Task):
         self._cache = TextCache(config.data)
 
         def encode() -> dict[str, Any]:
-            texts = prepare_all(config.data, tokenizer, self._cache, known_sha256)
+            texts = prepare_all(config.data, tokenizer, self._cache, recorded)
             return {name: asdict(text) for name, text in texts.items()}
 
         described = group.run_on_rank_zero(encode, per_node=True)
@@ -100,10 +100,16 @@ class LanguageModel(Task):
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
         """Keep a tokenizer that was trained or given: the source may be gone."""
-        known_sha256 = None
+        recorded = None
         with contextlib.suppress(LookupError, TypeError):  # of weights without a text
-            known_sha256 = recorded_sha256(kept)
-        return cls(config, group, kept if "tokenizer" in kept else None, known_sha256)
+            form = kept["text"].get("format", "text")
+            if form not in get_args(Form):
+                raise SnapshotError(
+                    f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
+                    "does not know; resume it with the version that has written it"
+                )
+            recorded = RecordedText(recorded_sha256(kept), form)
+        return cls(config, group, kept if "tokenizer" in kept else None, recorded)
 
     def discard(self) -> None:
         self._cache.discard()
@@ -148,7 +154,9 @@ class LanguageModel(Task):
         return f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
 
     def state(self) -> dict[str, Any]:
-        text = {"sha256": self.text.sha256, "length": self.text.length}
+        text: dict[str, Any] = {"sha256": self.text.sha256, "length": self.text.length}
+        if self.text.form != "text":  # as in earlier versions
+            text["format"] = self.text.form
         return {**self.dataset.tokenizer.state(), "text": text}
 
     def extend(self, state: dict[str, Any]) -> None:

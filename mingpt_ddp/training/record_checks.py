@@ -4,9 +4,9 @@ import contextlib
 import logging
 from collections.abc import Container
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, get_args
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config, as_read_then
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError
@@ -25,14 +25,27 @@ def with_recorded_format(config: Config, state: Any, typed: Container[str]) -> C
     Args:
         state: of the snapshot to resume, untrusted; None: there is none.
         typed: the keys that the command line sets.
+
+    Raises:
+        ConfigError: the command line names another format.
     """
     if state is None or not isinstance(config.data, DataConfig):
         return config
-    recorded = None
+    form: Any = None
+    decided = "text"  # by auto, at the first start
     with contextlib.suppress(LookupError, TypeError):  # it is damaged, and refused later
-        recorded = as_read_then(state["config"])["data"]["format"]
-    form: Literal["auto", "text"] = "auto" if recorded == "auto" else "text"
+        form = as_read_then(state["config"])["data"]["format"]
+        decided = state["text"].get("format", "text")
+    if form not in get_args(Form):
+        form = "text"
+    if form != "auto":
+        decided = form
     if "data.format" in typed and form != config.data.format:
+        if config.data.format not in ("auto", decided):
+            raise ConfigError(
+                f"data.format={config.data.format}: the run has read its texts before with "
+                f"data.format={decided}; leave it out, or choose another run.name"
+            )
         log.info("the run goes on with data.format=%s, as it has read its texts before", form)
     return replace(config, data=replace(config.data, format=form))
 

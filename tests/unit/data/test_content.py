@@ -29,6 +29,7 @@ import torch
 from safetensors.numpy import save
 
 from mingpt_ddp.data.content import HEAD_BYTES, kind_of
+from mingpt_ddp.data.dataset import RecordedText
 from mingpt_ddp.data.prepare import prepare, prepare_all
 from mingpt_ddp.errors import DataError
 
@@ -366,9 +367,12 @@ def test_a_run_goes_on_with_its_texts(settings, tmp_path):
     with pytest.raises(DataError, match="is mostly no text"):
         prepare_all(auto)
     for form, texts in before.items():
-        assert prepare_all(replace(auto, format=form), known_sha256=texts[""].sha256) == texts
+        assert (
+            prepare_all(replace(auto, format=form), recorded=RecordedText(texts[""].sha256))
+            == texts
+        )
     data = settings(JSONL, tokenizer="byte")
     known = prepare(replace(data, format="text"))
-    assert prepare_all(data, known_sha256=known.sha256)[""] == known
+    assert prepare_all(data, recorded=RecordedText(known.sha256))[""] == known
     with pytest.raises(DataError, match="looks like JSON Lines"):
-        prepare_all(data, known_sha256="0" * 64)
+        prepare_all(data, recorded=RecordedText("0" * 64))

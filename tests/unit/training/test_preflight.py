@@ -441,3 +441,17 @@ def test_the_format_of_texts_is_the_recorded_one(state, expected, log_lines):
             assert len(log_lines) == (bool(keys) and expected_here != typed)
     samples = from_mapping(configure("data=toy", "task=regression", "model=toy"))
     assert with_recorded_format(samples, state, []) is samples
+
+
+def test_another_format_of_texts_than_the_recorded_one_is_refused():
+    for recorded, decided in (("auto", "jsonl"), ("jsonl", "jsonl"), ("auto", "text")):
+        text = {} if decided == "text" else {"format": decided}
+        state = {"config": {"data": {"format": recorded}}, "text": text}
+        for typed in ("auto", "text", "jsonl", "csv"):
+            config = from_mapping(configure("data.path=a.txt", f"data.format={typed}"))
+            assert with_recorded_format(config, state, []).data.format == recorded
+            if typed in ("auto", decided):
+                assert with_recorded_format(config, state, ["data.format"]).data.format == recorded
+                continue
+            with pytest.raises(ConfigError, match=f"{typed}: .* with data.format={decided}; leave"):
+                with_recorded_format(config, state, ["data.format"])
