@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from mingpt_ddp.tasks.task import Task
 
 OF_TOKENS = ("tokenizer", "vocab_size", "block_size")  # keys of data
+OF_TEXTS = ("path", "sources", "val_paths", "split_paths")  # keys of data with URLs
 OF_DATA = ("text", "data")  # keys of a state with the SHA-256 of the data
 
 
@@ -181,10 +182,11 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
                 "truncate": 1.0,
                 "sources": None,
                 "val_paths": None,
+                "split_paths": None,
             }
         if data.get("tokenizer") not in ("char", "byte"):  # that of the snapshot is used
             given["tokenizer"] = "bpe"
-        paths = [{**data, **given}.get(key) for key in ("path", "sources", "val_paths")]
+        paths = [{**data, **given}.get(key) for key in OF_TEXTS]
         check("::" not in json.dumps(paths), "a chain of URLs is not followed; give data.path")
         data |= {key: value for key, value in given.items() if key in data}
         return from_mapping(values)

@@ -23,6 +23,7 @@ from mingpt_ddp.config.fields import (
 )
 from mingpt_ddp.config.validation import check, check_directory, check_url
 
+GIVEN_SPLITS = ("val", "test")  # which may have texts of their own
 BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
 Form: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
 
@@ -172,6 +173,9 @@ class DataConfig(UserCodeConfig):
     val_paths: dict[str, str] | None = neutral(
         None, "further validation texts by name, as {wiki: wiki.txt}", changes="measurement"
     )
+    split_paths: dict[str, str] | None = key(
+        None, "texts to validate and to test on instead of shares, as {val: a.txt, test: b.txt}"
+    )
     max_expansion: Annotated[float, Field(ge=1, le=1e6)] = neutral(
         100.0, "most bytes of a decompressed text per byte of its file; 64 MiB are always allowed"
     )
@@ -221,6 +225,22 @@ class DataConfig(UserCodeConfig):
         check(
             bool(is_sha),
             f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null",
+        )
+        self._check_split_paths()
+
+    def _check_split_paths(self) -> None:
+        given = self.split_paths or {}
+        for name, path in given.items():
+            check(
+                name in GIVEN_SPLITS,
+                f"data.split_paths.{name}: a split is val or test; the training text is data.path, "
+                "further texts to validate on are data.val_paths",
+            )
+            check_url(f"data.split_paths.{name}", path)
+        check(
+            not (given and self.test_split),
+            f"data.test_split={self.test_split} does not go with data.split_paths; name the test "
+            "text there, as test: b.txt",
         )
 
     @property

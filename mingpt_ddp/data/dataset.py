@@ -80,5 +80,6 @@ class TextDataset:
             )
         if len(self.val) < 2:
             raise DataError(
-                f"the validation text has {len(self.val)} tokens, too few; lower data.train_split"
+                f"the validation text has {len(self.val)} tokens, too few; lower "
+                "data.train_split, or give a longer one"
             )

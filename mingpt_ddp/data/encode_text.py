@@ -47,6 +47,7 @@ class Source:
     config: DataConfig  # its path is this text
     text: Text
     sha256: str
+    split: str = ""  # all of it: train, val or test; "": it is divided
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Part:
 def splits_texts(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     """Return whether each text is divided before it is encoded: not if it is one, of characters."""
     name = tokenizer.name if tokenizer else config.tokenizer
-    return name != CharTokenizer.name or config.sources is not None
+    return name != CharTokenizer.name or bool(config.sources or config.split_paths)
 
 
 def encode(
@@ -234,10 +235,17 @@ def _count(sources: list[Source]) -> tuple[list[int], str]:
 
 
 def _divide(sources: list[Source], lengths: list[int], config: DataConfig) -> list[list[Part]]:
-    """Return the training, the validation and the test part of each text."""
-    splits: list[list[Part]] = [[], [], []]
+    """Return the training, the validation and the test parts of all texts.
+
+    `data.truncate` shortens those to train on.
+    """
+    splits: dict[str, list[Part]] = {"train": [], "val": [], "test": []}
     for source, length in zip(sources, lengths, strict=True):
-        bounds = pairwise(split_bounds(length, config))
-        for split, (begin, end) in zip(splits, bounds, strict=True):
+        bounds = split_bounds(length, config)
+        if source.split:
+            end = bounds[-1] if source.split == "train" else length
+            splits[source.split].append(Part(source, 0, end))
+            continue
+        for split, (begin, end) in zip(splits.values(), pairwise(bounds), strict=True):
             split.append(Part(source, begin, end))
-    return splits
+    return [*splits.values()]

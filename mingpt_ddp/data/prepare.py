@@ -1,10 +1,11 @@
 """Find texts in the cache, or fetch and encode them: once per machine, by their content."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig
 from mingpt_ddp.data.bpe import read_bpe
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.download import exists
@@ -15,6 +16,24 @@ from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 
 TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
+
+ONE_TEXT: dict[str, Any] = {  # keys of data for one of several texts
+    "sources": None,
+    "val_paths": None,
+    "split_paths": None,
+    "sha256": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitConfig(DataConfig):
+    """The configuration of a text of `data.split_paths`."""
+
+    split: str
+
+    @property
+    def source(self) -> str:
+        return f"data.split_paths.{self.split}={self.path}"
 
 
 def prepare_all(
@@ -38,14 +57,14 @@ def prepare_all(
             _check_same_tokenizer(config, tokenizer)
         if recorded is not None and recorded.form != "text" and config.format == "auto":
             config = replace(config, format=recorded.form)
+        if recorded is None:
+            _check_val_paths(config)
         sources = _open_all(config, cache.root, is_new=recorded is None)
         is_new = recorded is None or _sha256_of(sources) != recorded.sha256
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
-            text = replace(
-                config, path=path, sources=None, val_paths=None, sha256=None, truncate=1.0
-            )
+            text = replace(config, path=path, truncate=1.0, **ONE_TEXT)
             try:
                 sources = _open_all(text, cache.root, is_new)
                 encoded[name] = _prepare(sources, text, tokenizer, cache, is_new)
@@ -56,6 +75,16 @@ def prepare_all(
         cache.discard()
         raise
     return encoded
+
+
+def _check_val_paths(config: DataConfig) -> None:
+    """Refuse names of splits, which are meant for `data.split_paths`, in a new run."""
+    for name in config.val_paths or {}:
+        if name in GIVEN_SPLITS:
+            raise DataError(
+                f"data.val_paths.{name}: to replace the {name} split of data.path by this text, "
+                "give it as data.split_paths; to measure it besides, name it otherwise"
+            )
 
 
 def _check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
@@ -120,18 +149,30 @@ def _prepare(
 
 
 def _sha256_of(sources: list[Source]) -> str:
-    return combined([source.sha256 for source in sources])
+    digests: list[Any] = []
+    for source in sources:
+        digests.append({source.split: source.sha256} if source.split else source.sha256)
+    return combined(digests)
 
 
 def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
-    """Open the one text, or those of `data.sources`; what is new must look like a text."""
-    if config.sources is None:
-        return [_open(config, cache, is_new)]
+    """Open the one text, or those of `data.sources`, and those of `data.split_paths`.
+
+    What is new must look like a text.
+    """
+    given = config.split_paths or {}
     opened = []
-    for path, weight in config.sources:
+    if config.sources is None:
+        opened.append(_open(config, cache, is_new))
+    for path, weight in config.sources or ():
         # one source: each of thousands of configurations is validated
         one = replace(config, path=path, sources=[(path, weight)])
         opened.append(_open(one, cache, is_new))
+    if "val" in given:
+        opened = [replace(source, split="train") for source in opened]
+    for name in sorted(given, reverse=True):  # val, test
+        values = {**vars(config), **ONE_TEXT, "path": given[name], "split": name}
+        opened.append(replace(_open(SplitConfig(**values), cache, is_new), split=name))
     return opened
 
 

@@ -38,7 +38,8 @@ class TextCache:
         # deepest first
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         # files that are copied out of local archives, as zip://a.txt::b.zip; they are no downloads
-        urls = [url for url, _ in config.sources or []] + [*(config.val_paths or {}).values()]
+        urls = [url for url, _ in config.sources or []]
+        urls += [*(config.val_paths or {}).values(), *(config.split_paths or {}).values()]
         if config.path is not None:
             urls.append(config.path)
         copies = [download_path(url, self.root) for url in urls if _is_in_local_archive(url)]
@@ -153,8 +154,8 @@ def sha256_of(text: Text) -> str:
     return combined([file_sha256(open_bytes) for open_bytes in text.hashed()])
 
 
-def combined(digests: list[str]) -> str:
-    return digests[0] if len(digests) == 1 else digest_of(digests)
+def combined(digests: list[Any]) -> str:
+    return str(digests[0]) if len(digests) == 1 else digest_of(digests)
 
 
 def file_sha256(open_bytes: OpenBytes) -> str:

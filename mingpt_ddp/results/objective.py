@@ -11,7 +11,16 @@ from typing import Any
 from mingpt_ddp.storage.storage import read_regular
 
 # keys of data that determine a text
-TEXT_KEYS = ("path", "reader", "sources", "sha256", "truncate", "train_split", "test_split")
+TEXT_KEYS = (
+    "path",
+    "reader",
+    "sources",
+    "sha256",
+    "truncate",
+    "train_split",
+    "test_split",
+    "split_paths",
+)
 TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
 MAX_TOKENIZER_BYTES = 1 << 26
 WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"

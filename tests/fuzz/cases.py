@@ -217,8 +217,9 @@ def _override(rng: random.Random, steps: list[list[Any]], key: str | None = None
         value = (
             f"[[{_file(rng, name, steps)},{rng.choice(NUMBERS)}],[good.txt,{rng.choice(NUMBERS)}]]"
         )
-    elif name == "val_paths" and rng.random() < 0.7:
-        value = f"{{{rng.choice(('a', 'a', 'train', 'ä', '__class__'))}:{_file(rng, name, steps)}}}"
+    elif name in ("val_paths", "split_paths") and rng.random() < 0.7:
+        split = rng.choice(("a", "val", "test", "train", "ä", "__class__"))
+        value = f"{{{split}:{_file(rng, name, steps)}}}"
     else:
         value = _value(rng, hint, key if key in TREES else name, steps, is_path=key in PATHS)
     return f"{'++' if name in OMITTED_IF_NULL else ''}{key}={value}"

@@ -153,6 +153,7 @@ TREES = {
     "data.path": TEXTS,
     "sources": TEXTS,
     "val_paths": TEXTS,
+    "split_paths": TEXTS,
     "snapshot": RUNS,
     "url": RUNS,
     "runs": RUNS,
@@ -173,6 +174,7 @@ PATHS = (
     *(
         "data.sources",
         "data.val_paths",
+        "data.split_paths",
         "data.tokenizer",
         "model.code",
         "data.code",
