@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -56,6 +57,9 @@ from mingpt_ddp.sweeps.local_job import (
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.training.checked_config import checked_config
 from mingpt_ddp.training.notify import notifying
+
+if TYPE_CHECKING:
+    from mingpt_ddp.distributed.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +143,25 @@ def train(cfg: DictConfig) -> float:
     logs.to_console(exits.env)
     signals = SignalHandler(exits)
     signals.install()
+    runtime: Runtime | None = None
     try:
-        return _run_job(cfg, sweep, signals)
+        is_first = hydra_utils.job_number() == 0
+        started_at = process_start_time() if is_first else time.monotonic()
+        config, env = _check(cfg)
+        if config.ddp.nproc_per_node and not env.has_local_rank:
+            return _run_on_local_workers(config, env, sweep, started_at)
+        runtime = _join(config, env, exits)
+        config, known = _start_job(config, runtime, sweep)
+        if known is not None:
+            return known
+        from mingpt_ddp.training.run import run  # not in the parent of local workers
+
+        files = hydra_utils.hydra_artifacts(cfg)
+        typed = hydra_utils.typed_keys()
+        report = reporter() or sweep.report_of(Job.current())
+        with notifying(config, env):
+            metrics = run(config, runtime, files, signals, started_at, typed, report)
+        return _finish_job(config, runtime, sweep, signals, metrics)
     except JobError:  # from a sweep's local workers, already recorded
         raise
     except UserError as error:
@@ -153,17 +174,16 @@ def train(cfg: DictConfig) -> float:
         exits.log_traceback("the job failed", error)
         failure = sweep.record_failed(Job.current(), f"error: {exits.describe(error)}", FAILURE)
     finally:
-        exits.group = None  # the signal handlers outlive the job and would keep it in memory
+        # the signal handlers outlive the job and would keep it in memory, as would `failure`
+        exits.group = runtime = None
         logs.close()
     gc.collect()
     # outside the handlers: a context would keep the model in memory through its traceback
     raise failure
 
 
-def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
-    started_at = None  # at process start
-    if hydra_utils.job_number() > 0:
-        started_at = time.monotonic()
+def _check(cfg: DictConfig) -> tuple[Config, DistEnv]:
+    """Return the configuration of this job and the environment of this process, both checked."""
     config = checked_config(cfg)
     check_machine(config)
     env = read_env(config.ddp.local_workers or 1)
@@ -171,36 +191,61 @@ def _run_job(cfg: DictConfig, sweep: Sweep, signals: SignalHandler) -> float:
     # the workers of a sweep's jobs have the keys of the sweep
     if ignored and not hydra_utils.is_multirun() and not has_parent_launcher():
         log.warning("%s: without -m this is one run, no sweep", ", ".join(ignored))
-    if config.ddp.nproc_per_node and not env.has_local_rank:
-        return _run_on_local_workers(config, env, sweep, started_at or process_start_time())
-    from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
-    from mingpt_ddp.training.run import run
+    return config, env
 
-    signals.exits.is_symmetric = env.world_size == 1
+
+def _join(config: Config, env: DistEnv, exits: ProcessExit) -> "Runtime":
+    """Join the process group of this job."""
+    from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
+
+    exits.is_symmetric = env.world_size == 1
     runtime = Runtime(config, env, hydra_utils.job_number())
-    group = signals.exits.group = runtime.group
+    exits.group = runtime.group
+    return runtime
+
+
+def _start_job(config: Config, runtime: "Runtime", sweep: Sweep) -> tuple[Config, float | None]:
+    """Return the configuration with its run.name; and the objective if the job is complete.
+
+    Then, as after an error, this rank has left the process group.
+
+    Raises:
+        JobError: the job has failed before, for good; on all ranks.
+    """
+    group = runtime.group
     try:
         config, known = sweep.start_job(config, group.run_on_rank_zero)
-    except JobError:  # on all ranks
+    except JobError:
         runtime.close()
         raise
     if known is not None:
         runtime.close()
-        return known
+        return config, known
     if config.run.resume == "never":
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
-    env.call_on_rank_zero(lambda: _report_directory(run_directory(config)))
-    files = hydra_utils.hydra_artifacts(cfg)
-    typed = hydra_utils.typed_keys()
-    report = reporter() or sweep.report_of(Job.current())
+    directory = run_directory(config)
+    group.env.call_on_rank_zero(lambda: _report_directory(directory))
     if not runtime.strategy.is_canonical:  # it has set them, the same in all sweeps
         sweep.use_threads()
-    with notifying(config, env):
-        metrics = run(config, runtime, files, signals, started_at, typed, report)
+    return config, None
+
+
+def _finish_job(
+    config: Config,
+    runtime: "Runtime",
+    sweep: Sweep,
+    signals: SignalHandler,
+    metrics: dict[str, float] | None,
+) -> float:
+    """Leave the process group, record the job and return its objective.
+
+    Args:
+        metrics: of the last evaluation; None: a signal has ended the run.
+    """
     value = None if metrics is None else metrics.get(sweep.objective.metric, math.inf)
     # possibly too late for this job
-    signalled = any(group.all_gather(signals.signal_name is not None))
+    signalled = any(runtime.group.all_gather(signals.signal_name is not None))
     runtime.close()
     if hydra_utils.is_multirun():
         runtime.free_memory()

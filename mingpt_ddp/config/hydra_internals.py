@@ -1,9 +1,9 @@
 """What is touched of Hydra without its promise."""
 
 import argparse
-import functools
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hydra._internal import utils
@@ -25,20 +25,16 @@ class _ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
-def with_own_parser(run: Callable[[], Any]) -> Callable[[], Any]:
-    """Have Hydra build this parser of the command line while `run` runs.
+@contextlib.contextmanager
+def own_parser() -> Iterator[None]:
+    """Have Hydra build this parser of the command line in this context.
 
     Nobody but Hydra sees another argparse.
     """
-
-    @functools.wraps(run)
-    def wrapped() -> Any:
-        seen = {**vars(argparse), "ArgumentParser": _ArgumentParser}
-        hydra_utils: Any = utils
-        hydra_utils.argparse = types.SimpleNamespace(**seen)
-        try:
-            return run()
-        finally:
-            hydra_utils.argparse = argparse
-
-    return wrapped
+    seen = {**vars(argparse), "ArgumentParser": _ArgumentParser}
+    hydra_utils: Any = utils
+    hydra_utils.argparse = types.SimpleNamespace(**seen)
+    try:
+        yield
+    finally:
+        hydra_utils.argparse = argparse

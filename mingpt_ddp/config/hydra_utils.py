@@ -27,7 +27,7 @@ from mingpt_ddp.config.config import (
     to_plain,
 )
 from mingpt_ddp.config.hints import known_keys, suggest
-from mingpt_ddp.config.hydra_internals import with_own_parser
+from mingpt_ddp.config.hydra_internals import own_parser
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import GROUPS
@@ -95,12 +95,12 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
     Raises:
         Exception: of `task`, or Hydra's, for `explain`.
     """
-    decorator = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)
-    run = with_own_parser(decorator(task))
+    run = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)(task)
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
-        run()
+        with own_parser():
+            run()
         return ""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    with own_parser(), contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             run()
         except SystemExit as end:  # 0 after --hydra-help

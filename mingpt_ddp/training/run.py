@@ -77,7 +77,9 @@ def run(
             trained = evaluate_complete(built)
         else:
             signals = interrupt or SignalHandler()
-            trained = train(prepared, opened, built, reports, signals, report)
+            trainer = begin_attempt(prepared, opened, built, reports, signals, report)
+            with snapshot_when_out_of_memory(prepared.config, runtime):
+                trained = trainer.train()
         record_end(prepared, opened, built, reports, trained)
     if trained.status is RunStatus.PREEMPTED:
         return None
@@ -101,15 +103,15 @@ def evaluate_complete(built: Built) -> Trained:
     return Trained(RunStatus.COMPLETE, test_metrics)
 
 
-def train(
+def begin_attempt(
     prepared: Prepared,
     opened: Opened,
     built: Built,
     reports: Reports,
     interrupt: SignalHandler,
     report: Report | None,
-) -> Trained:
-    """Train to the limits, or until a signal or `report` ends the run early."""
+) -> Trainer:
+    """Record that this attempt begins to train; return the loop with all its parts."""
     config = prepared.config
     runtime = prepared.runtime
     task = prepared.task
@@ -134,6 +136,4 @@ def train(
     copies = CopyCheck(context)
     saves = SaveSchedule(context, built.manager, anomaly, copies, plan, first_save_s)
     validation = Validation(context, saves, built.evaluator, reports.hooks, report)
-    trainer = Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
-    with snapshot_when_out_of_memory(config, runtime):
-        return trainer.train()
+    return Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
