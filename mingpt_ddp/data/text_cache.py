@@ -19,8 +19,8 @@ from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import DOWNLOADS, download_path, user_cache
 from mingpt_ddp.data.texts import OpenBytes, Text, opener
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
-from mingpt_ddp.errors import DataError, UserError
-from mingpt_ddp.storage.lock import LOCK, is_lock_of
+from mingpt_ddp.errors import DataError, UserError, reason
+from mingpt_ddp.storage.lock import LOCK, is_lock_of, log_if_long
 from mingpt_ddp.storage.storage import read_regular
 
 FORMAT = 4
@@ -73,10 +73,21 @@ class TextCache:
             # O_NOFOLLOW: a symbolic link could lead to any file.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             lock = os.fdopen(os.open(self.root / LOCK, flags, 0o666))
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._wait_for(lock)
             if is_lock_of(self.root, lock):
                 return lock
             lock.close()  # another process has discarded the cache meanwhile
+
+    def _wait_for(self, lock: Any) -> None:
+        waits = f"waiting for another process, which encodes a text in data.cache_dir={self.root}"
+        try:
+            with log_if_long(waits):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir={self.root} is on a file system without locks "
+                f"({reason(error)}); choose a local directory"
+            ) from error
 
     def read(self, directory: Path, sha256: str) -> EncodedText | None:
         """Return the cached encoding if it is complete and undamaged."""
@@ -117,7 +128,7 @@ class TextCache:
         """Delete what this object has added, also the cache itself if it is new and empty."""
         if not self.root.exists() or not (self._added or self._missing):
             return
-        with contextlib.suppress(OSError), self._lock():
+        with contextlib.suppress(OSError, DataError), self._lock():
             for directory in self._added:
                 shutil.rmtree(directory, ignore_errors=True)
             for path in self._copies:

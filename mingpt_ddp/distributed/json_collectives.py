@@ -105,21 +105,24 @@ class JsonCollectives:
         if not self.all_agree(value):
             self.decide_on_rank_zero(lambda: value, refuse)
 
-    def run_on_rank_zero(self, work: Callable[[], T], per_node: bool = False) -> T:
-        """Call `work` on rank 0, or on the first rank of every node.
-
-        Return its JSON value on every rank.
+    def run_on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Call `work` on rank 0; return its JSON value on every rank.
 
         Raises:
-            UserError: on every rank, the error of the calling rank; or the nodes returned different
-                values.
+            UserError: on every rank, the error of rank 0.
             OSError: in place of any other error that is caught; names the rank, has its errno.
         """
-        if per_node:
-            is_caller = self.env.local_rank == 0 or self.is_rank_zero
-            return self.decide_on_rank_zero(lambda: [work()] if is_caller else [], _common_value)
         own = self._attempt(work) if self.is_rank_zero else Outcome()
         return self._value_of(self.broadcast_json(own.packed), own)
+
+    def run_on_each_node(self, work: Callable[[], T]) -> T:
+        """Call `work` on the first rank of every node; return its JSON value on every rank.
+
+        Raises:
+            UserError, OSError: as `run_on_rank_zero`; or the nodes returned different values.
+        """
+        is_caller = self.env.local_rank == 0 or self.is_rank_zero
+        return self.decide_on_rank_zero(lambda: [work()] if is_caller else [], _common_value)
 
     def decide_on_rank_zero(self, work: Callable[[], T], decide: Callable[[list[T]], D]) -> D:
         """Call `work` on every rank, and `decide` on rank zero with its JSON values. A collective.

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ from mingpt_ddp.distributed.json_collectives import JsonCollectives
 from mingpt_ddp.distributed.rendezvous import join
 from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.storage.lock import log_if_long
 
+T = TypeVar("T")
 SMALL_BYTES = 1 << 20  # of tensors that share a message
 WAITING = "waiting for other ranks"  # name of the profiler's events
 STARTING = "starting"  # the activity until the first batch or evaluation
+PREPARING = "reading the data"  # the activity of ranks of which nothing but a stop is a hang
 FIRST_HEARTBEAT = {"count": 0, "activity": STARTING, "waiting": False}
 
 
@@ -72,6 +75,9 @@ class ProcessGroup(JsonCollectives):
         super().__init__(env)
         # For the snapshot thread, which runs concurrently with the training thread.
         self.io = JsonCollectives(env, caught=Exception)
+        self._patient = JsonCollectives(
+            env
+        )  # for the training thread, as long as there is no other
         self.timeout_s = ddp.timeout_s
         # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch
         # of that copy.
@@ -121,6 +127,7 @@ class ProcessGroup(JsonCollectives):
         # timeout.
         io_group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
         self.io = JsonCollectives(self.env, io_group, caught=Exception)
+        self._patient = JsonCollectives(self.env, io_group)
         if device.type == "cuda" and backend in ("auto", "nccl"):
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             refuse_shared_gpus(self.all_gather(uuid))
@@ -141,6 +148,25 @@ class ProcessGroup(JsonCollectives):
             group = dist.new_group(ranks, backend="gloo")  # every rank creates all groups
             if self.rank in ranks:
                 self._copy_group = group
+
+    def prepare_on_each_node(self, work: Callable[[], T], what: str) -> T:
+        """Call `work` on the first rank of every node before training, however long it takes.
+
+        Return its JSON value on every rank. The end or a stop of a process ends the wait, nothing
+        else; the log says what the others wait for.
+
+        Args:
+            what: it does, as in "reading data.path=my.txt".
+
+        Raises:
+            UserError: as `run_on_each_node`.
+        """
+        where = "" if self.world_size == 1 else " on one rank of each node; the others wait for it"
+        self.set_activity(PREPARING)
+        with log_if_long(f"{what}{where}"):
+            value = self._patient.run_on_each_node(work)
+        self.set_activity(STARTING)
+        return value
 
     def close(self) -> None:
         """Destroy the process group. A collective.

@@ -8,6 +8,7 @@ failed.
 import contextlib
 import json
 import logging
+import math
 import sys
 import threading
 import time
@@ -23,7 +24,12 @@ from mingpt_ddp.distributed.exit import (
     kill_stopped_siblings,
 )
 from mingpt_ddp.distributed.failures import FailureReports
-from mingpt_ddp.distributed.process_group import FIRST_HEARTBEAT, STARTING, ProcessGroup
+from mingpt_ddp.distributed.process_group import (
+    FIRST_HEARTBEAT,
+    PREPARING,
+    STARTING,
+    ProcessGroup,
+)
 from mingpt_ddp.distributed.rendezvous import TIMEOUT_FRACTION, get_now
 from mingpt_ddp.torch_internals import clone_store
 
@@ -147,6 +153,8 @@ class Watchdog:
             limit_s = self.limit_s
             if heartbeat["activity"] == STARTING:
                 limit_s = max(limit_s, START_S)
+            elif heartbeat["activity"] == PREPARING:
+                limit_s = math.inf
             if idle_s[rank] > limit_s and not heartbeat["waiting"]:
                 stragglers.append(rank)
 

@@ -7,7 +7,9 @@ import itertools
 import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 POLL_S = 0.1
+LONG_WAIT_S = 5.0  # after which the log says for what
 PATH_MAX = 4096 - 64  # bytes of a path, which leaves room for the names of files in it
 
 
@@ -70,6 +73,18 @@ def acquire_lock(
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
+
+
+@contextlib.contextmanager
+def log_if_long(line: str) -> Iterator[None]:
+    """Log a line once the body has taken a while."""
+    timer = threading.Timer(LONG_WAIT_S, log.info, ["%s", line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_lock_of(directory: Path, lock: IO[str]) -> bool:

@@ -87,7 +87,8 @@ class LanguageModel(Task):
             texts = prepare_all(config.data, tokenizer, self._cache, recorded)
             return {name: asdict(text) for name, text in texts.items()}
 
-        described = group.run_on_rank_zero(encode, per_node=True)
+        source = "data.sources" if config.data.sources else config.data.source
+        described = group.prepare_on_each_node(encode, f"reading and encoding {source}")
         texts = {name: EncodedText(**text) for name, text in described.items()}
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)

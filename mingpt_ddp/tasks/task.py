@@ -57,7 +57,9 @@ class Task:
             built.append(build_datasets(config.data))
             return built[0].digest()
 
-        self.sha256 = group.run_on_rank_zero(build, per_node=True)
+        self.sha256 = group.prepare_on_each_node(
+            build, f"loading data.dataset={config.data.dataset}"
+        )
         self.datasets = built[0] if built else build_datasets(config.data)
         sample = self.datasets.val[0]  # without augmentation
         x = sample[0] if isinstance(sample, (tuple, list)) else sample

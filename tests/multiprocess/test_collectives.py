@@ -17,6 +17,7 @@ import torch
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.json_collectives import SHORT_BYTES
+from mingpt_ddp.distributed.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, DataError, RunError, UserError
 from mingpt_ddp.metrics.meters import Meter
@@ -63,20 +64,36 @@ def outcome_of(call: Callable[[], Any]) -> list[Any]:
 def call_on_rank_zero(
     runtime: Runtime, error: Exception | None, worker: int = 0, per_node: bool = False
 ) -> list[str]:
-    """Call `run_on_rank_zero`; return its value, or the class and message of its error."""
+    """Call `run_on_rank_zero` or `run_on_each_node`; return the value, or the class and message of
+    the error.
+    """
 
     def work() -> str:
         if error and runtime.group.rank == worker:
             raise error
         return f"done on rank {runtime.group.rank}"
 
-    return outcome_of(lambda: runtime.group.run_on_rank_zero(work, per_node))[:2]
+    call = runtime.group.run_on_each_node if per_node else runtime.group.run_on_rank_zero
+    return outcome_of(lambda: call(work))[:2]
 
 
 def name_nodes(runtime: Runtime, size: int) -> list[Any]:
     """Return the outcome of a call on the first rank of each node, whose values differ."""
     name = f"node {runtime.group.rank}" + "." * size
-    return outcome_of(lambda: runtime.group.run_on_rank_zero(lambda: name, per_node=True))[:2]
+    return outcome_of(lambda: runtime.group.run_on_each_node(lambda: name))[:2]
+
+
+def prepare_longer_than_the_timeout(runtime: Runtime) -> list[Any]:
+    """Return what takes longer than a collective may, and the activity meanwhile and afterwards."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
+
+    def work() -> list[Any]:
+        time.sleep(1)
+        return [runtime.group.rank, runtime.group.heartbeat["activity"]]
+
+    done = runtime.group.prepare_on_each_node(work, "reading data.path=a.txt")
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
+    return [*done, runtime.group.heartbeat["activity"]]
 
 
 def decide(runtime: Runtime) -> dict[str, list[Any]]:
@@ -188,6 +205,7 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         "data error": call_on_rank_zero(runtime, DataError("no text\nat  all")),
         "run error": call_on_rank_zero(runtime, RunError("busy")),
         "nodes": call_on_rank_zero(runtime, None, per_node=True),
+        "prepared": prepare_longer_than_the_timeout(runtime),
     }
     if rank == 2:  # from here on as the first rank of a second node
         object.__setattr__(runtime.group.env, "local_rank", 0)
@@ -341,6 +359,10 @@ def test_an_error_on_rank_zero_is_raised_on_every_rank(observed):
 def test_an_error_on_another_node_is_raised_on_every_rank(observed):
     assert observed["nodes"] == [["value", "done on rank 0"]] * WORLD
     assert observed["node error"] == [["DataError", "data error: node 2 has no disk"]] * WORLD
+
+
+def test_preparing_may_take_longer_than_a_collective(observed):
+    assert observed["prepared"] == [[0, PREPARING, STARTING]] * WORLD
 
 
 def test_a_meter_sums_over_all_ranks(observed):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
+from launching import wait_for
 
 from mingpt_ddp.data import text_cache
 from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.text_cache import LOCK, TextCache
 from mingpt_ddp.errors import DataError
+from mingpt_ddp.storage import lock
 
 TEXT = "to be or not to be\n" * 20
 
@@ -80,6 +84,31 @@ def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypa
     with cache.locked():
         assert len(deleted) == 2
         assert os.path.samestat(os.fstat(deleted[1]), os.stat(cache.root / LOCK))
+
+
+def test_a_file_system_without_locks_is_refused(config, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(text_cache.fcntl, "flock", flock)
+    cache = TextCache(config)
+    message = rf"^data error: data.cache_dir={cache.root} is on a file system without locks \(No"
+    with pytest.raises(DataError, match=message):
+        prepare(config, cache=cache)
+
+
+def test_waiting_for_another_process_is_said_after_a_while(config, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "LONG_WAIT_S", 0.01)
+    caplog.set_level("INFO")
+    cache = TextCache(config)
+    with cache.locked():
+        waiter = threading.Thread(target=prepare, args=(config,))
+        waiter.start()
+        wait_for(lambda: caplog.messages, what="the line")
+    waiter.join()
+    assert caplog.messages == [
+        f"waiting for another process, which encodes a text in data.cache_dir={cache.root}"
+    ]
 
 
 def test_a_refused_text_leaves_nothing(config, settings, tmp_path):

@@ -138,6 +138,15 @@ def test_a_rank_may_start_for_two_minutes(find):
     assert reason == "rank 1 has stalled for 120 s while starting"
 
 
+def test_a_rank_may_read_for_hours_but_not_stop(find):
+    reads = (1, 1, False, "reading the data")
+    assert find(0, reads, reads) == (None, [])
+    assert find(10_000, (1, 2, *reads[2:]), (1, 2, *reads[2:])) == (None, [])
+    reason, _ = find(10_008.5, (1, 3, *reads[2:]), (1, 2, *reads[2:]))
+    assert reason is not None
+    assert reason.endswith("while reading the data; its process does not respond")
+
+
 def test_all_wait(find):
     assert find(0, (1, 1, True), (1, 1, True)) == (None, [])
     reason, _ = find(9, (1, 9, True), (1, 9, True))

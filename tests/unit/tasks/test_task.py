@@ -22,7 +22,7 @@ from mingpt_ddp.tasks.outputs import named_losses
 from mingpt_ddp.tasks.supervised import Classification, Regression
 from mingpt_ddp.tasks.task import Task, batch_length, check_metrics
 
-GROUP = SimpleNamespace(run_on_rank_zero=lambda work, per_node: work())
+GROUP = SimpleNamespace(prepare_on_each_node=lambda work, what: work())
 
 
 def of_kind(kind: type[Task]) -> Task:
