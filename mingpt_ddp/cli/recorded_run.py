@@ -29,7 +29,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedRun:
     """What a run has recorded: its committed snapshots and its ledger."""
 
     stores: dict[int, SnapshotStore]  # by step
@@ -37,7 +37,7 @@ class Recorded:
     ledger: dict[int, Record]
 
     @classmethod
-    def read(cls, url: str, follow: bool) -> "Recorded":
+    def read(cls, url: str, follow: bool) -> "RecordedRun":
         """
         Args:
             url: of a run, its snapshots or one of them, untrusted.
@@ -107,7 +107,7 @@ def run_of(path: Path) -> Path:
     return path.parent if path.name == "snapshots" else path
 
 
-def choose_interval(recorded: Recorded, steps: int, words: list[str]) -> Interval:
+def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Interval:
     """Return the newest interval of so many steps, all trained with the settings of its end.
 
     Args:

@@ -19,7 +19,7 @@ import yaml
 
 from mingpt_ddp.cli.again_command import LEFT_OUT, command_words
 from mingpt_ddp.cli.api import train
-from mingpt_ddp.cli.recorded_run import Interval, Recorded, choose_interval, read_snapshot
+from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, choose_interval, read_snapshot
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, decides_bits
 from mingpt_ddp.config.hydra_utils import hydra_value
 from mingpt_ddp.config.validation import check
@@ -70,7 +70,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
         follow: as for `find_steps`.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends and cleans up as Ctrl-C does
-    recorded = Recorded.read(url, follow)
+    recorded = RecordedRun.read(url, follow)
     interval = choose_interval(recorded, steps, words)
     environment = interval.state["environment"]
     ranks = choose_ranks(ranks, environment)
@@ -144,7 +144,7 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
 
 
 def train_again(
-    recorded: Recorded, interval: Interval, ranks: int, words: list[str]
+    recorded: RecordedRun, interval: Interval, ranks: int, words: list[str]
 ) -> tuple[dict[int, Hashes], dict[str, Any]]:
     """Train an interval in a temporary directory; return the hashes by step, and the environment.
 
@@ -182,7 +182,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
     (directory / "config.yaml").write_text(yaml.safe_dump(kept))
 
 
-def changes(recorded: Recorded, interval: Interval, directory: Path) -> list[str]:
+def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[str]:
     """Return the overrides that train the interval alone, in a run directory of its own."""
     state = interval.state
     values: dict[str, Any] = {

@@ -110,12 +110,16 @@ class SaveSchedule:
         self._clock = now
         return self.context.state
 
-    def is_due(self) -> bool:
-        """Return whether a snapshot is due by this rank's clock."""
-        elapsed = time.monotonic() - self._since
+    def take_result(self) -> None:
+        """Take the result of a save that has ended on all ranks; the first measures the cost."""
+        self.manager.wait()
         if self.context.state.save_durable_s is None and self.manager.durable_s is not None:
             self._record_cost()
             self._interval_s = self._best_interval()
+
+    def is_due(self) -> bool:
+        """Return whether a snapshot is due by this rank's clock."""
+        elapsed = time.monotonic() - self._since
         if self.snapshot_config.every_steps == "auto" and elapsed >= self._interval_s:
             return True
         minutes = self.snapshot_config.every_minutes

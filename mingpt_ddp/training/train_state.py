@@ -49,8 +49,8 @@ OF_METRICS = ("train_metrics", "val_metrics", "loss_part_sums")  # fields of a t
 
 
 @dataclass
-class TrainState:
-    """Progress and losses. The data order and all random numbers follow from the step."""
+class Progress:
+    """What a rollback restores. The data order and all random numbers follow from the step."""
 
     step: int = 0  # optimizer steps done
     train_loss: float | None = None  # mean of the last log interval
@@ -59,26 +59,32 @@ class TrainState:
     val_step: int | None = None  # of val_loss
     best_val_loss: float | None = None
     best_step: int | None = None
-    world_size: int = 1  # of the last attempt that trained
     wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
     loss_sum: float = 0.0  # of the current log interval
     # of the task's several losses, if it has some, and the sums and counts of metrics
     loss_part_sums: Metrics = field(default_factory=dict)
     loss_steps: int = 0
     stall_seconds: float = 0.0  # of wall_seconds, lost to stalls for snapshots
-    wasted_seconds: float = 0.0  # startup and lost work, of all attempts
     saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
-    consecutive_skips: int = 0  # up to this step
-    skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
     patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
     evaluations_above: int = 0  # in a row that did not
-    run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
-    failures: NonNegativeInt = 0  # attempts that died
     save_stall_s: NonNegativeFloat = 0.0  # of training for a snapshot, moving mean
     # of the last snapshot, from its start to its commit; None: unknown
     save_durable_s: NonNegativeFloat | None = None
     train_metrics: Metrics = field(default_factory=dict)  # own ones, as train_loss
+
+
+@dataclass
+class TrainState(Progress):
+    """The train state of a run, which all its parts share: its progress, and what survives it."""
+
+    world_size: int = 1  # of the last attempt that trained
+    wasted_seconds: float = 0.0  # startup and lost work, of all attempts
+    consecutive_skips: int = 0  # up to this step
+    skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
+    run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
+    failures: NonNegativeInt = 0  # attempts that died
 
     @property
     def goodput(self) -> float:
@@ -88,10 +94,11 @@ class TrainState:
         # lost work is measured with the clocks of two attempts
         return min(1.0, max(0.0, kept / max(total, 1e-9)))
 
-    def assign(self, other: "TrainState") -> None:
-        """Take the values of another state, after a rollback; all parts of a run share this one."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(other, each.name))
+    def roll_back(self, progress: Progress) -> None:
+        """Return to the progress of a snapshot; the time since then is wasted."""
+        self.wasted_seconds += self.wall_seconds - progress.wall_seconds
+        for each in fields(Progress):
+            setattr(self, each.name, getattr(progress, each.name))
 
 
 def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: float) -> bool:

@@ -96,8 +96,8 @@ class Trainer:
             self._finish()
             is_last = step == self.steps
             self.metrics.step_done(step)
-            if not flags.saving:  # a save has ended on all ranks: take its result
-                self.saves.manager.wait()
+            if not flags.saving:
+                self.saves.take_result()
             if not flags.interrupted:  # then only the snapshot is checked, while there is time
                 self.saves.copies.check(step)
             if self._is_due(trainer.log_every):
@@ -240,18 +240,12 @@ class Trainer:
         restored = self.saves.restore_latest()
         if restored is None:
             return None
-        undone = self.saves.update_wall_time()
-        restored.skipped_steps = sorted({*restored.skipped_steps, *undone.skipped_steps, *skipping})
-        restored.consecutive_skips = undone.consecutive_skips
-        restored.world_size = undone.world_size
-        restored.run_id = undone.run_id
-        restored.failures = undone.failures
-        lost_s = undone.wall_seconds - restored.wall_seconds
-        restored.wasted_seconds = undone.wasted_seconds + lost_s
-        self.state.assign(restored)
+        state = self.saves.update_wall_time()
+        state.skipped_steps = sorted({*state.skipped_steps, *skipping})
+        state.roll_back(restored)
         self._load_meter()
-        self.metrics.rollback(restored.step)
-        return restored.step
+        self.metrics.rollback(state.step)
+        return state.step
 
     def _return_to_snapshot(self, damage: DamageError) -> None:
         """Go back to the newest snapshot: it was written while all copies were equal.

@@ -105,7 +105,7 @@ def auto_schedule(state: TrainState, first_s: float = math.inf, mtbf_hours: floa
     config = from_mapping(
         configure("snapshot.every_steps=auto", f"snapshot.mtbf_hours={mtbf_hours}")
     )
-    manager = SimpleNamespace(durable_s=None, last_step=None)
+    manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
     context = SimpleNamespace(config=config, state=state)
     return SaveSchedule(context, manager, None, None, 1, first_s), manager
 
@@ -118,7 +118,9 @@ def test_the_first_snapshot_of_a_run_measures_the_cost():
     assert schedule._interval_s == 30
     schedule._stall_s += 2.0
     manager.durable_s, manager.last_step = 3.0, 5
-    assert not schedule.is_due()
+    assert not schedule.is_due()  # a question, which changes nothing
+    assert schedule._interval_s == 30
+    schedule.take_result()
     assert schedule._interval_s == automatic_interval(2.0, 24 * HOUR, 3.0)
     state = schedule.context.state
     assert (state.save_stall_s, state.save_durable_s) == (2.0, 3.0)

@@ -99,7 +99,7 @@ EVERY_STEP = [
     "anomaly.on_step_accepted",
     "metrics.meter.record",
     "metrics.step_done",
-    "saves.manager.wait",
+    "saves.take_result",
     "saves.copies.check",
 ]
 LOG = ["saves.update_wall_time", "metrics.log_train", "anomaly.check", "hooks.call"]
@@ -254,7 +254,7 @@ def test_a_snapshot_that_no_rank_is_writing_is_completed_at_once():
         trainer, parts = trainer_of(state=TrainState(step=5))
         give_flags(parts, saving=saving)
         trainer.train()
-        assert ("saves.manager.wait" in names(parts)) is not saving
+        assert ("saves.take_result" in names(parts)) is not saving
 
 
 def test_a_step_that_is_due_or_improves_is_saved():
