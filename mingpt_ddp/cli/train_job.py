@@ -145,8 +145,7 @@ def train(cfg: DictConfig) -> float:
     signals.install()
     runtime: Runtime | None = None
     try:
-        is_first = hydra_utils.job_number() == 0
-        started_at = process_start_time() if is_first else time.monotonic()
+        started_at = process_start_time() if exits.job == 0 else time.monotonic()
         config, env = _check(cfg)
         if config.ddp.nproc_per_node and not env.has_local_rank:
             return _run_on_local_workers(config, env, sweep, started_at)
@@ -199,7 +198,7 @@ def _join(config: Config, env: DistEnv, exits: ProcessExit) -> "Runtime":
     from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
 
     exits.is_symmetric = env.world_size == 1
-    runtime = Runtime(config, env, hydra_utils.job_number())
+    runtime = Runtime(config, env, exits.job)
     exits.group = runtime.group
     return runtime
 
