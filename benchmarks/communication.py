@@ -92,7 +92,7 @@ def worker_main(plan: dict[str, Any]) -> None:
         )
         self.context.runtime.group.barrier()
         self.metrics.close()
-        return trainer.Trained(RunStatus.PREEMPTED, {})
+        return trainer.Outcome(RunStatus.PREEMPTED, {})
 
     trainer.Trainer.fit = fit  # type: ignore[method-assign]
     launch.main()

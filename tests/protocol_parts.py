@@ -32,7 +32,7 @@ from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training import stages
 from mingpt_ddp.training.copy_check import CopyCheck
-from mingpt_ddp.training.stages import Built, Prepared, build, open_directory, prepare
+from mingpt_ddp.training.stages import Inputs, Setup, build, open_directory, prepare
 from mingpt_ddp.training.train_state import TrainState
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
@@ -147,10 +147,10 @@ def start(ranks: Ranks) -> list[Count]:
         return ranks.count(work)
 
 
-def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Prepared, Built]:
-    prepared = prepare(ranks.config, ranks.runtimes[rank], (), {}, StartTimes(0.0))
-    opened = open_directory(prepared, resources)
-    return prepared, build(prepared, opened)
+def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Inputs, Setup]:
+    inputs = prepare(ranks.config, ranks.runtimes[rank], (), {}, StartTimes(0.0))
+    record = open_directory(inputs, resources)
+    return inputs, build(inputs, record)
 
 
 def resume(ranks: Ranks) -> list[Count]:
@@ -165,32 +165,32 @@ def _leave_snapshot(ranks: Ranks) -> None:
 
     def work(rank: int) -> None:
         with contextlib.ExitStack() as resources:
-            prepared, built = _start(ranks, rank, resources)
+            inputs, setup = _start(ranks, rank, resources)
             if rank == 0:
-                _save(prepared, built)
+                _save(inputs, setup)
 
     with silent, quiet():
         ranks.count(work)
 
 
-def _save(prepared: Prepared, built: Built) -> None:
-    for parameter in built.trainable.model.parameters():
+def _save(inputs: Inputs, setup: Setup) -> None:
+    for parameter in setup.trainable.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    built.trainable.optimizer.step()
-    tensors = built.trainable.tensors()
+    setup.trainable.optimizer.step()
+    tensors = setup.trainable.tensors()
     state = {
-        "train_state": asdict(built.state) | {"step": 1},
-        "scaler": prepared.runtime.scaler.state_dict(),
+        "train_state": asdict(setup.state) | {"step": 1},
+        "scaler": inputs.runtime.scaler.state_dict(),
         "micro_batch_size": 1,
-        "steps": prepared.steps,
-        **prepared.task.state(),
-        "config": prepared.config.to_dict(),
-        "environment": prepared.runtime.environment(),
+        "steps": inputs.steps,
+        **inputs.task.state(),
+        "config": inputs.config.to_dict(),
+        "environment": inputs.runtime.environment(),
         "more": "",
     }
     state["more"] = "x" * (VALUE_BYTES - len(json.dumps(state, indent=1)))
     snapshot = Snapshot(1, tensors["model"], tensors["optimizer"], state)
-    snapshot_helpers.commit(prepared.stores[0], snapshot)
+    snapshot_helpers.commit(inputs.stores[0], snapshot)
 
 
 @contextlib.contextmanager

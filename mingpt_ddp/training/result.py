@@ -6,9 +6,9 @@ from datetime import timedelta
 from typing import Any
 
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.stages import Built, Opened, Prepared, Reports
+from mingpt_ddp.training.stages import Inputs, Listeners, RunRecord, Setup
 from mingpt_ddp.training.train_state import has_stopped_early
-from mingpt_ddp.training.trainer import Trained
+from mingpt_ddp.training.trainer import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -16,48 +16,48 @@ MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
 
 
 def record_end(
-    prepared: Prepared, opened: Opened, built: Built, reports: Reports, trained: Trained
+    inputs: Inputs, record: RunRecord, setup: Setup, listeners: Listeners, outcome: Outcome
 ) -> None:
     """Write result.json, complete the trackers, call the hooks of a run that has trained, log."""
-    if opened.owner is None:
+    if record.owner is None:
         return
-    result = _result(prepared, built, trained)
-    opened.owner.write_result(result)
-    if trained.status is not RunStatus.PREEMPTED:
-        for outbox in reports.outboxes:
-            outbox.finish(built.state.step, result)
-        for outbox in reports.outboxes:
+    result = _result(inputs, setup, outcome)
+    record.owner.write_result(result)
+    if outcome.status is not RunStatus.PREEMPTED:
+        for outbox in listeners.outboxes:
+            outbox.finish(setup.state.step, result)
+        for outbox in listeners.outboxes:
             outbox.join()
-        if not built.is_complete:
-            reports.hooks.call("end", result)
-    if trained.status is RunStatus.COMPLETE:
-        _log_end(prepared, built, trained)
+        if not setup.is_complete:
+            listeners.hooks.call("end", result)
+    if outcome.status is RunStatus.COMPLETE:
+        _log_end(inputs, setup, outcome)
 
 
-def _result(prepared: Prepared, built: Built, trained: Trained) -> dict[str, Any]:
+def _result(inputs: Inputs, setup: Setup, outcome: Outcome) -> dict[str, Any]:
     """Return the content of result.json."""
-    state = built.state
-    task = prepared.task
-    result: dict[str, Any] = {"status": trained.status.value}
-    has_ended_early = trained.status is RunStatus.COMPLETE and state.step < prepared.steps
-    if has_ended_early and has_stopped_early(state, prepared.config.trainer.patience):
+    state = setup.state
+    task = inputs.task
+    result: dict[str, Any] = {"status": outcome.status.value}
+    has_ended_early = outcome.status is RunStatus.COMPLETE and state.step < inputs.steps
+    if has_ended_early and has_stopped_early(state, inputs.config.trainer.patience):
         result["stopped_early"] = True
     result["step"] = state.step
-    result["epoch"] = state.step / prepared.loader.steps_per_epoch
+    result["epoch"] = state.step / inputs.loader.steps_per_epoch
     result["train_loss"] = state.train_loss
     for name, value in state.train_metrics.items():
         result[f"train_{name}"] = _finite(value)
     result["val_loss"] = state.val_loss
     for name, value in state.val_metrics.items():
         result[f"val_{name}"] = _finite(value)
-    for name, value in trained.test_metrics.items():
+    for name, value in outcome.test_metrics.items():
         result[f"test_{name}"] = _finite(value)
     for name in task.comparable:
         if name in state.val_metrics:
             result[name] = _finite(state.val_metrics[name])
     result["best_val_loss"] = state.best_val_loss
-    result[task.unit] = state.step * prepared.loader.items_per_step
-    result["parameters"] = built.trainable.parameters
+    result[task.unit] = state.step * inputs.loader.items_per_step
+    result["parameters"] = setup.trainable.parameters
     result["wall_seconds"] = state.wall_seconds
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
@@ -69,9 +69,9 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _log_end(prepared: Prepared, built: Built, trained: Trained) -> None:
-    state = built.state
-    task = prepared.task
+def _log_end(inputs: Inputs, setup: Setup, outcome: Outcome) -> None:
+    state = setup.state
+    task = inputs.task
     total_s = state.wall_seconds + state.wasted_seconds
     elapsed = timedelta(seconds=round(total_s))
     if total_s >= MIN_GOODPUT_S:
@@ -79,12 +79,12 @@ def _log_end(prepared: Prepared, built: Built, trained: Trained) -> None:
         causes = "startup, snapshots and repeated steps"
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
     values = f"validation {task.describe(state.val_metrics)}"
-    if trained.test_metrics:
-        values += f"; test {task.describe(trained.test_metrics)}"
+    if outcome.test_metrics:
+        values += f"; test {task.describe(outcome.test_metrics)}"
     log.info(
         "done: %s after %d steps and %s; the run is in %s",
         values,
         state.step,
         elapsed,
-        prepared.directory,
+        inputs.directory,
     )

@@ -20,19 +20,19 @@ from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.stages import (
-    Built,
-    Opened,
-    Prepared,
-    Reports,
+    Inputs,
+    Listeners,
+    RunRecord,
+    Setup,
     build,
     open_directory,
-    open_reports,
+    open_listeners,
     prepare,
     record_start,
 )
 from mingpt_ddp.training.train_state import Context
 from mingpt_ddp.training.train_step import TrainStep
-from mingpt_ddp.training.trainer import Trained, Trainer
+from mingpt_ddp.training.trainer import Outcome, Trainer
 from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -64,35 +64,35 @@ def run(
     times = StartTimes(started_at or process_start_time())
     times.done("processes", at=runtime.began_at)
     times.done("rendezvous")
-    prepared = prepare(config, runtime, typed, hydra_files, times)
+    inputs = prepare(config, runtime, typed, hydra_files, times)
     times.done("data")
     with contextlib.ExitStack() as resources:
-        opened = open_directory(prepared, resources)
+        record = open_directory(inputs, resources)
         times.done("run directory")
-        built = build(prepared, opened)
+        setup = build(inputs, record)
         times.done("model and snapshot")
-        record_start(prepared, opened, built, hydra_files)
-        reports = open_reports(prepared, built)
-        if built.is_complete:
-            trained = evaluate_complete(built)
+        record_start(inputs, record, setup, hydra_files)
+        listeners = open_listeners(inputs, setup)
+        if setup.is_complete:
+            outcome = evaluate_complete(setup)
         else:
             signals = interrupt or SignalHandler()
-            trainer = begin_attempt(prepared, opened, built, reports, signals, report)
-            with snapshot_when_out_of_memory(prepared.config, runtime):
-                trained = trainer.train()
-        record_end(prepared, opened, built, reports, trained)
-    if trained.status is RunStatus.PREEMPTED:
+            trainer = begin_attempt(inputs, record, setup, listeners, signals, report)
+            with snapshot_when_out_of_memory(inputs.config, runtime):
+                outcome = trainer.train()
+        record_end(inputs, record, setup, listeners, outcome)
+    if outcome.status is RunStatus.PREEMPTED:
         return None
-    return built.state.val_metrics
+    return setup.state.val_metrics
 
 
-def evaluate_complete(built: Built) -> Trained:
+def evaluate_complete(setup: Setup) -> Outcome:
     """Evaluate a complete run where that is missing, and log a sample."""
-    state = built.state
-    evaluator = built.evaluator
+    state = setup.state
+    evaluator = setup.evaluator
     evaluator.runtime.group.set_activity(f"evaluating after step {state.step}")
-    model = built.trainable.model
-    with built.trainable.average.applied():
+    model = setup.trainable.model
+    with setup.trainable.average.applied():
         # saved between two evaluations, under a larger limit
         if state.val_step != state.step or not state.val_metrics:
             state.val_metrics = evaluator.run(model, "val") or {}
@@ -100,40 +100,40 @@ def evaluate_complete(built: Built) -> Trained:
         if text := evaluator.sample(model, state.step):
             log.info("a sample:\n%s\n", text)
         test_metrics = evaluator.run(model, "test") or {}
-    return Trained(RunStatus.COMPLETE, test_metrics)
+    return Outcome(RunStatus.COMPLETE, test_metrics)
 
 
 def begin_attempt(
-    prepared: Prepared,
-    opened: Opened,
-    built: Built,
-    reports: Reports,
+    inputs: Inputs,
+    record: RunRecord,
+    setup: Setup,
+    listeners: Listeners,
     interrupt: SignalHandler,
     report: Report | None,
 ) -> Trainer:
     """Record that this attempt begins to train; return the loop with all its parts."""
-    config = prepared.config
-    runtime = prepared.runtime
-    task = prepared.task
-    loader = prepared.loader
-    state = built.state
+    config = inputs.config
+    runtime = inputs.runtime
+    task = inputs.task
+    loader = inputs.loader
+    state = setup.state
     state.world_size = runtime.group.world_size
-    first_save_s = count_attempt(state, opened.last, prepared.times.began_at, runtime.group.env)
-    if opened.owner:
-        record_attempt(opened.owner, state, runtime.group.env)
-        opened.owner.clear_result()
-    kept_size = built.snapshot.state["micro_batch_size"] if built.snapshot else None
+    first_save_s = count_attempt(state, record.last, inputs.times.began_at, runtime.group.env)
+    if record.owner:
+        record_attempt(record.owner, state, runtime.group.env)
+        record.owner.clear_result()
+    kept_size = setup.snapshot.state["micro_batch_size"] if setup.snapshot else None
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
     # first: no clock counts how long it takes to wrap the model
-    train_step = TrainStep(runtime, task, loader, plan, built.trainable)
-    steps = range(state.step, prepared.steps)
-    model = built.trainable.model
-    metrics = MetricsProcessor(runtime, task, loader, model, steps, prepared.times)
-    metrics.outboxes = reports.outboxes
-    context = Context(task, runtime, built.trainable, state, metrics, interrupt)
+    train_step = TrainStep(runtime, task, loader, plan, setup.trainable)
+    steps = range(state.step, inputs.steps)
+    model = setup.trainable.model
+    metrics = MetricsProcessor(runtime, task, loader, model, steps, inputs.times)
+    metrics.outboxes = listeners.outboxes
+    context = Context(task, runtime, setup.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)
-    saves = SaveSchedule(context, built.manager, anomaly, copies, plan, first_save_s)
-    validation = Validation(context, saves, built.evaluator, reports.hooks, report)
-    return Trainer(context, train_step, saves, validation, anomaly, reports.hooks)
+    saves = SaveSchedule(context, setup.manager, anomaly, copies, plan, first_save_s)
+    validation = Validation(context, saves, setup.evaluator, listeners.hooks, report)
+    return Trainer(context, train_step, saves, validation, anomaly, listeners.hooks)

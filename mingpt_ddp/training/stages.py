@@ -1,6 +1,6 @@
-"""The stages of a start of a run: what was prepared, opened and built.
+"""The stages of a start of a run, up to the training.
 
-Each stage is a collective, and returns what it built.
+Each is a collective, and returns what the later ones need: inputs, the run's record, its setup.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Inputs:
     """What a run needs before anything is written: all of it has been checked."""
 
     runtime: Runtime
@@ -97,8 +97,8 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The run directory, locked."""
+class RunRecord:
+    """The run directory, locked, and what the attempts before have left there."""
 
     owner: RunDirectory | None  # on rank zero
     last: Attempt  # the attempt before, on rank zero
@@ -106,7 +106,7 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Built:
+class Setup:
     """What is trained and evaluated, as the newest snapshot has it if there is one."""
 
     manager: SnapshotManager
@@ -118,7 +118,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Reports:
+class Listeners:
     """Who receives what happens, besides the run directory."""
 
     outboxes: list[Outbox]  # of the trackers, on rank zero
@@ -131,7 +131,7 @@ def prepare(
     typed: Container[str],
     hydra_files: dict[str, str],
     times: StartTimes,
-) -> Prepared:
+) -> Inputs:
     """Read the data and what the run starts from; check them before anything is written.
 
     Args:
@@ -153,9 +153,9 @@ def prepare(
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-        prepared = Prepared(runtime, task, loader, stores, warm, times)
-        _preflight(prepared, recorded, hydra_files)
-    return prepared
+        inputs = Inputs(runtime, task, loader, stores, warm, times)
+        _preflight(inputs, recorded, hydra_files)
+    return inputs
 
 
 def _check_same_config(config: Config, runtime: Runtime) -> None:
@@ -189,17 +189,17 @@ def snapshot_urls(config: Config, directory: Path) -> list[str]:
     return urls
 
 
-def _preflight(prepared: Prepared, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
+def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
     """Check the batch, the snapshot, the weights to start from, the memory and the user's code.
 
     And that what the run will record can be read again.
     """
-    runtime = prepared.runtime
-    task = prepared.task
-    config = prepared.config
+    runtime = inputs.runtime
+    task = inputs.task
+    config = inputs.config
     group = runtime.group
     # a complete run divides no batch any more
-    resumes = recorded is not None and recorded.step < prepared.steps
+    resumes = recorded is not None and recorded.step < inputs.steps
     kept_size = recorded.micro_batch_size if recorded is not None and resumes else None
     plan = plan_batches(config, group.data_size, kept_size)
 
@@ -208,12 +208,12 @@ def _preflight(prepared: Prepared, recorded: Recorded | None, hydra_files: dict[
         if recorded is not None and recorded.source is not None:
             snapshot = load(recorded.source)
             check_state(snapshot.step, snapshot.state, task)
-        if prepared.warm is not None:
-            prepared.warm.check(task)
+        if inputs.warm is not None:
+            inputs.warm.check(task)
 
     def check_user_code() -> None:
-        batch = prepared.loader.get_batch(1, plan, 0)
-        check_resumes_exactly(runtime, task, prepared.loader, batch)
+        batch = inputs.loader.get_batch(1, plan, 0)
+        check_resumes_exactly(runtime, task, inputs.loader, batch)
 
     group.run_on_rank_zero(check_source)
     check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
@@ -222,42 +222,42 @@ def _preflight(prepared: Prepared, recorded: Recorded | None, hydra_files: dict[
         group.run_on_rank_zero(check_user_code)
 
 
-def open_directory(prepared: Prepared, resources: contextlib.ExitStack) -> Opened:
+def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> RunRecord:
     """Lock the run directory and those of its snapshots; begin to log there.
 
     Args:
         resources: releases the locks when it is closed.
     """
-    group = prepared.runtime.group
-    resources.callback(prepared.loader.close)
+    group = inputs.runtime.group
+    resources.callback(inputs.loader.close)
     owners: list[RunDirectory] = []  # on rank zero
 
     def lock() -> None:
-        wait_s = min(LOCK_WAIT_S, prepared.config.ddp.timeout_s / 2)
-        owner = RunDirectory(prepared.directory, wait_s=wait_s)
+        wait_s = min(LOCK_WAIT_S, inputs.config.ddp.timeout_s / 2)
+        owner = RunDirectory(inputs.directory, wait_s=wait_s)
         owners.append(owner)
         resources.callback(owner.release)
-        for store in prepared.stores:
+        for store in inputs.stores:
             owner.lock_snapshots(open_storage(store.url))
             store.lease = owner.leases.get(store.url)
             store.check_owner = owner.check
 
-    with prepared.task.discarded_if_refused():
+    with inputs.task.discarded_if_refused():
         group.run_on_rank_zero(lock)
     owner = owners[0] if owners else None
     last = owner.last_attempt(METRICS) if owner else Attempt()
-    end = read_end(prepared.directory / METRICS) if owner else None
-    logs.to_file(prepared.directory, group.env)
-    return Opened(owner, last, end)
+    end = read_end(inputs.directory / METRICS) if owner else None
+    logs.to_file(inputs.directory, group.env)
+    return RunRecord(owner, last, end)
 
 
-def build(prepared: Prepared, opened: Opened) -> Built:
+def build(inputs: Inputs, record: RunRecord) -> Setup:
     """Build what is trained and evaluated, as the newest snapshot has it if there is one."""
-    runtime = prepared.runtime
-    task = prepared.task
-    steps = prepared.steps
-    warm = prepared.warm
-    manager = SnapshotManager(prepared.config, runtime, prepared.stores, prepared.directory)
+    runtime = inputs.runtime
+    task = inputs.task
+    steps = inputs.steps
+    warm = inputs.warm
+    manager = SnapshotManager(inputs.config, runtime, inputs.stores, inputs.directory)
     snapshot = manager.load_latest(partial(check_state, task=task))
     initialize = partial(warm.load_into, runtime.group) if warm and not snapshot else None
     trainable = build_trainable(runtime, task, initialize)
@@ -265,57 +265,57 @@ def build(prepared: Prepared, opened: Opened) -> Built:
     if snapshot:
         snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
-    record_last_evaluation(state, prepared.config, steps, opened.end, runtime.group)
+    record_last_evaluation(state, inputs.config, steps, record.end, runtime.group)
     evaluator = Evaluator(task, runtime)
-    log_start(runtime, task, trainable.model, prepared.directory, range(state.step, steps))
-    is_complete = _is_complete(prepared, opened, state)
-    return Built(manager, snapshot, trainable, state, evaluator, is_complete)
+    log_start(runtime, task, trainable.model, inputs.directory, range(state.step, steps))
+    is_complete = _is_complete(inputs, record, state)
+    return Setup(manager, snapshot, trainable, state, evaluator, is_complete)
 
 
-def _is_complete(prepared: Prepared, opened: Opened, state: TrainState) -> bool:
+def _is_complete(inputs: Inputs, record: RunRecord, state: TrainState) -> bool:
     """Return whether there is nothing to train, nor to evaluate at the end.
 
     A kill after the last snapshot leaves metrics.jsonl without the end of the run.
     """
-    if state.step > prepared.steps:
+    if state.step > inputs.steps:
         return True
-    has_evaluated_last = state.step == state.val_step == prepared.steps
-    if not has_evaluated_last and not has_stopped_early(state, prepared.config.trainer.patience):
+    has_evaluated_last = state.step == state.val_step == inputs.steps
+    if not has_evaluated_last and not has_stopped_early(state, inputs.config.trainer.patience):
         return False
-    end = opened.end or HistoryEnd(is_complete=True)  # resumed from a snapshot elsewhere
-    return prepared.runtime.group.run_on_rank_zero(lambda: end.is_complete)
+    end = record.end or HistoryEnd(is_complete=True)  # resumed from a snapshot elsewhere
+    return inputs.runtime.group.run_on_rank_zero(lambda: end.is_complete)
 
 
 def record_start(
-    prepared: Prepared, opened: Opened, built: Built, hydra_files: dict[str, str]
+    inputs: Inputs, record: RunRecord, setup: Setup, hydra_files: dict[str, str]
 ) -> None:
     """Record the configuration, unless a complete run has one; log what differs from before.
 
     Args:
         hydra_files: content of `.hydra/`, by file name.
     """
-    if opened.owner is None:
+    if record.owner is None:
         return
-    config = prepared.config
-    previous = recorded_config(prepared.directory)
-    if previous and built.is_complete:
+    config = inputs.config
+    previous = recorded_config(inputs.directory)
+    if previous and setup.is_complete:
         warn_of_unused_changes(previous, config)
     else:
-        opened.owner.record_start(config.to_dict(), hydra_files, prepared.task.files())
-    if built.is_complete:
+        record.owner.record_start(config.to_dict(), hydra_files, inputs.task.files())
+    if setup.is_complete:
         return
-    if built.snapshot:
-        log_changes(built.snapshot, config, prepared.runtime, prepared.loader.steps_per_epoch)
+    if setup.snapshot:
+        log_changes(setup.snapshot, config, inputs.runtime, inputs.loader.steps_per_epoch)
     else:
-        warn_of_lost_snapshots(opened.end, opened.last)
+        warn_of_lost_snapshots(record.end, record.last)
 
 
-def open_reports(prepared: Prepared, built: Built) -> Reports:
+def open_listeners(inputs: Inputs, setup: Setup) -> Listeners:
     """Open the outboxes of the trackers; a run keeps its id there in its own snapshots."""
-    group = prepared.runtime.group
-    state = built.state
-    has_own_snapshots = built.manager.last_step is not None
+    group = inputs.runtime.group
+    state = setup.state
+    has_own_snapshots = setup.manager.last_step is not None
     if not has_own_snapshots or not state.run_id:
         state.run_id = uuid.uuid4().hex[:12]
-    open_all = partial(open_outboxes, prepared.config, prepared.directory, state.run_id)
-    return Reports(group.env.call_on_rank_zero(open_all) or [], Hooks(group))
+    open_all = partial(open_outboxes, inputs.config, inputs.directory, state.run_id)
+    return Listeners(group.env.call_on_rank_zero(open_all) or [], Hooks(group))

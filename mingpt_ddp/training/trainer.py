@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Trained:
+class Outcome:
     """How the training ended."""
 
     status: RunStatus
@@ -66,7 +66,7 @@ class Trainer:
             self.metrics.meter.paused,
         )
 
-    def train(self) -> Trained:
+    def train(self) -> Outcome:
         """Train to the end of the run, again from a snapshot wherever memory was damaged."""
         with self._deferring():
             self._warm_up()
@@ -76,7 +76,7 @@ class Trainer:
                 except DamageError as damage:
                     self._return_to_snapshot(damage)
 
-    def fit(self) -> Trained:
+    def fit(self) -> Outcome:
         """Train to the last step, or until a signal, the pruner or trainer.patience ends the run.
 
         The last snapshot is then committed.
@@ -302,7 +302,7 @@ class Trainer:
         else:
             self.saves.maybe_save(is_due)
 
-    def _end(self, end: RunStatus) -> Trained:
+    def _end(self, end: RunStatus) -> Outcome:
         """Sample while the last snapshot is written; evaluate the test split; tell the loggers."""
         test_metrics: dict[str, float] | None = {}
         if end is not RunStatus.PREEMPTED:
@@ -316,4 +316,4 @@ class Trainer:
                 end = RunStatus.PREEMPTED
         if end is not RunStatus.PREEMPTED:
             self.metrics.complete(self.state.step)
-        return Trained(end, test_metrics or {})
+        return Outcome(end, test_metrics or {})

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class Decision:
     """What an evaluation decides."""
 
     improved: bool = False  # save this step as the best so far
@@ -50,15 +50,15 @@ class Validation:
         self.report = report
         self.actions = Actions(context.runtime)
 
-    def evaluate(self) -> Evaluated:
+    def evaluate(self) -> Decision:
         """Evaluate this step, unless that is done; record and log the metrics."""
         state = self.state
         if state.val_step == state.step:
-            return Evaluated()
+            return Decision()
         with self.context.metrics.meter.paused():
             metrics = self._measure("val")
         if metrics is None:
-            return Evaluated(end=RunStatus.PREEMPTED)
+            return Decision(end=RunStatus.PREEMPTED)
         loss = metrics["loss"]
         if not math.isfinite(loss):
             raise TrainingError(
@@ -68,7 +68,7 @@ class Validation:
         improved = record_evaluation(state, metrics, self.config.trainer.min_delta)
         self.context.metrics.log_evaluation(state.step, "val", metrics)
         self.hooks.call("evaluate", state.step, metrics)
-        return Evaluated(improved=improved and self.config.snapshot.keep_best)
+        return Decision(improved=improved and self.config.snapshot.keep_best)
 
     def prune(self, is_last: bool) -> RunStatus | None:
         """Report an evaluation of a job of a sweep, whose pruner may end it.

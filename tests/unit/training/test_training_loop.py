@@ -22,8 +22,8 @@ from mingpt_ddp.training import trainer as trainer_module
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.step_flags import StepFlags
 from mingpt_ddp.training.train_state import TrainState
-from mingpt_ddp.training.trainer import Trained, Trainer
-from mingpt_ddp.training.validation import Evaluated
+from mingpt_ddp.training.trainer import Outcome, Trainer
+from mingpt_ddp.training.validation import Decision
 
 PREEMPTED = RunStatus.PREEMPTED
 PRUNED = RunStatus.PRUNED
@@ -39,7 +39,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.step.update.side_effect = lambda step: step / 100
     parts.step.diagnose.return_value = "rank 1"
     parts.step.phase.fetch_s = 0.5
-    parts.validation.evaluate.return_value = Evaluated()
+    parts.validation.evaluate.return_value = Decision()
     parts.validation.prune.return_value = None
     parts.validation.stop_early.return_value = None
     parts.validation.test.return_value = {"loss": 1.0}
@@ -114,7 +114,7 @@ def test_the_order_of_a_run():
     profiled: list[int] = []
     original = trainer.profiler.step
     trainer.profiler.step = lambda step: profiled.append(step) or original(step)
-    assert trainer.train() == Trained(COMPLETE, {"loss": 1.0})
+    assert trainer.train() == Outcome(COMPLETE, {"loss": 1.0})
     evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
     assert names(parts) == [
         *["pause", "step.warm_up", "go_on", "saves.begin", *DECIDE],
@@ -211,7 +211,7 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
         (
             {},
             "evaluate",
-            Evaluated(end=PREEMPTED),
+            Decision(end=PREEMPTED),
             PREEMPTED,
             [call.validation.evaluate(), call.saves.save_on_preemption()],
         ),
@@ -262,7 +262,7 @@ def test_a_step_that_is_due_or_improves_is_saved():
     parts.send_flags.side_effect = lambda losses: partial(
         StepFlags, save_is_due=float(losses["loss"]) == 50
     )
-    parts.validation.evaluate.side_effect = [Evaluated(), Evaluated(True), *[Evaluated()] * 2]
+    parts.validation.evaluate.side_effect = [Decision(), Decision(True), *[Decision()] * 2]
     trainer.train()
     saves = [each for each in parts.saves.mock_calls if each[0] in ("save", "maybe_save")]
     assert saves == [call.save(), call.maybe_save(True), call.save()]
@@ -302,7 +302,7 @@ def test_a_complete_run_is_tested_and_an_interrupted_one_is_not_over(
     trainer, parts = trainer_of(state=TrainState(step=3))
     parts.validation.test.return_value = tested
     metrics = (tested or {}) if end is COMPLETE else {}
-    assert trainer._end(end) == Trained(status, metrics)
+    assert trainer._end(end) == Outcome(status, metrics)
     assert parts.metrics.complete.mock_calls == ([call(3)] if is_logged else [])
     assert parts.validation.mock_calls == ([call.test()] if end is COMPLETE else [])
     assert parts.saves.mock_calls == ([call.commit()] if end is not PREEMPTED else [])
@@ -319,15 +319,15 @@ def test_a_start_at_the_last_step_samples_unless_a_signal_came(end, samples):
     ("step", "evaluated", "pruned", "stopped", "end", "calls"),
     [
         # nothing is due at step 3
-        (3, Evaluated(True, PREEMPTED), None, None, None, ["prune", "stop_early"]),
+        (3, Decision(True, PREEMPTED), None, None, None, ["prune", "stop_early"]),
         (3, None, PRUNED, COMPLETE, PRUNED, ["prune", "save"]),
         (3, None, None, COMPLETE, COMPLETE, ["prune", "stop_early", "save"]),
-        (4, Evaluated(), None, None, None, ["evaluate", "prune", "stop_early"]),
-        (4, Evaluated(True), None, None, None, ["evaluate", "prune", "stop_early", "save"]),
-        (4, Evaluated(), PRUNED, None, PRUNED, ["evaluate", "prune", "save"]),
-        (4, Evaluated(False, PREEMPTED), PRUNED, COMPLETE, PREEMPTED, ["evaluate"]),
-        (6, Evaluated(), None, None, None, ["evaluate", "prune", "stop_early", "save"]),
-        (6, Evaluated(False, PREEMPTED), None, None, PREEMPTED, ["evaluate"]),
+        (4, Decision(), None, None, None, ["evaluate", "prune", "stop_early"]),
+        (4, Decision(True), None, None, None, ["evaluate", "prune", "stop_early", "save"]),
+        (4, Decision(), PRUNED, None, PRUNED, ["evaluate", "prune", "save"]),
+        (4, Decision(False, PREEMPTED), PRUNED, COMPLETE, PREEMPTED, ["evaluate"]),
+        (6, Decision(), None, None, None, ["evaluate", "prune", "stop_early", "save"]),
+        (6, Decision(False, PREEMPTED), None, None, PREEMPTED, ["evaluate"]),
     ],
 )
 def test_a_start_finishes_the_last_step_of_the_one_before(

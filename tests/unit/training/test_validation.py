@@ -17,7 +17,7 @@ from tasks import noted_pause
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.train_state import TrainState
-from mingpt_ddp.training.validation import Evaluated, Validation
+from mingpt_ddp.training.validation import Decision, Validation
 
 METRICS = {"loss": 2.0, "accuracy": 0.5}
 
@@ -64,16 +64,16 @@ def names(parts: Mock) -> list[str]:
 
 def test_a_step_is_evaluated_once():
     validation, parts = validation_of(TrainState(step=4, val_step=4, best_val_loss=9.0))
-    assert validation.evaluate() == Evaluated(improved=False, end=None)
+    assert validation.evaluate() == Decision(improved=False, end=None)
     assert not parts.mock_calls
     validation.state.step = 5
-    assert validation.evaluate() == Evaluated(improved=True)
+    assert validation.evaluate() == Decision(improved=True)
 
 
 def test_an_evaluation_is_recorded_logged_and_given_to_the_hooks():
     """The meters exclude its seconds."""
     validation, parts = validation_of()
-    assert validation.evaluate() == Evaluated(improved=True)
+    assert validation.evaluate() == Decision(improved=True)
     state = validation.state
     assert (state.val_loss, state.val_step, state.val_metrics) == (2.0, 4, METRICS)
     assert names(parts)[0] == "pause"
@@ -86,7 +86,7 @@ def test_an_evaluation_is_recorded_logged_and_given_to_the_hooks():
 
 def test_a_signal_during_an_evaluation_preempts_the_run():
     validation, parts = validation_of(metrics=None)
-    assert validation.evaluate() == Evaluated(improved=False, end=RunStatus.PREEMPTED)
+    assert validation.evaluate() == Decision(improved=False, end=RunStatus.PREEMPTED)
     assert validation.state == TrainState(step=4)
     assert names(parts)[-1] == "go_on"
 
