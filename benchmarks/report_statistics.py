@@ -13,6 +13,8 @@ final validation losses 2,000 times:
   replacement: then the pool is the whole population, and its mean the true one.
 * A difference of two standard deviations should be found as often as the noncentral t distribution
   says, with five seeds each: one set is shifted by that much.
+* The 95% interval of a power law's exponent should cover it in 95% of simulated sweeps over five
+  sizes, whose losses deviate from a law by noise of the size of real runs.
 * The same seeds of both recipes, five at a time: the width of the paired interval over that of
   Welch's, and how often each finds the difference of the recipes.
 
@@ -34,11 +36,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import ROOT, log, parser, report, timed
 
 from mingpt_ddp.results import significance
 from mingpt_ddp.results.compare import Side, compare
 from mingpt_ddp.results.intervals import estimate
+from mingpt_ddp.results.power_law import fit
 from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.results.significance import LEVEL, difference
 
@@ -52,6 +56,8 @@ RUN = (
 )
 HEADER = ["question", "theory", "measured"]
 SHIFT = 2.0  # standard deviations
+SIZES = (1e4, 4e4, 1.6e5, 6.4e5, 2.56e6)
+NOISE = 0.003  # of a loss, relative
 
 
 def train(root: Path) -> Path:
@@ -114,6 +120,20 @@ def coverage(pool: list[float], n: int, draws: int, rng: random.Random) -> float
     return share(covers, draws)
 
 
+def law_coverage(exponent: float, seeds: int, draws: int) -> float:
+    """Return how often the interval of a power law's exponent covers it."""
+    rng = np.random.default_rng(1)
+    x = np.repeat(SIZES, seeds)
+    law = 1.5 + 20 * x**-exponent
+
+    def covers() -> bool:
+        found = fit([*x], [*(law * (1 + NOISE * rng.standard_normal(len(x))))])
+        assert found is not None
+        return found.low <= exponent <= found.high
+
+    return share(covers, draws)
+
+
 def found_shifts(
     pool: list[float], n: int, paired: bool, draws: int, rng: random.Random
 ) -> tuple[float, float]:
@@ -140,7 +160,7 @@ def claims_of_four(
     for _ in range(draws):
         drawn = rng.sample(pool, 4 * n)
         sets = [numbered(drawn[first : first + n], first) for first in range(0, 4 * n, n)]
-        sides = [Side(str(number), values, 0) for number, values in enumerate(sets)]
+        sides = [Side(str(number), values, 0, None) for number, values in enumerate(sets)]
         sides.sort(key=lambda side: statistics.fmean(side.values.values()))
         comparisons = compare(sides)
         corrected += any(comparison.is_better for comparison in comparisons)
@@ -188,6 +208,9 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
     for lr, n in itertools.product(LRS, (3, 5)):
         value = coverage([*pools[lr].values()], n, draws, rng)
         add(f"interval of the mean of lr={lr} covers it, {n} seeds", "95%", value)
+    for exponent, seeds in itertools.product((0.1, 0.3), (1, 3)):
+        value = law_coverage(exponent, seeds, draws)
+        add(f"interval of the exponent {exponent} covers it, {seeds} seeds a size", "95%", value)
     for lr, test in itertools.product(LRS, ("paired", "Welch")):
         theory, value = found_shifts([*pools[lr].values()], 5, test == "paired", draws, rng)
         add(f"two deviations of lr={lr} found, 5 seeds, {test}", f"{theory:.1%}", value)
@@ -210,13 +233,21 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
 def main() -> None:
     options = parser(__doc__, "report_statistics")
     options.add_argument("--runs", type=Path, help="an earlier sweep of this script, not trained")
+    options.add_argument(
+        "--losses", type=Path, help="an earlier result of this script, not trained"
+    )
     options.add_argument("--draws", type=int, default=2000, help="(default: %(default)s)")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        pools = losses(chosen.runs or train(Path(directory)))
+        if chosen.losses:
+            recorded = json.loads(chosen.losses.read_text())["losses"]
+            pools = {float(lr): by_seed for lr, by_seed in recorded.items()}
+        else:
+            pools = losses(chosen.runs or train(Path(directory)))
     rows, figures = measure(pools, chosen.draws)
     wrong = [value for key, value in figures.items() if "against itself" in key]
     covered = [value for key, value in figures.items() if key.startswith("interval of the mean")]
+    laws = [value for key, value in figures.items() if key.startswith("interval of the exponent")]
     readme = [
         (
             "one recipe against itself called different by `report compare`, 3 and 5 seeds",
@@ -225,6 +256,10 @@ def main() -> None:
         (
             "95% interval of the mean of 3 and 5 seeds covers the true one",
             f"{min(covered):.1%} to {max(covered):.1%} of draws",
+        ),
+        (
+            "95% interval of a power law's exponent, of five sizes, covers the true one",
+            f"{min(laws):.1%} to {max(laws):.1%} of simulated sweeps",
         ),
     ]
     results = {"draws": chosen.draws, "figures": figures, "losses": json.loads(json.dumps(pools))}

@@ -11,8 +11,8 @@ Prints a table of the jobs, best first, and writes a page of the curves of all j
 curves with restarts, timings of every rank, samples and configuration. The page of one directory is its report.html,
 that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
 
-Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t (which needs
-scipy, of the same extra), the standard deviation and the number of seeds. The best has the lowest mean.
+Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
+deviation and the number of seeds. The best has the lowest mean.
 
 The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
 with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
@@ -24,7 +24,7 @@ Jobs with different tokenizers are ranked by bits per byte, all others by their 
 `compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
 the difference of their means with its 95% interval, or how many seeds would show one. Where three seeds and most of
 all are in both settings, it compares seed by seed (paired t-test), else the means (Welch's). With more than two
-settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3) and scipy.
+settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
 """  # noqa: E501
 
 import os

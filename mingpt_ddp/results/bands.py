@@ -25,7 +25,7 @@ def mean_curve(group: Group, key: str) -> Curve:
 
 
 def band(curve: Curve, colour: str) -> dict[str, Any]:
-    """Fill the interval of a curve; without intervals, a deviation on both sides."""
+    """Fill the interval of a curve."""
     steps = [step for step, _ in curve]
     means = [found.mean for _, found in curve]
     halves = [half_width(found) for _, found in curve]
@@ -55,5 +55,5 @@ def error_bars(found: list[Estimate], y: list[float], shown_range: list[float]) 
 
 
 def half_width(found: Estimate) -> float:
-    """Return half the width of the interval; the deviation if there is none."""
-    return found.half_width if found.half_width is not None else found.deviation or 0.0
+    """Return half the width of the interval; 0.0 of one value, which has none."""
+    return found.half_width or 0.0

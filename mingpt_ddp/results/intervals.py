@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cache
 
 CONFIDENCE = 0.95
-NO_SCIPY = "95% intervals need scipy; pip install 'mingpt_ddp[report]'"
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Estimate:
     n: int
     mean: float
     deviation: float | None = None  # of the sample, with n - 1; None for one value
-    low: float | None = None  # of the interval; None for one value, and without scipy
+    low: float | None = None  # of the interval; None for one value
     high: float | None = None
 
     @property
@@ -40,20 +39,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if n == 1:
         return Estimate(n, mean)
     deviation = statistics.stdev(values)
-    if not has_intervals():
-        return Estimate(n, mean, deviation)
     half = student_t(n - 1) * deviation / math.sqrt(n)
     return Estimate(n, mean, deviation, mean - half, mean + half)
-
-
-@cache
-def has_intervals() -> bool:
-    """Return whether scipy, which knows Student's t, is installed."""
-    try:
-        import scipy.special  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @cache

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mingpt_ddp.results.figures import draw
+from mingpt_ddp.results.figures import draw, label
 from mingpt_ddp.results.formats import brief, cut, short_names, shown
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import Objective
@@ -43,6 +43,7 @@ class Axis:
     of: Callable[[Job], float | None]
 
 
+# a poor fit is said for these, and shows nothing for other keys: few learning rates follow a law
 AXES = (
     Axis("parameters", SIZE_KEYS, lambda job: number(job.result.get("parameters"))),
     Axis("data.truncate", ("data.truncate",), lambda job: number(job.config.get("data.truncate"))),
@@ -73,16 +74,17 @@ def draw_power_laws(figures: list[dict[str, Any]], found: list[Scaling]) -> str:
     Both axes are logarithmic: there the law without an offset is a straight line.
     """
     drawn = ""
-    for axis in AXES:
+    for axis in dict.fromkeys(scaling.axis for scaling in found):
         on_axis = [scaling for scaling in found if scaling.axis is axis]
         traces: list[dict[str, Any]] = []
         for scaling, colour in zip(on_axis, COLOURS, strict=False):
             traces += _traces(scaling, colour)
         if traces:
             title = on_axis[0].measured.title
+            name = label(axis.name)
             layout = {
-                "title": {"text": f"{title} against {axis.name}"},
-                "xaxis": {"title": {"text": axis.name}, "type": "log"},
+                "title": {"text": f"{title} against {name}"},
+                "xaxis": {"title": {"text": name}, "type": "log"},
                 "yaxis": {"title": {"text": title}, "type": "log"},
             }
             drawn += draw(figures, traces, layout, 340)
@@ -90,13 +92,13 @@ def draw_power_laws(figures: list[dict[str, Any]], found: list[Scaling]) -> str:
 
 
 def scalings(groups: list[Group]) -> list[Scaling]:
-    """Return the laws of all axes, at most MOST of each; none without scipy.
+    """Return the laws of all axes, at most MOST of each; every swept number is one.
 
     Args:
         groups: as `replicates` returns them.
     """
     found: list[Scaling] = []
-    for axis in AXES:
+    for axis in [*AXES, *_other_axes(varying(groups))]:
         series: dict[Hashable, list[Group]] = {}
         for group in groups:
             series.setdefault(_rest(group, axis), []).append(group)
@@ -108,6 +110,16 @@ def scalings(groups: list[Group]) -> list[Scaling]:
                 of_axis.append(scaling)
         found += of_axis[:MOST]
     return found
+
+
+def _other_axes(keys: list[str]) -> list[Axis]:
+    """Return an axis for each key that changes none of AXES."""
+    known = {key for axis in AXES for key in axis.keys}
+    return [
+        Axis(key, (key,), lambda job, key=key: number(job.config.get(key)))  # type: ignore[misc]
+        for key in keys
+        if key not in known
+    ]
 
 
 def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None:
@@ -124,9 +136,8 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
     # numpy takes a tenth of a second to import, for which most sweeps have no use
     from mingpt_ddp.results.power_law import fit
 
-    try:
-        law = fit(xs, ys)
-    except (ValueError, ImportError):  # too few or too close; without scipy
+    law = fit(xs, ys)
+    if law is None or (axis not in AXES and law.why_poor):
         return None
     return Scaling(axis, _setting(groups[0], keys), xs, ys, law, groups[0].ranked_by)
 
@@ -150,9 +161,9 @@ def _setting(group: Group, keys: list[str]) -> str:
 def _line(scaling: Scaling) -> str:
     """Return `loss = 1.2 + 34 * parameters^-0.31 (exponent 0.28 to 0.34, ...)`."""
     law = scaling.law
-    offset = f"{brief(law.offset)} + " if law.has_offset else ""
+    offset = f"{brief(law.offset)} + " if law.offset else ""
     name = scaling.measured.title
-    text = f"{name} = {offset}{brief(law.factor)} * {scaling.axis.name}^-{law.exponent:.3f}"
+    text = f"{name} = {offset}{brief(law.factor)} * {cut(scaling.axis.name)}^-{law.exponent:.3f}"
     text += f" (exponent {law.low:.3f} to {law.high:.3f}, 95% interval, {law.jobs} jobs)"
     if scaling.setting:
         text += f" for {scaling.setting}"

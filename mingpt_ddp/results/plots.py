@@ -20,7 +20,7 @@ from mingpt_ddp.results.figures import (
 )
 from mingpt_ddp.results.formats import brief, fixed, short_names, shown
 from mingpt_ddp.results.groups import Group, best_group, has_replicates
-from mingpt_ddp.results.intervals import Estimate, has_intervals
+from mingpt_ddp.results.intervals import Estimate
 from mingpt_ddp.results.runs import Value, identity, number
 
 LACKING = -0.16  # position on the axis, from 0 to 1, of a parameter that the job lacks
@@ -84,8 +84,7 @@ class Plots:
         text += incomplete * (len(self._objectives) < len(self._groups))
         if not has_replicates(self._groups):
             return text
-        spread = "the 95% interval of the mean" if has_intervals() else "one standard deviation"
-        text += f"Lines: means over the seeds; shaded: {spread}."
+        text += "Lines: means over the seeds; shaded: the 95% interval of the mean."
         return text + self._named() * (len(self._groups) <= DRAWN)
 
     def _named(self) -> str:

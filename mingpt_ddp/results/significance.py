@@ -93,9 +93,6 @@ def difference(one: Values, other: Values) -> Difference:
 
     Args:
         one, other: for which `why_incomparable` returns None.
-
-    Raises:
-        ImportError: scipy is not installed.
     """
     from scipy import stats
 

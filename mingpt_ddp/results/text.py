@@ -5,7 +5,7 @@ from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown
 from mingpt_ddp.results.front import Front, Goal
 from mingpt_ddp.results.groups import Group
-from mingpt_ddp.results.intervals import NO_SCIPY, Estimate, has_intervals
+from mingpt_ddp.results.intervals import Estimate
 from mingpt_ddp.results.laws import power_law_lines
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.results import Results
@@ -30,8 +30,6 @@ def table(results: Results, is_run: bool) -> str:
     lines = table_lines(rows, left=(head.index("status"), len(head) - 1))
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
-    if results.has_replicates and not has_intervals():
-        lines.append(NO_SCIPY)
     if results.importance:
         lines.append(importance_line(results.importance))
     lines += power_law_lines(results.laws)
@@ -79,8 +77,7 @@ def head_of(results: Results, keys: list[str], short: bool) -> list[str]:
     objective = results.objective
     titles = [objective.column if short else objective.title]
     if results.has_replicates:
-        titles += ["± 95%", "sd"] if has_intervals() else ["sd"]
-        titles.append("n")
+        titles += ["± 95%", "sd", "n"]
     titles.append("status")
     names = short_names(results.keys)
     titles += [cut(names[key]) for key in keys]
@@ -129,8 +126,7 @@ def group_cells(group: Group, keys: list[str]) -> list[str]:
     """
     latest = group.latest
     found = [_value(group)]
-    if has_intervals():
-        found.append(fixed(latest.half_width if latest else None, ".4f"))
+    found.append(fixed(latest.half_width if latest else None, ".4f"))
     found.append(fixed(latest.deviation if latest else None, ".4f"))
     found += [_count(group), shown(group.status), *_parameters(group, keys)]
     found += [_steps(group), fixed(group.speed, ",.0f"), fixed(group.faults, "d")]
@@ -168,13 +164,11 @@ def _steps(group: Group) -> str:
 
 
 def with_interval(found: Estimate | None) -> str:
-    """Format a mean as `2.1000 ± 0.0500`; with its deviation if there is no interval."""
+    """Format a mean as `2.1000 ± 0.0500`; alone if there is no interval."""
     if found is None:
         return "-"
     mean = fixed(found.mean, ".4f")
-    if found.half_width is not None:
-        return f"{mean} ± {fixed(found.half_width, '.4f')}"
-    return mean if found.deviation is None else f"{mean} (sd {fixed(found.deviation, '.4f')})"
+    return mean if found.half_width is None else f"{mean} ± {fixed(found.half_width, '.4f')}"
 
 
 def importance_line(importance: dict[str, float]) -> str:

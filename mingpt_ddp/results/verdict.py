@@ -14,7 +14,6 @@ from mingpt_ddp.results.objective import LOSS, is_text
 from mingpt_ddp.results.runs import Job, read_jobs
 from mingpt_ddp.results.significance import LEVEL, MOST_SEEDS, POWER, Difference
 
-NO_SCIPY = "compare needs scipy; pip install 'mingpt_ddp[report]'"
 MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
 MOST_DECIMALS = 8
 
@@ -26,7 +25,7 @@ def verdict(directories: list[Path], as_json: bool) -> str:
         directories: runs, or parents of runs one or two levels below.
 
     Raises:
-        RunError: a directory holds no run, there is one setting only, or scipy is not installed.
+        RunError: a directory holds no run, or there is one setting only.
     """
     jobs = read_jobs(directories)
     sides = sides_of(jobs, directories)
@@ -34,10 +33,7 @@ def verdict(directories: list[Path], as_json: bool) -> str:
         raise RunError(
             "there is one setting to compare; name runs that differ in more than run.seed"
         )
-    try:
-        comparisons = compare(sides)
-    except ImportError as error:
-        raise RunError(NO_SCIPY) from error
+    comparisons = compare(sides)
     notes = _notes(jobs, sides, comparisons)
     if as_json:
         return json.dumps(_numbers(jobs, sides, comparisons, notes), indent=1, allow_nan=False)

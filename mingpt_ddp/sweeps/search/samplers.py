@@ -1,7 +1,6 @@
 """The samplers of a search by name, with every setting: Optuna's defaults differ by version."""
 
 import hashlib
-import importlib.util
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ SAMPLERS: Table = {
     },
     "random": {},
 }
-NEED_SCIPY = ("gp", "qmc")
 
 
 def with_defaults(table: Table, what: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,17 +79,12 @@ def _check_value(text: str, setting: Setting, value: Any) -> None:
 
 
 def check_sampler(name: str, given: Mapping[str, Any]) -> None:
-    """Check the settings of a sampler and what it imports.
+    """Check the settings of a sampler.
 
     Raises:
-        ConfigError: it cannot be used.
+        ConfigError: one is unknown or invalid.
     """
     with_defaults(SAMPLERS, "sampler", name, given)
-    has_scipy = importlib.util.find_spec("scipy") is not None
-    check(
-        name not in NEED_SCIPY or has_scipy,
-        f"sweep.sampler={name} needs SciPy; pip install 'mingpt_ddp[sweep]'",
-    )
 
 
 @dataclass(frozen=True)

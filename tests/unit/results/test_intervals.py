@@ -48,9 +48,3 @@ def test_equal_values_have_an_interval_of_no_width():
 def test_large_values_do_not_overflow():
     found = estimate([9e99, -9e99, 0.0])
     assert all(math.isfinite(value) for value in (found.mean, found.deviation, found.high))
-
-
-def test_without_scipy_there_is_a_deviation_and_no_interval(no_scipy):
-    found = estimate([1.0, 3.0])
-    assert found == Estimate(2, 2.0, pytest.approx(math.sqrt(2)), None, None)
-    assert found.half_width is None

@@ -10,7 +10,7 @@ from fake_runs import fake_run
 
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.laws import draw_power_laws, power_law_lines, scalings
-from mingpt_ddp.results.power_law import fit, why_no_law
+from mingpt_ddp.results.power_law import fit
 from mingpt_ddp.results.report import report
 from mingpt_ddp.results.runs import read_jobs
 
@@ -47,19 +47,18 @@ def test_the_interval_has_the_exponent_and_no_other(replicas):
     found = fit(xs, noisy(xs, with_offset))
     assert found.low < 0.3 < found.high
     assert found.high < 0.5
-    assert fit(xs, noisy(xs, with_offset)) == found, "the same jobs, the same interval"
     precise = fit(xs, noisy(xs, with_offset, noise=0.0003))
     assert precise.high - precise.low < (found.high - found.low) / 3
 
 
 def test_an_interval_holds_the_exponent_as_often_as_it_says():
-    """Of 25 laws 95%, with five binomial deviations of room."""
+    """Of 100 laws 95%, with four binomial deviations of room."""
     hits = 0
-    for seed in range(25):
+    for seed in range(100):
         xs = SIZES * 3
         found = fit(xs, noisy(xs, with_offset, seed=seed))
         hits += found.low <= 0.3 <= found.high
-    assert hits >= 0.95 * 25 - 5 * (25 * 0.95 * 0.05) ** 0.5
+    assert hits >= 0.95 * 100 - 4 * (100 * 0.95 * 0.05) ** 0.5
 
 
 def test_the_unit_of_x_does_not_matter():
@@ -70,21 +69,17 @@ def test_the_unit_of_x_does_not_matter():
 
 
 @pytest.mark.parametrize(
-    ("xs", "reason"),
+    ("xs", "has_law"),
     [
-        ([1, 10, 10], "3 different values, not 2"),
-        ([1, 2, 3], "span a factor of 4, not 3"),
-        ([0, 1, 10], "above 0"),
-        ([1, 2, float("nan")], "above 0"),
-        ([1, 2, 4], None),
+        ([1, 10, 10], False),
+        ([1, 2, 3], False),
+        ([0, 1, 10], False),
+        ([1, 2, float("nan")], False),
+        ([1, 2, 4], True),
     ],
 )
-def test_too_few_values_have_no_law(xs, reason):
-    why = why_no_law(xs)
-    assert (why is None) if reason is None else (reason in why)
-    if reason is not None:
-        with pytest.raises(ValueError, match=reason):
-            fit(xs, [1.0] * len(xs))
+def test_too_few_or_too_close_values_have_no_law(xs, has_law):
+    assert (fit(xs, [1.0] * len(xs)) is not None) == has_law
 
 
 @pytest.mark.parametrize(
@@ -160,6 +155,18 @@ def test_data_and_steps_are_axes_too(tmp_path, axis):
         fake_run(tmp_path / str(value), {axis: x}, val_loss=loss, steps=steps)
     (line,) = lines_of(tmp_path)
     assert f"* {'steps' if axis == 'trainer.max_steps' else axis}^-0.25" in line
+
+
+@pytest.mark.parametrize("is_law", [True, False])
+def test_any_other_number_is_an_axis_if_it_has_a_good_fit(tmp_path, is_law):
+    for number, lr in enumerate((1e-4, 1e-3, 1e-2, 1e-1)):
+        loss = 1 + lr**-0.25 if is_law else (3.0, 2.0, 2.1, 3.1)[number]
+        fake_run(tmp_path / str(lr), {"optimizer.lr": lr}, val_loss=loss)
+    lines = lines_of(tmp_path)
+    assert ["* optimizer.lr^-0.25" in line for line in lines] == [True] * is_law
+    figures: list = []
+    draw_power_laws(figures, scalings(replicates(read_jobs([tmp_path]))))
+    assert len(figures) == is_law
 
 
 @pytest.mark.parametrize("sizes", [(1_000, 2_000, 3_000), (1_000, 64_000)])

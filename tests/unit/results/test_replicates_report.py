@@ -72,13 +72,6 @@ def test_a_row_says_how_many_seeds_are_complete(sweep, tmp_path):
     assert row[1] == "2.1000" and row[4:6] == ["2/3", "complete, preempted"]
 
 
-def test_without_scipy_there_is_a_deviation_and_a_line(sweep, tmp_path, no_scipy):
-    lines = report([sweep], tmp_path / "page.html").splitlines()
-    assert cells(lines[0])[:3] == ["val loss", "sd", "n"]
-    assert "95% intervals need scipy; pip install 'mingpt_ddp[report]'" in lines
-    assert "one standard deviation" in (tmp_path / "page.html").read_text()
-
-
 def test_replicates_on_other_ranks_are_noted(tmp_path):
     for seed in (1, 2):
         run = fake_run(tmp_path / f"{seed}", {"run.seed": seed, "ddp.nproc_per_node": seed})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 from fake_runs import fake_run
@@ -217,17 +216,6 @@ def test_different_tokenizers_are_compared_by_bits_per_byte(tmp_path, call):
     _, out, _ = call(tmp_path, "compare", "format=json")
     found = strict(out)
     assert (found["objective"], found["best"]) == ("val_bits_per_byte", "tokenizer=byte")
-
-
-def test_without_scipy_one_line_says_what_to_install(tmp_path, call, monkeypatch):
-    replicate(tmp_path / "s", [1.0, 1.1], lr=1e-3)
-    replicate(tmp_path / "s", [2.0, 2.1], lr=3e-3)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    code, _, err = call(tmp_path / "s", "compare")
-    assert code == 2
-    assert err == "run error: compare needs scipy; pip install 'mingpt_ddp[report]'\n"
 
 
 @pytest.mark.parametrize(
