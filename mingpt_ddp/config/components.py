@@ -24,6 +24,7 @@ from mingpt_ddp.config.fields import (
 from mingpt_ddp.config.validation import check, check_directory, check_url
 
 GIVEN_SPLITS = ("val", "test")  # which may have texts of their own
+MIN_BPE = 257  # tokens: all bytes, and one that is learnt
 BUILTIN_PREFIX = "builtin:"  # of a text that ships with Python
 Form: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
 
@@ -162,8 +163,13 @@ class DataConfig(UserCodeConfig):
     tokenizer: str = key(
         "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json"
     )
-    vocab_size: Annotated[int, Field(ge=257, le=1 << 20)] | None = key(
-        None, "of bpe; null: 4096", "tokens"
+    vocab_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = key(
+        None,
+        "of bpe, from 257 on; null: 4096. Of format=tokens without a tokenizer",
+        "tokens",
+    )
+    dtype: Literal["uint16", "uint32"] | None = key(
+        None, "of the tokens of format=tokens in files without a header"
     )
     sources: list[tuple[str, PositiveFloat]] | None = key(
         None,
@@ -196,8 +202,7 @@ class DataConfig(UserCodeConfig):
             check_url(f"data.val_paths.{name}", path)
         if self.cache_dir is not None:
             check_directory("data.cache_dir", self.cache_dir)
-        trains = self.vocab_size is None or self.tokenizer == "bpe"
-        check(trains, f"data.vocab_size={self.vocab_size} needs data.tokenizer=bpe")
+        self._check_tokens()
         check(
             self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null"
         )
@@ -241,6 +246,19 @@ class DataConfig(UserCodeConfig):
             not (given and self.test_split),
             f"data.test_split={self.test_split} does not go with data.split_paths; name the test "
             "text there, as test: b.txt",
+        )
+
+    def _check_tokens(self) -> None:
+        is_tokens = self.format == "tokens"
+        size = self.vocab_size
+        needs_size = self.tokenizer == "bpe" or (is_tokens and self.tokenizer == "char")
+        check(size is None or needs_size, f"data.vocab_size={size} needs data.tokenizer=bpe")
+        is_too_small = self.tokenizer == "bpe" and size is not None and size < MIN_BPE
+        check(not is_too_small, f"data.vocab_size={size} of bpe must be {MIN_BPE} or more")
+        check(self.dtype is None or is_tokens, f"data.dtype={self.dtype} needs data.format=tokens")
+        check(
+            not (is_tokens and self.reader),
+            f"data.reader={self.reader} yields text; leave it out with data.format=tokens",
         )
 
     @property

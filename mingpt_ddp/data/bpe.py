@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.data.download import read_file
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.data.tokenizer_base import Tokenizer, begins_character, decode_bytes, utf8
 from mingpt_ddp.errors import ConfigError, DataError
@@ -175,25 +174,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int | None) -> BPETokenizer:
     )
     tokenizer.train_from_iterator(split_at_words(texts), trainer)
     return BPETokenizer(tokenizer.to_str())
-
-
-def read_bpe(path: str) -> BPETokenizer:
-    """Read a tokenizer.json.
-
-    Raises:
-        DataError: there is none, or it is not a byte-level BPE that inverts exactly.
-    """
-    try:
-        return BPETokenizer(read_file(path, 4 * MAX_JSON_CHARS).decode())
-    except FileNotFoundError as error:
-        raise DataError(
-            f"data.tokenizer={path}: there is no such file; name a tokenizer.json, or use char, "
-            "byte or bpe (nothing is downloaded by a model's name)"
-        ) from error
-    except Exception as error:  # exceptions differ by protocol
-        raise DataError(
-            f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}"
-        ) from error
 
 
 def split_at_words(texts: Iterator[str]) -> Iterator[str]:

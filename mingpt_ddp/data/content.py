@@ -32,7 +32,7 @@ READ = "read it with a reader of your own (docs/your-own-model.md)"
 EXTRACT = "extract its text first"
 DECOMPRESS = "decompress it first, or compress it with gzip"
 READ_AS_TEXT = f"{READ}, or as text with data.format=text"
-DECODE = f"give the text that tokens were made from, or {READ}"
+TAKE_TOKENS = f"if these are tokens, add data.format=tokens (docs/data.md), else {READ}"
 CONVERT = "convert it: iconv -f {} -t UTF-8 OLD >NEW"
 
 
@@ -46,7 +46,7 @@ class Kind:
 
 HIDDEN = Kind("hidden", "")
 NOT_UTF8 = Kind("not UTF-8", CONVERT.format("ISO-8859-1"))
-BINARY = Kind("binary data with NUL bytes, such as tokens", DECODE)
+BINARY = Kind("binary data with NUL bytes, such as tokens", TAKE_TOKENS)
 FLOODED = Kind("binary data with control characters", READ_AS_TEXT)
 JSON_LINES = Kind("JSON Lines", READ_AS_TEXT)
 JSON_ARRAY = Kind("a JSON array of objects", READ_AS_TEXT)
@@ -55,7 +55,7 @@ SAVED_DATASET = Kind("a save_to_disk folder of Hugging Face datasets", READ)
 FORMATS = {
     Kind("Parquet", READ): rb"PAR1",
     Kind("Arrow", READ): rb"ARROW1\0\0|FEA1|\xff{4}.{3}\0",
-    Kind("NumPy", READ): rb"\x93NUMPY",
+    Kind("NumPy", TAKE_TOKENS): rb"\x93NUMPY",
     Kind("safetensors", READ): rb".{5}\0{3}\{\"",
     Kind("HDF5", READ): rb"\x89HDF\r\n\x1a\n",
     Kind("SQLite", READ): rb"SQLite format 3\0",

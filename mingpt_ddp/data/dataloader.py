@@ -5,8 +5,9 @@ One gather fetches several steps.
 Shapes: B sequences, T = block_size tokens, N windows of several steps.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
+from mingpt_ddp.data.shards import Shards
 from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str
@@ -258,17 +260,20 @@ class TokenWindows:
             resident: keep all tokens on the device and send only the starts of windows.
         """
         self._device = device
-        self._mask = (1 << 8 * tokens.itemsize) - 1
-        signed = tokens.view(f"i{tokens.itemsize}")
-        # (n - T, T + 1), no copy
-        self._windows = np.lib.stride_tricks.sliding_window_view(signed, length)
+        self._mask = -1 if tokens.itemsize == 8 else (1 << 8 * tokens.itemsize) - 1
+        signed: Any = tokens.view(f"i{tokens.itemsize}")
+        self._windows_at: Callable[[Ints], Ints]
+        if isinstance(signed, Shards):
+            self._windows_at = partial(signed.windows, length=length)
+        else:  # (n - T, T + 1), no copy
+            self._windows_at = np.lib.stride_tricks.sliding_window_view(signed, length).__getitem__
         self._resident = _copy_to(device, signed) if resident else None
         self._within = torch.arange(length, device=device)
 
     def gather(self, starts: Ints) -> tuple[Tensor, Tensor]:
         """Return x and y (N, T) int64 of the windows that begin at `starts` (N,)."""
         if self._resident is None:
-            windows = self._send(self._windows[starts])
+            windows = self._send(self._windows_at(starts))
         else:
             windows = self._resident[self._send(starts)[:, None] + self._within]
         return self._widen(windows[:, :-1]), self._widen(windows[:, 1:])

@@ -1,4 +1,4 @@
-"""The encoded text on disk, split into training and validation tokens."""
+"""The encoded text on disk, or token files, split into training and validation tokens."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig, Form
+from mingpt_ddp.data.shards import Shards
+from mingpt_ddp.data.token_files import TokenFile
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
 
@@ -21,10 +23,19 @@ class EncodedText:
     length: int  # tokens
     tokenizer: dict[str, Any]  # the state of the tokenizer
     dtype: str  # of a token on disk
-    tokens_sha256: str  # of tokens.bin
+    tokens_sha256: str  # of tokens.bin; "" of token files
     # tokens by split and source; []: split by the configuration
     parts: list[list[int]] = field(default_factory=list)
     form: Form = "text"  # in which the source was read, as data.format; never auto
+    # where the tokens of these parts lie; []: in tokens.bin
+    files: list[TokenFile] = field(default_factory=list)
+
+    def memmap(self) -> Any:
+        """Return the tokens, memory-mapped: an array, or Shards of several files."""
+        if self.files:
+            arrays = [file.memmap() for file in self.files]
+            return arrays[0] if len(arrays) == 1 else Shards(arrays)
+        return np.memmap(Path(self.directory) / "tokens.bin", dtype=self.dtype, mode="r")
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,7 @@ class TextDataset:
 
     def __init__(self, encoded: EncodedText, config: DataConfig) -> None:
         self.tokenizer = tokenizer_from_state(encoded.tokenizer)
-        path = Path(encoded.directory) / "tokens.bin"
-        tokens: Any = np.memmap(path, dtype=encoded.dtype, mode="r")
+        tokens = encoded.memmap()
         bounds = split_bounds(encoded.length, config)
         if encoded.parts:
             bounds = [0, *accumulate(map(sum, encoded.parts))]

@@ -80,7 +80,7 @@ def encode(
     divided = splits_texts(config, tokenizer)
     splits = [[Part(sources[0], 0, lengths[0])]]
     if divided:
-        splits = _divide(sources, lengths, config)
+        splits = divide(sources, lengths, config)
     if tokenizer is None:
         if len(distinct) < 2:
             raise DataError(
@@ -234,7 +234,7 @@ def _count(sources: list[Source]) -> tuple[list[int], str]:
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
-def _divide(sources: list[Source], lengths: list[int], config: DataConfig) -> list[list[Part]]:
+def divide(sources: list[Source], lengths: list[int], config: DataConfig) -> list[list[Part]]:
     """Return the training, the validation and the test parts of all texts.
 
     `data.truncate` shortens those to train on.

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig
-from mingpt_ddp.data.bpe import read_bpe
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.download import exists
 from mingpt_ddp.data.encode_text import Source, encode, splits_texts
+from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text_cache import TextCache, combined, digest_of, sha256_of
 from mingpt_ddp.data.texts import Text, open_source
-from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
-from mingpt_ddp.errors import DataError, UserError
+from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer, read_tokenizer, tokenizer_from_state
+from mingpt_ddp.errors import ConfigError, DataError, UserError
 
 TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
 
@@ -59,6 +59,7 @@ def prepare_all(
             config = replace(config, format=recorded.form)
         if recorded is None:
             _check_val_paths(config)
+        tokenizer = tokenizer or _given_tokenizer(config)
         sources = _open_all(config, cache.root, is_new=recorded is None)
         is_new = recorded is None or _sha256_of(sources) != recorded.sha256
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
@@ -92,7 +93,7 @@ def _check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
     path = config.tokenizer
     if path in TRAINED or not exists(path):
         return
-    if read_bpe(path).state() != tokenizer.state():
+    if read_tokenizer(path).state() != tokenizer.state():
         raise DataError(
             f"data.tokenizer={path} differs from that of the snapshot; restore it, or choose "
             "another run.name"
@@ -114,6 +115,7 @@ def prepare(
             `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
     """
     cache = cache or TextCache(config)
+    tokenizer = tokenizer or _given_tokenizer(config)
     return _prepare(
         _open_all(config, cache.root, is_new=True), config, tokenizer, cache, is_new=True
     )
@@ -132,8 +134,9 @@ def _prepare(
             source.text.contents.refuse()
         source.text.contents.report()
     sha256 = _sha256_of(sources)
-    if tokenizer is None and config.tokenizer not in TRAINED:
-        tokenizer = read_bpe(config.tokenizer)
+    if sources[0].text.tokens is not None:
+        assert tokenizer is not None
+        return locate(sources, config, tokenizer, cache, sha256)
     key = sha256
     if splits_texts(config, tokenizer) or tokenizer:  # the encoding depends on more
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
@@ -146,6 +149,30 @@ def _prepare(
             return cached
         with cache.adding(directory):
             return encode(sources, config, tokenizer, directory, sha256)
+
+
+def _given_tokenizer(config: DataConfig) -> Tokenizer | None:
+    """Return the tokenizer that the configuration names; None: it is learnt from the text.
+
+    Raises:
+        ConfigError: token ids come with another tokenizer, or without one and without the size of
+            their vocabulary.
+    """
+    if config.tokenizer not in TRAINED:
+        return read_tokenizer(config.tokenizer)
+    if config.format != "tokens":
+        return None
+    if config.tokenizer != "char":  # the default, which stands for none here
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer} encodes texts; with data.format=tokens name the "
+            "tokenizer.json that has made the tokens, or leave it out and give data.vocab_size"
+        )
+    if config.vocab_size is None:
+        raise ConfigError(
+            "data.format=tokens needs data.vocab_size=N, the number of token ids, or "
+            "data.tokenizer=PATH, the tokenizer.json that has made them"
+        )
+    return NoTokenizer(config.vocab_size)
 
 
 def _sha256_of(sources: list[Source]) -> str:

@@ -23,6 +23,7 @@ from mingpt_ddp.data.content import (
     kind_of_names,
 )
 from mingpt_ddp.data.download import download, download_path, open_filesystem
+from mingpt_ddp.data.token_files import TokenFile, find_tokens, token_names
 from mingpt_ddp.errors import DataError
 
 BUILTIN = "builtin:python_docs"
@@ -41,6 +42,7 @@ class Text:
         records: iterates over its documents.
         files: the local files that it reads, known before any is read; None: unknown.
         form: how it is read, as `data.format`; never auto.
+        tokens: files of them, instead of a text; they have neither bytes nor records.
     """
 
     contents: Contents  # known once it has been read
@@ -49,6 +51,7 @@ class Text:
     records: Callable[[], Iterator[str]] | None = None
     files: list[Path] | None = None
     form: Form = "text"
+    tokens: list[TokenFile] | None = None
 
 
 def text_of_bytes(
@@ -70,7 +73,7 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Text], object]
     def check_download(path: Path) -> None:
         check(_open_file(config, str(path)))
 
-    if config.format not in ("auto", "text"):
+    if config.format not in ("auto", "text", "tokens"):
         raise DataError(f"data.format={config.format} cannot be read yet")
     if config.reader is not None:
         pieces = partial(_stream, lambda: _read_pieces(config))
@@ -103,8 +106,19 @@ def open_source(config: DataConfig, cache: Path, check: Callable[[Text], object]
     return _open_file(config, name)
 
 
+def _tokens_in(config: DataConfig, paths: list[str]) -> Text:
+    tokens = find_tokens(paths, config)
+    contents = Contents(config.source)
+    for file in tokens if len(tokens) > 1 else ():
+        contents.add_text(file.path, os.path.getsize(file.path))
+    files = [Path(path) for path in paths]
+    return Text(contents, lambda: [*map(opener, paths)], files=files, form="tokens", tokens=tokens)
+
+
 def _open_file(config: DataConfig, name: str) -> Text:
     """Return how to open a local file, or the members of an archive, as one stream."""
+    if config.format == "tokens":
+        return _tokens_in(config, [name])
     open_members = members_of(name)
     if open_members is None:
         looks_like = kind_of(text_head(name, HEAD_BYTES)) if config.format == "auto" else None
@@ -200,6 +214,8 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
 def _joined_files(config: DataConfig, root: Path, names: list[str]) -> Text:
     """Return how to open the files below `root` as one text; gzip is decompressed."""
     paths = {name: root / name for name in names if (root / name).is_file()}
+    if config.format == "tokens":
+        return _tokens_in(config, [str(paths[name]) for name in token_names(paths, config)])
     sizes = {name: path.stat().st_size for name, path in paths.items()}
 
     @contextmanager

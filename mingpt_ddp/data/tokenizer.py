@@ -1,11 +1,13 @@
 """Tokenizers: text to token ids and back, and their form in a snapshot."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.data.bpe import BPETokenizer
+from mingpt_ddp.data.bpe import MAX_JSON_CHARS, BPETokenizer
+from mingpt_ddp.data.download import read_file
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.data.tokenizer_base import (
     Tokenizer,
@@ -16,9 +18,18 @@ from mingpt_ddp.data.tokenizer_base import (
 )
 from mingpt_ddp.errors import DataError
 
-__all__ = ["BPETokenizer", "ByteTokenizer", "CharTokenizer", "Tokenizer", "tokenizer_from_state"]
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "NoTokenizer",
+    "Tokenizer",
+    "read_tokenizer",
+    "tokenizer_from_state",
+]
 
 CODE_POINTS = 0x110000
+MAX_VOCAB_SIZE = 1 << 20
 
 
 class CharTokenizer(Tokenizer):
@@ -88,6 +99,67 @@ class ByteTokenizer(Tokenizer):
         return {"tokenizer": {"type": self.name}}
 
 
+class NoTokenizer(Tokenizer):
+    """Stands for the unknown tokenizer of token ids: it encodes and decodes nothing."""
+
+    name = "none"
+    _vocab_size: int
+
+    def __init__(self, vocab_size: int) -> None:
+        if type(vocab_size) is not int or not 0 < vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError("expected a vocabulary size")
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        raise _no_text()
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        raise _no_text()
+
+    def decode(self, tokens: list[int]) -> str:
+        raise _no_text()
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": {"type": self.name, "vocab_size": self._vocab_size}}
+
+
+def _no_text() -> DataError:
+    return DataError(
+        "the model has no tokenizer, so it can neither read nor write text: its run was given "
+        "token ids without data.tokenizer"
+    )
+
+
+def read_tokenizer(path: str) -> Tokenizer:
+    """Read a tokenizer.json, or a JSON file that has characters in the order of their ids.
+
+    Raises:
+        DataError: there is none, or it is not a byte-level BPE that inverts exactly.
+    """
+    try:
+        text = read_file(path, 4 * MAX_JSON_CHARS).decode()
+        values = json.loads(text)
+        if "vocabulary" not in values:
+            return BPETokenizer(text)
+        vocabulary = values["vocabulary"]
+        if len({*vocabulary}) != len(vocabulary):
+            raise ValueError("its vocabulary has a character twice")
+        return tokenizer_from_state({"vocabulary": vocabulary})
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.tokenizer={path}: there is no such file; name a tokenizer.json, or use char, "
+            "byte or bpe (nothing is downloaded by a model's name)"
+        ) from error
+    except Exception as error:  # exceptions differ by protocol
+        raise DataError(
+            f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}"
+        ) from error
+
+
 def tokenizer_from_state(state: Any) -> Tokenizer:
     """Return the tokenizer of an untrusted snapshot state, whose size the reader has bounded.
 
@@ -98,6 +170,8 @@ def tokenizer_from_state(state: Any) -> Tokenizer:
         kept = state["tokenizer"]
         if kept["type"] == ByteTokenizer.name:
             return ByteTokenizer()
+        if kept["type"] == NoTokenizer.name:
+            return NoTokenizer(kept["vocab_size"])
         return BPETokenizer(kept["json"])
     vocabulary = state["vocabulary"]
     if not isinstance(vocabulary, str):

@@ -75,6 +75,8 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
     source = config.get("run.init_from")
     if source is not None and config.get("run.init_sha256") is None:  # recorded by the first start
         return "that of the weights", frozen(source)
+    if kind == "char" and config.get("data.format") == "tokens":  # of unknown text
+        return "token id", frozen(config.get("data.vocab_size"))
     if kind in ("char", "byte"):
         return str(kind)
     if directory is not None:

@@ -30,7 +30,8 @@ def export_files(
     """
     snapshot = load(url, ("model",), step)
     files = WRITERS[format](snapshot)
-    files["README.md"] = model_card(snapshot, format, license)
+    has_tokenizer = format != "hf" or "tokenizer.json" in files
+    files["README.md"] = model_card(snapshot, format, license, has_tokenizer)
     return snapshot.step, files
 
 

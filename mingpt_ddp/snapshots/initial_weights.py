@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.tokenizer import Tokenizer
+from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots import transformers_import
@@ -122,7 +122,10 @@ def _of_text(
     data: dict[str, Any] = {"block_size": block_size}
     if tokenizer:
         state = tokenizer.state()
-        data["tokenizer"] = tokenizer.name
+        if isinstance(tokenizer, NoTokenizer):
+            data["vocab_size"] = tokenizer.vocab_size
+        else:
+            data["tokenizer"] = tokenizer.name
     return InitialWeights(model, sizes, state, data, tensors)
 
 

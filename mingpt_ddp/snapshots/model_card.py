@@ -21,12 +21,18 @@ LOADING = {
         "tokenizer = AutoTokenizer.from_pretrained('.'{trust})",
     ),
 }
+IDS_ALONE = (  # for transformers, without a tokenizer
+    "from transformers import AutoModelForCausalLM",
+    "model = AutoModelForCausalLM.from_pretrained('.'{trust})  # takes token ids, not text",
+)
 DESCRIPTIONS = {"torch": "`saved`"}  # else config.json
 MAX_NAME = 200  # characters of the data's name
 FRONT_MATTER = {"hf": "library_name: transformers\npipeline_tag: text-generation\n"}
 
 
-def model_card(snapshot: Snapshot, form: str, license: str | None = None) -> bytes:
+def model_card(
+    snapshot: Snapshot, form: str, license: str | None = None, has_tokenizer: bool = True
+) -> bytes:
     """Return the card as Markdown.
 
     The name of the data is untrusted: it stands in an indented block, as ASCII in one line, where
@@ -35,6 +41,7 @@ def model_card(snapshot: Snapshot, form: str, license: str | None = None) -> byt
     Args:
         form: the format of the export.
         license: an identifier that YAML reads as text; None: the card says nothing.
+        has_tokenizer: false of a directory for transformers with the model alone.
     """
     front_matter = FRONT_MATTER.get(form, "")
     if license:
@@ -46,7 +53,8 @@ def model_card(snapshot: Snapshot, form: str, license: str | None = None) -> byt
     description = DESCRIPTIONS.get(form, "[config.json](config.json)")
     is_ours = _recorded(snapshot.state, "model", "architecture") == "modern"
     trust = ", trust_remote_code=True" if is_ours else ""
-    loading = "\n".join(f"    {line.format(trust=trust)}" for line in LOADING[form])
+    lines = LOADING[form] if has_tokenizer else IDS_ALONE
+    loading = "\n".join(f"    {line.format(trust=trust)}" for line in lines)
     name = _recorded(snapshot.state, "data", "name")
     path = redact(str(_recorded(snapshot.state, "data", "path") or "several texts"))
     data = redact(str(name or PurePosixPath(path).stem))

@@ -14,7 +14,7 @@ import safetensors.torch
 from torch import Tensor, nn
 
 from mingpt_ddp.data.bpe import BYTE_NAMES
-from mingpt_ddp.data.tokenizer_base import Tokenizer
+from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
@@ -80,30 +80,35 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
     converted = CONVERTERS[architecture](model)
     special = _special_tokens(spec.tokenizer)
     ends = _begin_and_end(special)
-    config = {
-        **converted.config,
-        "vocab_size": spec.tokenizer.vocab_size,
-        "dtype": "float32",
-        "torch_dtype": "float32",
-        **NOT_SPECIAL,
-        **{f"{kind}_id": special[name] for kind, name in ends.items()},
-    }
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "model_input_names": ["input_ids", "attention_mask"],  # GPT-2 would embed token_type_ids
-        "model_max_length": spec.block_size,
-        "padding_side": "left",  # new tokens follow the last column
-        **padding(spec.tokenizer),
-        **ends,
-    }
-    return {
-        "config.json": _json(config),
-        MODEL: safetensors.torch.save(converted.tensors, {"format": "pt"}),
-        "tokenizer.json": tokenizer_json(spec.tokenizer),
-        "tokenizer_config.json": _json(tokenizer_config),
-        **converted.code,
-    }
+    files = {MODEL: safetensors.torch.save(converted.tensors, {"format": "pt"}), **converted.code}
+    files["config.json"] = _json(
+        {
+            **converted.config,
+            "vocab_size": spec.tokenizer.vocab_size,
+            "dtype": "float32",
+            "torch_dtype": "float32",
+            **NOT_SPECIAL,
+            **{f"{kind}_id": special[name] for kind, name in ends.items()},
+        }
+    )
+    if isinstance(spec.tokenizer, NoTokenizer):
+        return files
+    files["tokenizer.json"] = tokenizer_json(spec.tokenizer)
+    files["tokenizer_config.json"] = _json(
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": [
+                "input_ids",
+                "attention_mask",
+            ],  # GPT-2 would embed token_type_ids
+            "model_max_length": spec.block_size,
+            "padding_side": "left",  # new tokens follow the last column
+            **padding(spec.tokenizer),
+            **ends,
+        }
+    )
+    return files
 
 
 def _architecture(state: Any) -> str:

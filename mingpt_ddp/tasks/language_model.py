@@ -15,12 +15,18 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, RecordedText, TextDataset
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import derive_seed
 from mingpt_ddp.data.text_cache import TextCache
-from mingpt_ddp.data.tokenizer import BPETokenizer, CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer import (
+    BPETokenizer,
+    CharTokenizer,
+    NoTokenizer,
+    tokenizer_from_state,
+)
 from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.distributed.process_group import ProcessGroup
@@ -33,7 +39,7 @@ from mingpt_ddp.tasks.task import Mean, Task, recorded_sha256
 log = logging.getLogger(__name__)
 
 NATS_PER_BIT = math.log(2)
-UNITS = {"char": "character", "byte": "byte", "bpe": "token"}
+UNITS = {"char": "character", "byte": "byte", "bpe": "token", "none": "token"}
 SAMPLE_CHARACTERS = 400
 TRIAL_ROWS = 2  # sequences of a trial batch
 TRIAL_LENGTH = 64  # tokens of each
@@ -89,7 +95,7 @@ class LanguageModel(Task):
 
         source = "data.sources" if config.data.sources else config.data.source
         described = group.prepare_on_each_node(encode, f"reading and encoding {source}")
-        texts = {name: EncodedText(**text) for name, text in described.items()}
+        texts = {name: build(EncodedText, text, "") for name, text in described.items()}
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)
         self.sha256 = self.text.sha256
@@ -110,7 +116,10 @@ class LanguageModel(Task):
                     "does not know; resume it with the version that has written it"
                 )
             recorded = RecordedText(recorded_sha256(kept), form)
-        return cls(config, group, kept if "tokenizer" in kept else None, recorded)
+        is_given = "tokenizer" in kept
+        if isinstance(config.data, DataConfig) and "vocabulary" in kept:  # else the text's own
+            is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
+        return cls(config, group, kept if is_given else None, recorded)
 
     def discard(self) -> None:
         self._cache.discard()
@@ -152,7 +161,10 @@ class LanguageModel(Task):
         tokenizer = self.dataset.tokenizer
         unit = UNITS[tokenizer.name]
         sizes = f"{', '.join(first)} and {last} {unit}s"
-        return f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
+        text = f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
+        if isinstance(tokenizer, NoTokenizer):
+            text += "; without data.tokenizer there are no samples and no bits per byte"
+        return text
 
     def state(self) -> dict[str, Any]:
         text: dict[str, Any] = {"sha256": self.text.sha256, "length": self.text.length}
@@ -226,18 +238,16 @@ class LanguageModel(Task):
         n = targets.numel()
         correct = (logits.argmax(dim=-1) == targets).sum()
         nats = cross_entropy(logits, targets).double() * n
-        bits = nats / NATS_PER_BIT
+        measured: dict[str, Mean] = {"loss": (nats, n), "accuracy": (correct, n)}
 
         tokenizer = self.dataset.tokenizer
+        if isinstance(tokenizer, NoTokenizer):
+            return measured
         if self._lengths is None or self._lengths.tokenizer is not tokenizer:
             self._lengths = _TokenLengths(tokenizer)
         n_bytes, n_characters = self._lengths.total(targets)
-        return {
-            "loss": (nats, n),
-            "accuracy": (correct, n),
-            "bits_per_byte": (bits, n_bytes),
-            "bits_per_char": (bits, n_characters),
-        }
+        bits = nats / NATS_PER_BIT
+        return {**measured, "bits_per_byte": (bits, n_bytes), "bits_per_char": (bits, n_characters)}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
         unit = UNITS[self.dataset.tokenizer.name]
@@ -254,13 +264,15 @@ class LanguageModel(Task):
     def sample(self, model: nn.Module, step: int) -> str | None:
         """Generate a text on rank zero, keyed by the seed and the step.
 
-        Return None on other ranks.
+        Return None on other ranks, and without a tokenizer.
         """
+        tokenizer = self.dataset.tokenizer
+        if isinstance(tokenizer, NoTokenizer):
+            return None
         seed = derive_seed("sample", self.config.run.seed, step)
         sampling = SamplingParams(temperature=0.8, top_k=40)
 
         def generate() -> str:
-            tokenizer = self.dataset.tokenizer
             [text] = generate_text(model, tokenizer, "", SAMPLE_CHARACTERS, sampling, seed)
             return text
 

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("tokenizers")
 from mingpt_ddp.data import bpe, download
-from mingpt_ddp.data.bpe import BPETokenizer, read_bpe, split_at_words, train_bpe
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.bpe import BPETokenizer, split_at_words, train_bpe
+from mingpt_ddp.data.tokenizer import read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
 
 TEXT = (
@@ -123,7 +123,7 @@ def test_files_that_do_not_invert_are_refused(path, value, tokenizer, tmp_path):
     change(values, path, value)
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(DataError, match=r"must be a byte-level BPE tokenizer.json"):
-        read_bpe(str(tmp_path / "tokenizer.json"))
+        read_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,9 @@ def test_files_that_do_not_invert_are_refused(path, value, tokenizer, tmp_path):
 def test_files_that_are_no_tokenizer(content, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=r"must be a byte-level BPE tokenizer.json"):
-        read_bpe(str(tmp_path / "tokenizer.json"))
+        read_tokenizer(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="there is no such file"):
-        read_bpe(str(tmp_path / "nowhere.json"))
+        read_tokenizer(str(tmp_path / "nowhere.json"))
 
 
 def test_special_tokens(tokenizer, tmp_path):
@@ -144,7 +144,7 @@ def test_special_tokens(tokenizer, tmp_path):
         {"id": n, "content": "<|end|>", "special": True} | dict.fromkeys(FLAGS, False)
     ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(values, indent=1))
-    own = read_bpe(str(tmp_path / "tokenizer.json"))
+    own = read_tokenizer(str(tmp_path / "tokenizer.json"))
     assert n in own.encode("a<|end|>b") and own.decode(own.encode("a<|end|>b")) == "a<|end|>b"
     assert own.token_sizes[n] == 7
 
@@ -162,7 +162,7 @@ def test_added_tokens_that_the_library_numbers_otherwise_are_refused(ids, tokeni
 def test_a_filesystem_whose_library_is_missing(monkeypatch):
     monkeypatch.setattr(download, "open_filesystem", lambda path: __import__("no_such_library"))
     with pytest.raises(DataError, match="no_such_library"):
-        read_bpe("gs://bucket/tokenizer.json")
+        read_tokenizer("gs://bucket/tokenizer.json")
 
 
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
@@ -214,14 +214,14 @@ def test_a_path_that_is_no_regular_file(kind, tmp_path):
     paths = {"pipe": tmp_path / "pipe", "device": "/dev/zero", "directory": tmp_path}
     os.mkfifo(paths["pipe"])
     with pytest.raises(DataError, match="not a regular file"):
-        read_bpe(str(paths[kind]))
+        read_tokenizer(str(paths[kind]))
 
 
 def test_the_name_of_a_model_is_no_path():
     with pytest.raises(
         DataError, match=r"data.tokenizer=gpt2: there is no such file; .*nothing is downloaded"
     ):
-        read_bpe("gpt2")
+        read_tokenizer("gpt2")
 
 
 def test_without_the_library(monkeypatch):
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_could_not_be_read_again_is_refused(tokenizer, tmp_path
     kept = len(tokenizer.json)
     assert len(path.read_text()) < kept
     monkeypatch.setattr(bpe, "MAX_JSON_CHARS", kept)
-    assert tokenizer_from_state(read_bpe(str(path)).state()).json == tokenizer.json
+    assert tokenizer_from_state(read_tokenizer(str(path)).state()).json == tokenizer.json
     monkeypatch.setattr(bpe, "MAX_JSON_CHARS", kept - 1)
     with pytest.raises(DataError, match=f"it has more than {kept - 1:,} characters"):
-        read_bpe(str(path))
+        read_tokenizer(str(path))

@@ -1,0 +1,81 @@
+"""Train on shards of token ids without a tokenizer: exact after SIGKILL, and what the commands
+make of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from launching import ROOT, TINY, Job, call, committed, last_step, python_main, wait_for
+
+from mingpt_ddp.storage.run_dir import read_result
+
+STEPS = 30
+SETTINGS = [
+    *TINY,
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=10",
+    "data.truncate=1",
+    "data.format=tokens",
+    "data.dtype=uint16",
+    "data.path=train_*.bin",
+    "data.split_paths={val:val.bin}",
+    "data.vocab_size=300",
+    "data.cache_dir=cache",
+    "ddp.nproc_per_node=2",
+    "snapshot.every_steps=5",
+    "run.name=run",
+]
+
+
+def shards(cwd: Path) -> Path:
+    cwd.mkdir()
+    for name, size in (("train_0", 3000), ("train_1", 17), ("train_2", 2500), ("val", 500)):
+        ids = np.random.default_rng(size).integers(0, 300, size, np.uint16)
+        ids.tofile(cwd / f"{name}.bin")
+    return cwd
+
+
+def files(cwd: Path) -> dict[str, bytes]:
+    newest = cwd / f"outputs/run/snapshots/step_{STEPS:08d}"
+    return {path.name: path.read_bytes() for path in newest.glob("*.s*")}
+
+
+def command(module: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", f"mingpt_ddp.{module}", *words]
+
+
+def test_token_ids_without_a_tokenizer(tmp_path):
+    whole = shards(tmp_path / "whole")
+    done = call([*python_main(), *SETTINGS], whole)
+    assert done.returncode == 0, done.stdout
+    said = "300 distinct; without data.tokenizer there are no samples and no bits per byte\n"
+    assert done.stdout.count(said) == 1 and "a sample" not in done.stdout
+    assert [path.name for path in whole.glob("cache/*/*")] == ["meta.json"] * 2  # no copies
+    result = read_result(whole / "outputs/run")
+    assert "bits_per_byte" not in result
+
+    killed = shards(tmp_path / "killed")
+    run = killed / "outputs/run"
+    job = Job([*python_main(), *SETTINGS], killed)
+    wait_for(lambda: bool(committed(run)) and last_step(run) >= 7, what="step 7")
+    job.kill_tree()
+    done = call([*python_main(), *SETTINGS], killed)
+    assert done.returncode == 0, done.stdout
+    assert files(killed) == files(whole) and len(files(whole)) >= 2
+
+    path = str(ROOT)
+    done = call(command("sample", "outputs/run"), whole, separate=True, PYTHONPATH=path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().startswith("data error: the model has no tokenizer")
+    measure = command("evaluate", "outputs/run", "device=cpu", "precision=fp32")
+    done = call(measure, whole, separate=True, PYTHONPATH=path)
+    assert json.loads(done.stdout).keys() == {"split", "loss", "accuracy"}, done.stderr
+    export = command("snapshots", "export", "outputs/run", "to=exported", "format=hf")
+    assert call(export, whole, PYTHONPATH=path).returncode == 0
+    assert json.loads((whole / "exported/config.json").read_text())["vocab_size"] == 300
+    assert not [*whole.glob("exported/tokenizer*")]
+    assert "AutoTokenizer" not in (whole / "exported/README.md").read_text()

@@ -1,0 +1,267 @@
+"""Files of token ids: where their tokens lie, what is refused, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mingpt_ddp.data import locate_tokens
+from mingpt_ddp.data.dataset import TextDataset
+from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
+from mingpt_ddp.errors import ConfigError, DataError
+
+IDS = np.random.default_rng(1).integers(0, 50257, 1000)
+BIN = IDS.astype(np.uint16).tobytes()
+DOCS = Path(__file__).parents[3] / "docs/data.md"
+LINE = "To be, or not to be: that is the question.\n"
+
+
+def header(magic: int, version: int, length: int) -> bytes:
+    """Return a header as llm.c writes it."""
+    return np.array([magic, version, length] + [0] * 253, np.int32).tobytes()
+
+
+@pytest.fixture
+def ids(settings, tmp_path):
+    """Return a function that makes the configuration of a file with tokens."""
+
+    def make(content: bytes | np.ndarray | Path, **changes):
+        if isinstance(content, np.ndarray):
+            path = tmp_path / "tokens.npy"
+            np.save(path, content)
+            content = path
+        values = {"format": "tokens", "vocab_size": 50257, **changes}
+        return settings(content, **values)
+
+    return make
+
+
+def splits(config) -> list[list[int]]:
+    """Return the training, the validation and the test tokens."""
+    data = TextDataset(prepare(config), config)
+    return [np.array(part).tolist() for part in (data.train, data.val, data.test)]
+
+
+def everything(config) -> list[int]:
+    return [*chain(*splits(config))]
+
+
+def test_headerless_tokens_are_split_at_their_end(ids):
+    config = ids(BIN, dtype="uint16", test_split=0.05)
+    assert splits(config) == [part.tolist() for part in np.split(IDS, [900, 950])]
+    assert everything(replace(config, truncate=0.5)) == IDS[:500].tolist()
+    assert everything(ids(IDS.astype(np.uint32).tobytes(), dtype="uint32")) == IDS.tolist()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header(20240520, 1, 1000) + BIN,
+        header(20240801, 7, 1000) + IDS.astype(np.uint32).tobytes(),
+        *(IDS.astype(dtype) for dtype in ("uint16", "uint32", "int32", "int64")),
+        (IDS % 256).astype(np.uint8),
+    ],
+    ids=["llm.c", "llm.c, llama 3", "uint16", "uint32", "int32", "int64", "uint8"],
+)
+def test_a_header_says_the_type(content, ids):
+    expected = content if isinstance(content, np.ndarray) else IDS
+    assert everything(ids(content)) == expected.tolist()
+
+
+NO_IDS = IDS.astype(np.int32)
+NO_IDS[7] = -1
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (BIN, {}, r"no header .* give data.dtype=uint16 \(nanoGPT\) or uint32$"),
+        (BIN + b"x", {"dtype": "uint16"}, r"2,001 bytes, no multiple of the 2 of data.dtype"),
+        (b"", {"dtype": "uint16"}, "has no tokens"),
+        (LINE.encode() * 9, {"dtype": "uint16"}, "looks like text, not tokens; leave data.format"),
+        (BIN, {"dtype": "uint16", "vocab_size": 50000}, r"0 .. 49999: 5\d+ at token \d+ of "),
+        (NO_IDS, {}, r"has an id that is none of 0 .. 50256: -1 at token 7 of .*tokens.npy; raise"),
+        (header(20240520, 1, 999) + BIN, {}, "3,024 bytes, and 3,022 by its header"),
+        (header(20240520, 2, 1000) + BIN, {}, "a header of version 2 .* write version 1"),
+        (header(20240520, 1, 1000) + BIN, {"dtype": "uint32"}, "tokens of uint16, not data.dtype"),
+        (IDS.reshape(2, 500), {}, "an array of int64 in 2 dimensions; save one of uint8, "),
+        (IDS.astype(">u2"), {}, "an array of >u2 in 1 dimensions"),
+        (IDS.astype(float), {}, "an array of float64"),
+        (np.array([{}]), {}, "cannot be read as an array of NumPy: .* Python objects"),
+        (b"\x93NUMPY\x01\0", {}, "cannot be read as an array of NumPy"),
+    ],
+)
+def test_what_has_no_such_tokens_is_refused(content, changes, message, ids, tmp_path):
+    config = ids(content, **changes)
+    with pytest.raises(DataError, match=rf"^data error: data.path=\S+ .*{message}") as caught:
+        prepare_all(config)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": None}, "needs data.vocab_size=N, the number of token ids, or data.tokeniz"),
+        ({"tokenizer": "byte", "vocab_size": None}, "data.tokenizer=byte encodes texts; "),
+        ({"tokenizer": "a.json"}, "data.vocab_size=50257 needs data.tokenizer=bpe"),
+        ({"format": "text", "vocab_size": None}, "data.dtype=uint16 needs data.format=tokens"),
+        ({"reader": "mine"}, "data.reader=mine yields text"),
+    ],
+)
+def test_keys_that_contradict_each_other(changes, message, ids):
+    with pytest.raises(ConfigError, match=message):
+        prepare(ids(BIN, dtype="uint16", **changes))
+
+
+def test_shards_are_read_in_the_order_of_their_names(ids, tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for name, begin in (("b.bin", 300), ("a.bin", 0), ("c.npy", 600)):
+        part = IDS[begin : begin + 300].astype(np.uint16)
+        np.save(folder / name, part) if name == "c.npy" else part.tofile(folder / name)
+    (folder / "README.md").write_text("tokens")
+    config = ids(folder, dtype="uint16")
+    encoded = prepare(config)
+    assert everything(config) == IDS[:900].tolist()
+    assert everything(replace(config, path=f"{folder}/[ab].bin")) == IDS[:600].tolist()
+    assert [Path(file.path).name for file in encoded.files] == ["a.bin", "b.bin", "c.npy", "c.npy"]
+    (IDS[:9] + 1).astype(np.uint16).tofile(folder / "b.bin")
+    assert prepare(config).sha256 != encoded.sha256
+    (folder / "a.bin").write_bytes(header(20240801, 7, 9) + IDS[:9].astype(np.uint32).tobytes())
+    with pytest.raises(DataError, match=r"/c.npy has tokens of uint16, \S+/a.bin of uint32; write"):
+        prepare(replace(config, dtype=None, path=f"{folder}/[ac].*"))
+    (folder / "c.npy").rename(folder / "val_0.npy")
+    with pytest.raises(DataError, match=r"others, such as 'val_0.npy'; name .* data.split_paths"):
+        prepare(config)
+    with pytest.raises(DataError, match=r"has no files that end with \.bin or \.npy"):
+        prepare(replace(config, path=str(tmp_path / "shards/*.md")))
+
+
+def test_sources_splits_and_further_tokens(ids, tmp_path):
+    for name, part in (("a", IDS[:300]), ("b", IDS[300:]), ("val", IDS[:50]), ("wiki", IDS[:9])):
+        part.astype(np.uint16).tofile(tmp_path / name)
+    sources = [(str(tmp_path / "a"), 3.0), (str(tmp_path / "b"), 1.0)]
+    config = ids(BIN, dtype="uint16", sources=sources, val_paths={"wiki": str(tmp_path / "wiki")})
+    texts = prepare_all(config)
+    assert texts[""].parts == [[270, 630], [30, 70], [0, 0]]
+    data = TextDataset(texts[""], config)
+    expected = [*IDS[:270], *IDS[300:930]], [*IDS[270:300], *IDS[930:]]
+    assert np.array(data.train).tolist() == expected[0]
+    assert np.array(data.val).tolist() == expected[1]
+    assert np.array(TextDataset(texts["wiki"], config).whole).tolist() == IDS[:9].tolist()
+    given = replace(config, sources=None, split_paths={"val": str(tmp_path / "val")})
+    assert splits(given) == [IDS.tolist(), IDS[:50].tolist(), []]
+    np.save(tmp_path / "c.npy", IDS)
+    with pytest.raises(DataError, match=r"data.split_paths.val=\S+ has tokens of int64"):
+        prepare(replace(given, split_paths={"val": str(tmp_path / "c.npy")}))
+
+
+def test_ids_are_looked_at_once(ids, monkeypatch):
+    config = ids(BIN, dtype="uint16")
+    encoded = prepare(config)
+    monkeypatch.setattr(locate_tokens, "largest_id", None)  # a call would fail
+    assert prepare(config) == encoded
+    with pytest.raises(DataError, match=r"; raise data.vocab_size=50000 if they are"):
+        prepare(replace(config, vocab_size=50000))
+    for record in Path(config.cache_dir).glob("*/meta.json"):
+        record.write_text(record.read_text().replace('"largest": 5', '"largest": 4'))
+    with pytest.raises(TypeError):
+        prepare(config)
+
+
+def test_shakespeare_char_of_nanogpt(ids, settings, tmp_path, monkeypatch):
+    """Its data/shakespeare_char/prepare.py, and docs/data.md on meta.pkl."""
+    text = LINE * 20 + "äöü"
+    chars = sorted(set(text))
+    stoi = {ch: i for i, ch in enumerate(chars)}
+    itos = dict(enumerate(chars))
+    n = int(len(text) * 0.9)
+    for name, part in (("train", text[:n]), ("val", text[n:])):
+        np.array([stoi[c] for c in part], dtype=np.uint16).tofile(tmp_path / f"{name}.bin")
+    meta = {"vocab_size": len(chars), "itos": itos, "stoi": stoi}
+    (tmp_path / "meta.pkl").write_bytes(pickle.dumps(meta))
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"```python\n(import json, pickle\n.*?)```", DOCS.read_text(), re.DOTALL)
+    exec(code, {})
+    config = ids(
+        tmp_path / "train.bin",
+        dtype="uint16",
+        vocab_size=None,
+        tokenizer=str(tmp_path / "meta.json"),
+        split_paths={"val": str(tmp_path / "val.bin")},
+    )
+    of_text = settings(text)
+    assert splits(config) == splits(of_text)
+    assert prepare(config).tokenizer == prepare(of_text).tokenizer
+    assert splits(replace(of_text, tokenizer=config.tokenizer)) == splits(of_text)
+
+
+def test_openwebtext_of_nanogpt(ids, tmp_path):
+    """The layout of its data/openwebtext/prepare.py: documents, each with an end-of-text token."""
+    lib = pytest.importorskip("tokenizers")
+    encoder = lib.Tokenizer(lib.models.BPE())
+    encoder.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = lib.decoders.ByteLevel()
+    trainer = lib.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    documents = [LINE * 3, "ein anderer Text\n", "漢字 😀"]
+    encoder.train_from_iterator(documents, trainer)
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    end = encoder.token_to_id("<|endoftext|>")
+    expected = []
+    for document in documents:
+        expected += [*encoder.encode(document).ids, end]
+    arr = np.memmap(tmp_path / "train.bin", np.uint16, "w+", shape=len(expected))
+    arr[:] = expected
+    arr.flush()
+    config = ids(
+        tmp_path / "train.bin",
+        dtype="uint16",
+        vocab_size=None,
+        tokenizer=str(tmp_path / "tokenizer.json"),
+    )
+    tokens = everything(config)
+    assert tokens == expected
+    tokenizer = tokenizer_from_state(prepare(config).tokenizer)
+    assert tokenizer.decode(tokens) == "".join(f"{each}<|endoftext|>" for each in documents)
+    np.array([*tokens, 300], np.uint16).tofile(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=r"300 at token \d+ of \S+; give the tokenizer that has"):
+        prepare(config)
+
+
+def test_a_remote_file_is_mapped_in_the_cache(ids):
+    fsspec = pytest.importorskip("fsspec")
+    with fsspec.open("memory://tokens/train.bin", "wb") as file:
+        file.write(BIN)
+    config = replace(ids(BIN, dtype="uint16"), path="memory://tokens/train.bin")
+    assert everything(config) == IDS.tolist()
+    assert prepare(config).files[0].path.startswith(str(config.cache_dir))
+
+
+def test_the_state_without_a_tokenizer(tmp_path):
+    state = NoTokenizer(50257).state()
+    known = tokenizer_from_state(state)
+    assert isinstance(known, NoTokenizer) and known.vocab_size == 50257
+    assert "json" not in state["tokenizer"]  # which earlier versions read of any other type
+    for size in (0, -1, True, 1 << 40, "5", None):
+        with pytest.raises(ValueError):
+            tokenizer_from_state({"tokenizer": {"type": "none", "vocab_size": size}})
+    for call in (lambda: known.encode(""), lambda: known.decode([1])):
+        with pytest.raises(DataError, match="neither read nor write text"):
+            call()
+    (tmp_path / "meta.json").write_text(json.dumps({"vocabulary": "aba"}))
+    with pytest.raises(DataError, match="its vocabulary has a character twice"):
+        read_tokenizer(str(tmp_path / "meta.json"))
