@@ -91,6 +91,11 @@ def reason(error: OSError) -> str:
     return error.strerror or " ".join(str(error).split()) or type(error).__name__
 
 
+def relative_path(path: Path) -> str:
+    """Return a path as messages have it: relative to the working directory, if it is below that."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 def counted(number: int, noun: str) -> str:
     """Return `1 job` or `2 jobs`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

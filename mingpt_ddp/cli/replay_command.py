@@ -198,6 +198,8 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
         values["run.resume"] = f"{store.url}/{directory_name(interval.base)}"
     if state["config"]["optimizer"].get("schedule_steps") is None:
         values["optimizer.schedule_steps"] = state["steps"]
+    if "dataset" not in state["config"]["data"]:  # a text
+        values["data.verify"] = "always"
     if state["config"]["ddp"].get("strategy") == "single":
         values["ddp.strategy"] = "auto"
     return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]

@@ -159,6 +159,11 @@ class DataConfig(UserCodeConfig):
     cache_dir: str | None = neutral(
         None, "local directory of encoded texts; null: the user's cache directory"
     )
+    verify: Literal["auto", "always"] = neutral(
+        "auto",
+        "always: hash all files at every start; auto: those that have changed, by size, times "
+        "and inode",
+    )
     reader: str | None = key(None, "your registered function from path to text; null: UTF-8")
     tokenizer: str = key(
         "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json"

@@ -11,7 +11,7 @@ import stat
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from mingpt_ddp.config.optimizer_config import SCHEDULES, OptimizerConfig, Sched
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
-from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError, reason
+from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError, reason, relative_path
 
 __all__ = [
     "DataConfig",
@@ -57,6 +57,7 @@ class Entry:
     name: str
     config: type | None
     builder: Callable[..., Any]
+    files: Callable[[Any], Iterable[str | Path]] | None = None  # that a reader reads
 
     def add(self) -> None:
         BUILDERS[self.group][self.name] = self.builder
@@ -88,7 +89,13 @@ _files: dict[Path, UserFile] = {}  # files run so far
 _entries: list[Entry] = []  # registered so far, one after the other
 
 
-def register(group: str, name: str, config: type) -> Callable[[Builder], Builder]:
+def register(
+    group: str,
+    name: str,
+    config: type,
+    *,
+    files: Callable[[Any], Iterable[str | Path]] | None = None,
+) -> Callable[[Builder], Builder]:
     """Register a class or function under a name, as a decorator.
 
     Args:
@@ -102,12 +109,16 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
             `data.reader` or `optimizer.schedule` that selects it.
         config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
             OptimizerConfig, DatasetConfig, DataConfig or ScheduleConfig.
+        files: of "data": (config) -> the local files on which the text depends. The reader is
+            called again once one of them, or the Python file, has changed; None: at every start.
 
     Raises:
         ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.
     """
     if group not in BASES:
         raise ValueError(f"@register({group!r}, ...): the group must be one of {', '.join(BASES)}")
+    if files is not None and group != "data":
+        raise ValueError(f"@register({group!r}, {name!r}, ...): only a reader of text has files")
     if name in _configs(group):
         raise ValueError(f"@register({group!r}, {name!r}, ...): {TAKEN}")
     label = getattr(config, "__name__", repr(config))
@@ -129,7 +140,7 @@ def register(group: str, name: str, config: type) -> Callable[[Builder], Builder
             )
 
     def add(builder: Builder) -> Builder:
-        add_entry(Entry(group, name, config, builder))
+        add_entry(Entry(group, name, config, builder, files))
         return builder
 
     return add
@@ -156,6 +167,15 @@ def add_entry(entry: Entry) -> None:
     """Register what a user's file has."""
     entry.add()
     _entries.append(entry)
+
+
+def reader_of(name: str) -> tuple[Entry, str] | None:
+    """Return a reader and the SHA-256 of the user's file that has it; None: no file has."""
+    for file in _files.values():
+        for entry in file.entries:
+            if entry.builder is BUILDERS["data"][name]:
+                return entry, file.sha256
+    return None
 
 
 def is_user_defined(group: str, name: str) -> bool:
@@ -326,8 +346,3 @@ def _location(error: BaseException) -> str | None:
         if path in _files:
             location = f"{relative_path(path)}:{line}"
     return location
-
-
-def relative_path(path: Path) -> str:
-    """Return a path as messages have it: relative to the working directory, if it is below that."""
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -211,6 +211,15 @@ class Share:
         return f"{self.count:,} {kind} ({', '.join(map(repr, self.names))}{more})"
 
 
+@dataclass(frozen=True)
+class Counts:
+    """What a text consists of, as JSON has it."""
+
+    kind: Kind | None
+    texts: dict[str, Share]
+    skipped: list[tuple[Kind, Share]]
+
+
 class Contents:
     """What a text consists of, counted while it is read."""
 
@@ -228,6 +237,15 @@ class Contents:
         """Begin to count."""
         self.texts: dict[str, Share] = {}  # by the ends of their names
         self.skipped: dict[Kind, Share] = {}
+
+    def counts(self) -> Counts:
+        return Counts(self.kind, self.texts, [*self.skipped.items()])
+
+    def restore(self, counts: Counts) -> None:
+        """Take what was counted when the same files were read."""
+        self.kind = counts.kind
+        self.texts = counts.texts
+        self.skipped = dict(counts.skipped)
 
     def add_text(self, name: str, size: int) -> None:
         suffix = PurePosixPath(name).suffix[:MAX_NAME]

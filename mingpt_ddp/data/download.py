@@ -9,8 +9,12 @@ from typing import Any
 
 import fsspec
 
+from mingpt_ddp.data.file_records import FileRecords, Hash, file_status
 from mingpt_ddp.storage.storage import read_regular
 
+# Of what a filesystem knows of a file, what changes with its content: HTTP, S3, Azure; Google;
+# Hugging Face.
+VERSIONS = ("ETag", "etag", "md5Hash", "blob_id")
 DOWNLOADS = "downloads"  # in the cache
 
 
@@ -42,18 +46,54 @@ def download_path(url: str, cache: Path) -> Path:
     return cache / DOWNLOADS / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
-def download(fs: Any, name: str, target: Path, check: Callable[[Path], object]) -> None:
-    """Download a file to `target`, atomically.
+def version_of(url: str) -> Any:
+    """Return JSON values that change with the content at a URL; None: nothing is known to."""
+    try:
+        fs, name, is_local = open_filesystem(url.rpartition("::")[2])  # of zip://a.txt::URL
+        if is_local:
+            return file_status([Path(name)])
+        fs.invalidate_cache()
+        known = fs.info(name)
+    except Exception:  # exceptions differ by protocol; the download raises the same
+        return None
+    for field in VERSIONS:
+        version = str(known.get(field) or "")
+        if version and not version.startswith("W/"):  # a weak one is not of the bytes
+            return [field, version]
+    return None
+
+
+def fetch(
+    url: str, target: Path, records: FileRecords, key: Any, hash_file: Callable[[Path], str]
+) -> None:
+    """Download a file to `target`, atomically, unless its version is there, undamaged.
 
     Args:
-        check: called with the whole download before it replaces `target`; raises to refuse it.
+        key: of the record of the version, besides the URL; None: download it in any case.
+        hash_file: returns the SHA-256 of the text of a whole download; raises to refuse it.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
-        part = Path(directory) / "download"
-        fs.get_file(name, str(part))
-        check(part)
-        os.replace(part, target)
+    fs, name, _ = open_filesystem(url)
+    is_new = False
+
+    def load() -> Hash:
+        nonlocal is_new
+        is_new = True
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, ignore_cleanup_errors=True
+        ) as directory:
+            part = Path(directory) / "download"
+            fs.get_file(name, str(part))
+            sha256 = hash_file(part)
+            os.replace(part, target)
+        return Hash(sha256)
+
+    def version() -> Any:
+        return None if key is None else version_of(url)
+
+    known = records.get(["version", url, key], version, load, Hash)
+    if not is_new and not (target.exists() and hash_file(target) == known.sha256):
+        records.get(["version", url, key], version, load, Hash, again=True)
 
 
 def read_file(url: str, limit: int) -> bytes:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -25,14 +25,14 @@ from mingpt_ddp.data.archives import GZIP
 from mingpt_ddp.data.bpe import train_bpe
 from mingpt_ddp.data.content import BINARY, NOT_UTF8, kind_of, refusal
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
-from mingpt_ddp.data.text_cache import digest_of, file_sha256, sha256_of
+from mingpt_ddp.data.file_records import digest_of
+from mingpt_ddp.data.text_cache import TextCache
 from mingpt_ddp.data.texts import (
     CHUNK_BYTES,
     OpenBytes,
     Text,
     expanded_limit,
     expands_too_far,
-    opener,
 )
 from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer
 from mingpt_ddp.data.tokenizer_base import code_points
@@ -47,6 +47,7 @@ class Source:
     config: DataConfig  # its path is this text
     text: Text
     sha256: str
+    check_unchanged: Callable[[], None]  # reads it again
     split: str = ""  # all of it: train, val or test; "": it is divided
 
 
@@ -71,8 +72,9 @@ def encode(
     tokenizer: Tokenizer | None,
     directory: Path,
     sha256: str,
+    cache: TextCache,
 ) -> EncodedText:
-    """Write the tokens and their description to `directory`, atomically.
+    """Write the tokens and their description to a directory of the cache, atomically.
 
     All training parts come first, then the other splits.
     """
@@ -95,15 +97,14 @@ def encode(
         tokens = Path(name) / "tokens.bin"
         sizes = _write_tokens(tokens, splits, tokenizer, dtype)
         for source in sources:
-            if sha256_of(source.text) != source.sha256:
-                raise DataError(f"{source.config.source} changed while being read; run again")
+            source.check_unchanged()
         encoded = EncodedText(
             directory=str(directory),
             sha256=sha256,
             length=sum(map(sum, sizes)),
             tokenizer=tokenizer.state(),
             dtype=str(dtype),
-            tokens_sha256=file_sha256(opener(tokens)),
+            tokens_sha256=cache.hash_new(tokens, directory),
             parts=sizes if divided else [],
             form=sources[0].text.form,
         )

@@ -1,14 +1,13 @@
 """Check the token ids of files, and say where those of each split lie; nothing is copied."""
 
-import contextlib
-import json
+from dataclasses import dataclass
 
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.encode_text import Source, divide
-from mingpt_ddp.data.text_cache import MAX_META_BYTES, TextCache, digest_of
+from mingpt_ddp.data.text_cache import TextCache
 from mingpt_ddp.data.token_files import (
     TokenFile,
     check_same_type,
@@ -18,7 +17,13 @@ from mingpt_ddp.data.token_files import (
 )
 from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.storage.storage import atomic_write, read_regular
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest token id of files."""
+
+    id: int
 
 
 def locate(
@@ -73,15 +78,7 @@ def _check_ids(
 
 
 def _largest_id(source: Source, files: list[TokenFile], cache: TextCache) -> int:
-    """Return the largest token id, which the cache keeps: finding it reads everything."""
-    key = digest_of([source.sha256, files[0].dtype, "largest id"])
-    path = cache.directory(key) / "meta.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        largest, digest = json.loads(read_regular(path, MAX_META_BYTES)).values()
-        if digest == digest_of([key, largest]):
-            return int(largest)
-    largest = largest_id(files)
-    content = {"largest": largest, "digest": digest_of([key, largest])}
-    with cache.locked(), cache.adding(path.parent):
-        atomic_write(path, json.dumps(content).encode())
-    return largest
+    """Return the largest token id; finding it reads everything, once for each content."""
+    dtype = files[0].dtype
+    key = ["largest id", source.sha256, dtype]
+    return cache.records.get(key, lambda: dtype, lambda: Largest(largest_id(files)), Largest).id

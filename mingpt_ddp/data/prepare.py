@@ -1,17 +1,19 @@
 """Find texts in the cache, or fetch and encode them: once per machine, by their content."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig
+from mingpt_ddp.data.content import Counts
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.download import exists
 from mingpt_ddp.data.encode_text import Source, encode, splits_texts
+from mingpt_ddp.data.file_records import Sha256, digest_of, file_status
 from mingpt_ddp.data.locate_tokens import locate
-from mingpt_ddp.data.text_cache import TextCache, combined, digest_of, sha256_of
-from mingpt_ddp.data.texts import Text, open_source
+from mingpt_ddp.data.text_cache import TextCache, combined, sha256_of
+from mingpt_ddp.data.texts import Text, open_source, reading_keys
 from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer, read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError, UserError
 
@@ -23,6 +25,14 @@ ONE_TEXT: dict[str, Any] = {  # keys of data for one of several texts
     "split_paths": None,
     "sha256": None,
 }
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is found by reading a text."""
+
+    sha256: Sha256
+    counts: Counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +70,14 @@ def prepare_all(
         if recorded is None:
             _check_val_paths(config)
         tokenizer = tokenizer or _given_tokenizer(config)
-        sources = _open_all(config, cache.root, is_new=recorded is None)
+        sources = _open_all(config, cache, is_new=recorded is None)
         is_new = recorded is None or _sha256_of(sources) != recorded.sha256
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
             text = replace(config, path=path, truncate=1.0, **ONE_TEXT)
             try:
-                sources = _open_all(text, cache.root, is_new)
+                sources = _open_all(text, cache, is_new)
                 encoded[name] = _prepare(sources, text, tokenizer, cache, is_new)
             except DataError as error:
                 message = str(error.args[0]).replace("data.path=", "")
@@ -75,6 +85,7 @@ def prepare_all(
     except UserError:
         cache.discard()
         raise
+    cache.keep_records()
     return encoded
 
 
@@ -116,9 +127,10 @@ def prepare(
     """
     cache = cache or TextCache(config)
     tokenizer = tokenizer or _given_tokenizer(config)
-    return _prepare(
-        _open_all(config, cache.root, is_new=True), config, tokenizer, cache, is_new=True
-    )
+    sources = _open_all(config, cache, is_new=True)
+    encoded = _prepare(sources, config, tokenizer, cache, is_new=True)
+    cache.keep_records()
+    return encoded
 
 
 def _prepare(
@@ -148,7 +160,7 @@ def _prepare(
         if cached := cache.read(directory, sha256):
             return cached
         with cache.adding(directory):
-            return encode(sources, config, tokenizer, directory, sha256)
+            return encode(sources, config, tokenizer, directory, sha256, cache)
 
 
 def _given_tokenizer(config: DataConfig) -> Tokenizer | None:
@@ -182,7 +194,7 @@ def _sha256_of(sources: list[Source]) -> str:
     return combined(digests)
 
 
-def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
+def _open_all(config: DataConfig, cache: TextCache, is_new: bool) -> list[Source]:
     """Open the one text, or those of `data.sources`, and those of `data.split_paths`.
 
     What is new must look like a text.
@@ -203,14 +215,16 @@ def _open_all(config: DataConfig, cache: Path, is_new: bool) -> list[Source]:
     return opened
 
 
-def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
+def _open(config: DataConfig, cache: TextCache, is_new: bool) -> Source:
     """Find a text and its SHA-256."""
-
+    hash_text = partial(_checked_sha256, config, cache)
     try:
-        text = open_source(config, cache, partial(_checked_sha256, config))
+        text = open_source(config, cache.root, cache.records, hash_text)
         if is_new and config.format == "auto":
             text.contents.refuse()  # before all of it is read
-        return Source(config, text, _checked_sha256(config, text))
+        sha256 = hash_text(text)
+        check_unchanged = partial(_check_unchanged, config, cache, text, sha256)
+        return Source(config, text, sha256, check_unchanged)
     except FileNotFoundError as error:
         raise DataError(f"{config.source}: there is no such file") from error
     except UserError:
@@ -223,9 +237,35 @@ def _open(config: DataConfig, cache: Path, is_new: bool) -> Source:
         raise DataError(message) from error
 
 
-def _checked_sha256(config: DataConfig, text: Text) -> str:
+def _sha256(config: DataConfig, cache: TextCache, text: Text, again: bool = False) -> str:
+    """Return the SHA-256 of a text, which need not be read if an earlier start has read it.
+
+    Args:
+        again: read it in any case.
+    """
+
+    def state() -> Any:
+        return None if config.sha256 or text.files is None else file_status(text.files)
+
+    def read() -> Reading:
+        return Reading(sha256_of(text), text.contents.counts())
+
+    key = [reading_keys(config), [*map(os.path.abspath, text.files or ())]]
+    found = cache.records.get(key, state, read, Reading, again)
+    text.contents.restore(found.counts)
+    return found.sha256
+
+
+def _check_unchanged(config: DataConfig, cache: TextCache, text: Text, sha256: str) -> None:
+    """Refuse a text whose SHA-256 is another one now than when it was opened."""
+    if _sha256(config, cache, text, again=True) != sha256:
+        cache.records.forget()  # the text may have been another one than was recorded
+        raise DataError(f"{config.source} changed while being read; run again")
+
+
+def _checked_sha256(config: DataConfig, cache: TextCache, text: Text) -> str:
     """Return the SHA-256 of a text; raise DataError if it differs from `data.sha256`."""
-    sha256 = sha256_of(text)
+    sha256 = _sha256(config, cache, text)
     if config.sha256 not in (None, sha256):
         raise DataError(
             f"{config.source} has SHA-256 {sha256}, not data.sha256={config.sha256}; "

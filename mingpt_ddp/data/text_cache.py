@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,18 @@ from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import DOWNLOADS, download_path, user_cache
+from mingpt_ddp.data.file_records import (
+    INVALID,
+    RECORDS,
+    FileRecords,
+    Hash,
+    digest_of,
+    file_status,
+    settle,
+)
 from mingpt_ddp.data.texts import OpenBytes, Text, opener
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
-from mingpt_ddp.errors import DataError, UserError, reason
+from mingpt_ddp.errors import DataError, reason
 from mingpt_ddp.storage.lock import LOCK, is_lock_of, log_if_long
 from mingpt_ddp.storage.storage import read_regular
 
@@ -27,6 +37,7 @@ FORMAT = 4
 KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
 MAX_META_BYTES = 1 << 25  # of meta.json, with the tokenizer
 CHUNK_BYTES = 1 << 18
+LONG_BYTES = 1 << 27  # of tokens that take longer to hash at the next start than to wait for once
 
 
 class TextCache:
@@ -34,6 +45,7 @@ class TextCache:
 
     def __init__(self, config: DataConfig) -> None:
         self.root = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
+        self.records = FileRecords(self.root / RECORDS, uses=config.verify == "auto")
         self._added: list[Path] = []
         # deepest first
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
@@ -67,13 +79,16 @@ class TextCache:
             except OSError as error:
                 raise _not_writable(self.root, error) from error
 
-    def _lock(self) -> Any:
+    def _lock(self, waits: bool = True) -> Any:
         while True:
             self.root.mkdir(parents=True, exist_ok=True)
             # O_NOFOLLOW: a symbolic link could lead to any file.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
             lock = os.fdopen(os.open(self.root / LOCK, flags, 0o666))
-            self._wait_for(lock)
+            if waits:
+                self._wait_for(lock)
+            else:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_lock_of(self.root, lock):
                 return lock
             lock.close()  # another process has discarded the cache meanwhile
@@ -101,20 +116,30 @@ class TextCache:
                 tokens.stat().st_size == size
                 and encoded.sha256 == sha256
                 and digest_of(meta) == digest
-                and file_sha256(opener(tokens)) == encoded.tokens_sha256
+                and self._hash(tokens, directory) == encoded.tokens_sha256
             )
             tokenizer_from_state(encoded.tokenizer)
-        except (
-            OSError,
-            ValueError,
-            TypeError,
-            LookupError,
-            AttributeError,
-            RecursionError,
-            UserError,
-        ):
+        except (OSError, *INVALID):
             return None
         return encoded if whole else None
+
+    def _hash(self, tokens: Path, directory: Path, again: bool = False) -> str:
+        """Return the SHA-256 of the tokens of a directory."""
+        key = ["tokens", directory.name]
+        state = partial(file_status, [tokens])
+        return self.records.get(key, state, lambda: _hash_of(tokens), Hash, again).sha256
+
+    def hash_new(self, tokens: Path, directory: Path) -> str:
+        """Return the SHA-256 of tokens that have just been written, to be moved to a directory."""
+        if tokens.stat().st_size >= LONG_BYTES:
+            settle(tokens)
+        return self._hash(tokens, directory, again=True)
+
+    def keep_records(self) -> None:
+        """Write what has been found by reading, unless another process holds the lock."""
+        if self.records.new:
+            with contextlib.suppress(OSError), self._lock(waits=False):
+                self.records.write()
 
     @contextlib.contextmanager
     def adding(self, directory: Path) -> Iterator[None]:
@@ -137,7 +162,8 @@ class TextCache:
                 # it is not there, or has what took a while to download
                 with contextlib.suppress(OSError):
                     (self.root / DOWNLOADS).rmdir()
-                if os.listdir(self.root) == [LOCK]:
+                if {*os.listdir(self.root)} <= {LOCK, RECORDS}:
+                    self.records.forget()
                     (self.root / LOCK).unlink()
                     for path in self._missing:
                         path.rmdir()
@@ -155,9 +181,8 @@ def _not_writable(root: Path, error: OSError) -> DataError:
     )
 
 
-def digest_of(values: Any) -> str:
-    """Return the SHA-256 of JSON values."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+def _hash_of(path: Path) -> Hash:
+    return Hash(file_sha256(opener(path)))
 
 
 def sha256_of(text: Text) -> str:

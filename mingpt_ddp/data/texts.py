@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mingpt_ddp.config.components import DataConfig, Form
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
+from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, reader_of
 from mingpt_ddp.data.archives import Member, members_of, text_head, unzipped
 from mingpt_ddp.data.content import (
     HEAD_BYTES,
@@ -22,7 +22,8 @@ from mingpt_ddp.data.content import (
     kind_of,
     kind_of_names,
 )
-from mingpt_ddp.data.download import download, download_path, open_filesystem
+from mingpt_ddp.data.download import download_path, fetch, open_filesystem
+from mingpt_ddp.data.file_records import FileRecords
 from mingpt_ddp.data.token_files import TokenFile, find_tokens, token_names
 from mingpt_ddp.errors import DataError
 
@@ -30,6 +31,12 @@ BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = HEAD_BYTES  # so that the first chunk of a text is a head for kind_of
 MIN_EXPANDED_BYTES = 1 << 26  # which any compressed file may have
 OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
+READING = 1  # raise it if the same files are read as another text
+# Keys of data that do not say how a text is read, unless a reader of the user's does it.
+READ_LATER = {
+    *("name", "sha256", "cache_dir", "verify", "sources", "val_paths", "split_paths", "split"),
+    *("block_size", "stride", "train_split", "test_split", "truncate", "tokenizer", "vocab_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,35 +67,47 @@ def text_of_bytes(
     return Text(contents, lambda: [open_bytes], open_bytes, files=files)
 
 
-def open_source(config: DataConfig, cache: Path, check: Callable[[Text], object]) -> Text:
+def reading_keys(config: DataConfig) -> list[Any]:
+    """Return what says how the files of a text are read, as JSON values."""
+    if config.reader is not None:
+        found = reader_of(config.reader)
+        return [READING, vars(config), found and found[1]]
+    return [READING, {key: value for key, value in vars(config).items() if key not in READ_LATER}]
+
+
+def open_source(
+    config: DataConfig, cache: Path, records: FileRecords, hash_text: Callable[[Text], str]
+) -> Text:
     """Return how to read a text; download a remote file into the cache first.
 
     Args:
-        check: called with the text of a download before it is kept; raises to refuse it.
+        records: of the versions of downloads.
+        hash_text: called with the text of a download before it is kept; raises to refuse it.
 
     Raises:
         DataError: there is no text there.
     """
 
-    def check_download(path: Path) -> None:
-        check(_open_file(config, str(path)))
+    def hash_download(path: Path) -> str:
+        return hash_text(_open_file(config, str(path)))
 
     if config.format not in ("auto", "text", "tokens"):
         raise DataError(f"data.format={config.format} cannot be read yet")
     if config.reader is not None:
         pieces = partial(_stream, lambda: _read_pieces(config))
-        return text_of_bytes(pieces, Contents(config.source))
+        return text_of_bytes(pieces, Contents(config.source), _files_of_reader(config))
     assert config.path is not None
     if config.path == BUILTIN:
         content = python_docs().encode()
         bytes_of_it = partial(_stream, lambda: iter([content]))
         return text_of_bytes(bytes_of_it, Contents(config.source), files=[])
     target = download_path(config.path, cache)
-    if target.exists() and config.sha256 and _accepts(check_download, target):
+    if target.exists() and config.sha256 and _accepts(hash_download, target):
         return _open_file(config, str(target))
-    fs, name, is_local = open_filesystem(config.path)
+    _, name, is_local = open_filesystem(config.path)
     if not is_local:
-        download(fs, name, target, check_download)
+        key = None if config.sha256 else reading_keys(config)
+        fetch(config.path, target, records, key, hash_download)
         name = str(target)
     elif not os.path.exists(name) and glob.has_magic(name):
         return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
@@ -186,6 +205,19 @@ def _accepts(check: Callable[[Path], object], path: Path) -> bool:
     except DataError:
         return False
     return True
+
+
+def _files_of_reader(config: DataConfig) -> list[Path] | None:
+    """Return the files that a user's reader says that it reads; None: it does not say.
+
+    Raises:
+        CodeError: its function raised an exception; names its line.
+    """
+    found = reader_of(str(config.reader))
+    if found is None or found[0].files is None:
+        return None
+    with attribute_errors_to_user_code():
+        return [*map(Path, found[0].files(config))]
 
 
 def _read_pieces(config: DataConfig) -> Iterator[bytes]:

@@ -5,7 +5,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from mingpt_ddp.config.registry import MAX_ERROR_LENGTH, relative_path
+from mingpt_ddp.config.registry import MAX_ERROR_LENGTH
+from mingpt_ddp.errors import relative_path
 
 PACKAGE = f"{Path(__file__).parents[1]}/"
 # Parts of the names of files that are not the user's; the last two are of generated code.

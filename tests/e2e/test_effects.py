@@ -29,6 +29,7 @@ OTHERS = {
     "model.name": ["model.name=label"],
     "data.name": ["data.name=label"],
     "data.cache_dir": ["data.cache_dir={tmp}/cache"],
+    "data.verify": ["data.verify=always"],
     "data.val_paths": ["data.val_paths={{other: {texts}/other.txt}}"],
     "data.max_expansion": ["data.max_expansion=2"],
     "data.num_workers": ["data.num_workers=1"],

@@ -14,6 +14,7 @@ import pytest
 
 from mingpt_ddp.data import locate_tokens
 from mingpt_ddp.data.dataset import TextDataset
+from mingpt_ddp.data.file_records import RECORDS
 from mingpt_ddp.data.prepare import prepare, prepare_all
 from mingpt_ddp.data.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
@@ -172,8 +173,10 @@ def test_ids_are_looked_at_once(ids, monkeypatch):
     assert prepare(config) == encoded
     with pytest.raises(DataError, match=r"; raise data.vocab_size=50000 if they are"):
         prepare(replace(config, vocab_size=50000))
-    for record in Path(config.cache_dir).glob("*/meta.json"):
-        record.write_text(record.read_text().replace('"largest": 5', '"largest": 4'))
+    record = Path(config.cache_dir) / RECORDS
+    damaged = record.read_text().replace('"id": 5', '"id": 4')
+    assert damaged != record.read_text()
+    record.write_text(damaged)
     with pytest.raises(TypeError):
         prepare(config)
 
