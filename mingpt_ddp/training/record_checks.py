@@ -1,4 +1,4 @@
-"""What a run has recorded of its texts, and whether what it records can be read again."""
+"""What a start keeps of the records of its run, and whether its own can be read again."""
 
 import contextlib
 import logging
@@ -6,13 +6,17 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import Any, get_args
 
+import torch
+
 from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config, as_read_then
 from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_json
 from mingpt_ddp.storage.records import dump_yaml, load_yaml
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.preflight import Recorded
 
 log = logging.getLogger(__name__)
 
@@ -77,3 +81,40 @@ def check_records(task: Task, hydra_files: dict[str, str], *, is_new: bool = Tru
         f"at most {MAX_STATE_BYTES - PROGRESS:,} leave room for training; it holds the "
         "configuration and what the data needs to be read; make one of them smaller",
     )
+
+
+def check_canonical_start(
+    runtime: Runtime, micro_batch_size: int, recorded: Recorded | None
+) -> None:
+    """Check what the bits of a canonical run depend on. A collective.
+
+    Args:
+        recorded: of the snapshot that the run resumes from, if there is one.
+
+    Raises:
+        ConfigError: the ranks have different numbers of threads, or the snapshot has another one or
+            other micro-batches.
+    """
+    if not runtime.strategy.is_canonical:
+        return
+    threads = runtime.group.all_gather(torch.get_num_threads())
+    if len({*threads}) > 1:
+        raise ConfigError(
+            f"ddp.reduction=canonical needs as many threads on every rank, not {threads}; set "
+            "OMP_NUM_THREADS"
+        )
+    if recorded is None:
+        return
+    environment = recorded.state.get("environment")
+    if not isinstance(environment, dict) or environment.get("reduction") != "canonical":
+        return
+    settings = {
+        "trainer.micro_batch_size": (recorded.micro_batch_size, micro_batch_size),
+        "OMP_NUM_THREADS": (environment.get("threads"), threads[0]),
+    }
+    for name, (before, now) in settings.items():
+        if before != now:
+            raise ConfigError(
+                f"{name}={now} would change the bits of a run with ddp.reduction=canonical; set "
+                f"{name}={str(before)[:20]}, or ddp.reduction=fast"
+            )

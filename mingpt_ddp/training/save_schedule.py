@@ -94,7 +94,7 @@ class SaveSchedule:
         self._stall_s = 0.0  # since the last snapshot was taken
         self._recorded_step: int | None = None  # of the last snapshot whose cost is recorded
         self._clock = time.perf_counter()
-        self._is_due = False
+        self._is_pending = False  # a snapshot is due, and has not begun
 
     def begin(self) -> None:
         """Begin to train: the time since this object was made was a part of the start."""
@@ -148,8 +148,8 @@ class SaveSchedule:
             self.save()
             return
         if is_due or any(step % every == 0 for every in self._every):
-            self._is_due = True
-        if not self._is_due:
+            self._is_pending = True
+        if not self._is_pending:
             return
         until = self.manager.quick_deadline
         waits = time.monotonic() < until  # else it only asks, which is no reason to wait for a GPU
@@ -243,7 +243,7 @@ class SaveSchedule:
 
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
-        self._is_due = False
+        self._is_pending = False
         self._record_cost()
         if self.snapshot_config.every_steps == "auto":
             self._interval_s = self._best_interval()

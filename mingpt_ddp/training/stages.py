@@ -36,7 +36,6 @@ from mingpt_ddp.storage.run_dir import (
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.canonical_start import check_canonical_start
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.preflight import (
@@ -47,7 +46,11 @@ from mingpt_ddp.training.preflight import (
     read_recorded,
     with_batch_size,
 )
-from mingpt_ddp.training.record_checks import check_records, with_recorded_format
+from mingpt_ddp.training.record_checks import (
+    check_canonical_start,
+    check_records,
+    with_recorded_format,
+)
 from mingpt_ddp.training.start_log import (
     log_changes,
     log_start,

@@ -11,20 +11,21 @@ from torch import nn
 
 from mingpt_ddp.config.config import LIMITS, Config, build_group
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.metrics.jsonl import HistoryEnd
+from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.run_length import early_end, long_metrics, long_warmup
 from mingpt_ddp.training.train_step import count_steps
 
 log = logging.getLogger(__name__)
 
 LR_TOLERANCE = 0.01  # relative
+BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
 def log_start(
@@ -72,6 +73,38 @@ def log_start(
         log.info("complete: the snapshot of step %d is of the last step", steps.stop)
     elif steps.start:
         log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
+
+
+def early_end(config: Config, steps: int) -> str | None:
+    """Return a notice if the limit of epochs ends the run before that of steps."""
+    limit = config.trainer.max_steps
+    if limit is None or steps >= limit:
+        return None
+    end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps}"
+    return f"{end}, before trainer.max_steps={limit}; set it to null to continue"
+
+
+def long_warmup(config: Config, steps: int) -> str | None:
+    """Return a warning if the learning rate never reaches its peak."""
+    warmup = config.optimizer.warmup_steps
+    length = config.optimizer.schedule_steps or steps
+    if warmup <= length or config.optimizer.schedule in BUILDERS["schedule"]:
+        return None
+    return (
+        f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
+        "reach optimizer.lr"
+    )
+
+
+def long_metrics(config: Config, steps: int) -> str | None:
+    """Return a warning if metrics.jsonl has no room for all steps."""
+    most = MAX_BYTES // BYTES_PER_LINE * config.trainer.log_every
+    if steps <= most:
+        return None
+    return (
+        f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
+        "trainer.log_every"
+    )
 
 
 def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:

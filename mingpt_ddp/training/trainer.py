@@ -213,23 +213,17 @@ class Trainer:
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as did the {skips - 1} before it"
             raise self.anomaly.make_error(f"{message}{again}")
-        if policy == "rollback" and self._rollback(step, message):
-            return False
-        log.warning("%s and is skipped", message)
-        return True
-
-    def _rollback(self, step: int, message: str) -> bool:
-        """Restore the newest snapshot and mark the step to be skipped; return False without one."""
-        restored_step = self._restore_latest(skipping=[step])
+        restored_step = self._restore_latest(skipping=[step]) if policy == "rollback" else None
         if restored_step is None:
-            return False
+            log.warning("%s and is skipped", message)
+            return True
         log.warning(
             "%s: rolled back to the snapshot of step %d, to skip step %d",
             message,
             restored_step,
             step,
         )
-        return True
+        return False
 
     def _restore_latest(self, skipping: Sequence[int] = ()) -> int | None:
         """Restore the newest snapshot; return its step, or None if there is none. A collective.

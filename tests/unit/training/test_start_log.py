@@ -27,8 +27,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.training import result
 from mingpt_ddp.training.record_checks import check_records
-from mingpt_ddp.training.run_length import long_metrics
-from mingpt_ddp.training.start_log import log_changes, log_start
+from mingpt_ddp.training.start_log import log_changes, log_start, long_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
