@@ -9,7 +9,7 @@ PARALLEL = -n $(LANES) --dist loadfile --no-loadscope-reorder
 # What in ARGS names tests: then these run, whatever the target leaves out.
 NAMED = $(filter tests% -k% -m% --lf --last-failed,$(ARGS))
 # The test files with integrations, the longest first.
-INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,transformers_versions slurm ray trackers transformers) $(shell grep -rl --include='test_*.py' mark.integration tests)
+INTEGRATIONS = $(patsubst %,tests/e2e/test_%.py,slurm ray transformers trackers transformers_versions) $(shell grep -rl --include='test_*.py' mark.integration tests)
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 CASES ?= 10000
@@ -36,7 +36,7 @@ train: $(VENV)/.train  ## set up .venv, train the demo on RANKS=2 local processe
 	@echo '  tensorboard --logdir outputs                                      # curves of loss and speed'
 
 test: $(VENV)/.test  ## set up .venv, hold every promise once, LANES=4 files at a time; ARGS go to pytest
-	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m core tests/unit tests/contract tests/fake_gpu) $(ARGS)
+	@$(BIN)/python -m pytest $(PARALLEL) $(if $(NAMED),,-m core tests/fake_gpu tests/contract tests/unit) $(ARGS)
 	@$(if $(NAMED),,echo '`make test-rest` has beyond it: ranks over gloo, every command, faults of network, disk and S3, the rest of the contract, fuzz')
 
 test-rest: $(VENV)/.test  ## the tests that make test leaves out: several processes, all commands, faults

@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 import pytest
-from forked import shorten_samples
+from forked import fit_for_tests
 from launching import Job
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -59,8 +59,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def short_samples():
-    shorten_samples()
+def fitted():
+    fit_for_tests()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from launching import ROOT, environment
+from launching import PATIENCE_S, ROOT, environment
 
 EXAMPLES = ROOT / "examples"
 
@@ -39,6 +39,6 @@ def run_in_shell(command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=PATIENCE_S,
         check=False,
     )

@@ -89,7 +89,7 @@ class FaultProxy:
         self._main = self.loop.create_task(listen())
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        assert ready.wait(10)
+        assert ready.wait(100)
 
     def _run(self) -> None:
         try:

@@ -226,19 +226,24 @@ def main() -> None:
     sys.path[0] = str(ROOT)
     for name in PRELOADED:
         importlib.import_module(name)
-    shorten_samples()
+    fit_for_tests()
     find_plugins()
     gc.freeze()  # the forks share this memory
     serve()
 
 
-def shorten_samples() -> None:
-    """Have runs of this process end with a tenth of the usual sample: generating it takes as long
-    as training.
+def fit_for_tests() -> None:
+    """Have runs of this process end with a tenth of the usual sample, and wait for a save however
+    slow the machine is.
+
+    Generating a sample takes as long as training. And which steps are saved would depend on the
+    load: a save that is due while another one has taken a second is postponed.
     """
+    from mingpt_ddp.snapshots import manager
     from mingpt_ddp.tasks import language_model
 
     language_model.SAMPLE_CHARACTERS = 40
+    manager.QUICK_S = 15.0
 
 
 def find_plugins() -> None:

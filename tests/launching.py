@@ -16,6 +16,8 @@ from typing import ClassVar
 
 from forked import ROOT, TEMPLATE, run_command, start_command, start_new_process
 
+# Seconds after which a process hangs, also on a slow and busy machine: no test measures time.
+PATIENCE_S = 400
 # Put the presets of an example on the search path.
 WITH_DIGITS = f"hydra.searchpath=[{ROOT}/examples/digits]"
 WITH_TOY = f"hydra.searchpath=[{ROOT}/examples/toy]"
@@ -63,7 +65,7 @@ def python_main() -> list[str]:
 
 
 def call(
-    command: list[str], cwd: Path, timeout: float = 120, separate: bool = False, **extra: str
+    command: list[str], cwd: Path, timeout: float = PATIENCE_S, separate: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run to completion; standard output and error are both in `stdout`, unless they are to be
     `separate`.
@@ -109,7 +111,7 @@ class Job:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = PATIENCE_S) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -173,7 +175,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, timeout: float = 120, what: str = "the condition") -> None:
+def wait_for(condition, timeout: float = PATIENCE_S, what: str = "the condition") -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:

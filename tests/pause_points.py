@@ -121,14 +121,14 @@ class PausedJob:
     def process_at(self, point: str, rank: int = 0) -> int:
         """Return the id of the process of a rank that has reached the point."""
         marker = self.site / f"{point}.{rank}"
-        wait_for(marker.read_text, timeout=5, what=f"the process id in {marker.name}")
+        wait_for(marker.read_text, what=f"the process id in {marker.name}")
         return int(marker.read_text())
 
     def resume(self) -> None:
         (self.site / "go").touch()
 
-    def wait(self, timeout: float = 60) -> int:
-        return self.job.wait(timeout)
+    def wait(self) -> int:
+        return self.job.wait()
 
 
 def worker(job: Job, rank: int) -> int:

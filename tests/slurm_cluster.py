@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launching import environment, is_running, wait_for
+from launching import PATIENCE_S, environment, is_running, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")  # Debian: apt-get install slurm-wlm munge
 NODES = ("n1", "n2")
@@ -86,7 +86,7 @@ class Slurm:
     def call(self, *args: str, **extra: str) -> str:
         """Run a SLURM command on this cluster; return its output."""
         done = subprocess.run(
-            args, env=self.environment(**extra), capture_output=True, text=True, timeout=60
+            args, env=self.environment(**extra), capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert done.returncode == 0, f"{args}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -137,11 +137,11 @@ class Slurm:
             for name in ("socket", "pid-file", "log-file", "seed-file")
         ]
         self._serve("munged", "--foreground", "--force", f"--key-file={key}", *files)
-        wait_for((self.home / "munge.socket").exists, 10, "munged")
+        wait_for((self.home / "munge.socket").exists, what="munged")
         self._serve("slurmctld", "-D", "-i")
         for node in NODES:
             self._serve("slurmd", "-D", "-N", node)
-        wait_for(self._idle, 30, "the nodes")
+        wait_for(self._idle, what="the nodes")
 
     def _serve(self, *command: str) -> None:
         number = len(self._servers)
@@ -167,12 +167,12 @@ class Slurm:
         with contextlib.suppress(subprocess.SubprocessError, AssertionError):
             self.call("scancel", "--quiet", "--user=root")
             wait_for(
-                lambda: not self.call("squeue", "--noheader").split(), 30, "the end of all jobs"
+                lambda: not self.call("squeue", "--noheader").split(), what="the end of all jobs"
             )
         for server in reversed(left):
             server.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(10)
+                server.wait()
         for server in left:
             server.kill()
             server.wait()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from launching import (
+    PATIENCE_S,
     WITH_TOY,
     Job,
     UnforkedJob,
@@ -232,7 +233,7 @@ class HeldJob(PausedJob):
         rank = self.process_at(stage, int(name[-1]))
         if not name.startswith("loader"):
             return rank
-        wait_for(lambda: children(rank), timeout=10, what="a loader process")
+        wait_for(lambda: children(rank), what="a loader process")
         return children(rank)[0]
 
     def inject(self, number: signal.Signals) -> float:
@@ -245,11 +246,11 @@ class HeldJob(PausedJob):
             os.kill(pid, number)
         for pid in pids:
             if number == signal.SIGSTOP:
-                assert in_time(lambda: state(pid) == "T", 5), describe(pid)  # noqa: B023
+                assert in_time(lambda: state(pid) == "T", PATIENCE_S), describe(pid)  # noqa: B023
             elif pid == self.job.process.pid:
-                self.job.process.wait(5)
+                self.job.process.wait()
             else:
-                assert in_time(lambda: not is_running(pid), 5), describe(pid)  # noqa: B023
+                assert in_time(lambda: not is_running(pid), PATIENCE_S), describe(pid)  # noqa: B023
         return sent_at
 
     def is_over(self) -> bool:
@@ -275,7 +276,7 @@ class HeldJob(PausedJob):
         for pid in processes_in(self.cwd):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.job.process.wait(10)
+        self.job.process.wait()
 
 
 def parent(pid: int) -> int:
@@ -317,8 +318,8 @@ def run_undisturbed(case: Case, cwd: Path) -> int:
     """Run the command of a case without a fault; return its exit code."""
     # bits do not depend on the launcher, and this one is the fastest
     job = Job([*COMMANDS["forkserver"], *case.settings, "ddp.timeout_s=60"], cwd)
-    code = job.wait(60)
-    in_time(lambda: not processes_in(cwd), 5)
+    code = job.wait()
+    in_time(lambda: not processes_in(cwd), PATIENCE_S)
     return code
 
 

@@ -31,7 +31,8 @@ TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s, after which a rank that hangs is nam
 POLL_S = 0.005
 LONGEST_PAUSE_S = 0.25
 STORE_CALL_S = 5e-5  # in which the store answers a call
-CONFIRM_S = 1.0  # in which a process that is joining confirms an invitation
+LOOKING_S = 1.0  # in which a process that is late looks whether rank zero is joining
+CONFIRM_S = 2.0  # in which a process that is joining confirms an invitation: it may begin to look
 STORE_TIMEOUT_S = 5.0  # for one response of the store on a busy machine
 STARTER = "starter"  # key in the store: a counter that rank zero increases while it joins
 REFUSED = "!"  # an invitation with a reason why there is none
@@ -213,7 +214,9 @@ class _Joining:
             if not is_late:
                 self._pause()
             elif new:
-                time.sleep(CONFIRM_S)
+                for _ in range(4):
+                    time.sleep(CONFIRM_S / 4)
+                    self.store.add(STARTER, 1)
             else:
                 error = _missing_error(", ".join(map(str, missing)))
                 self._send("invite", invited, f"{REFUSED}{error.args[0]}")
@@ -235,7 +238,7 @@ class _Joining:
             if attempt and get_now(self.store, f"go/{self.id}") == attempt:
                 return attempt
             self._pause()
-            if self._is_late() and not self._is_starting():
+            if self._is_late() and not self._is_starting(attempt):
                 self.store.set(f"hello/{self.env.rank}", "")  # this process leaves
                 raise _missing_error("0")
 
@@ -277,11 +280,16 @@ class _Joining:
             )
         return True
 
-    def _is_starting(self) -> bool:
-        """Return whether rank zero is joining, too: then it names the missing ranks, or starts."""
+    def _is_starting(self, attempt: str) -> bool:
+        """Return whether rank zero is joining, too: then it names the missing ranks, or starts.
+
+        Args:
+            attempt: the last invitation.
+        """
         before = get_now(self.store, STARTER)
-        time.sleep(CONFIRM_S)
-        return get_now(self.store, STARTER) != before
+        time.sleep(LOOKING_S)
+        is_invited = get_now(self.store, f"invite/{self.id}") != attempt
+        return is_invited or get_now(self.store, STARTER) != before
 
 
 def _missing_error(ranks: str) -> JoinError:

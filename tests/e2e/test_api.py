@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, read, workers
+from launching import PATIENCE_S, ROOT, TINY, Job, call, read, workers
 
 sys.path.append(str(ROOT / "scripts"))
 from notebook import NOTEBOOK, PAGE, notebook
@@ -53,23 +53,25 @@ def test_the_notebook_is_the_page():
     )
 
 
+def check_page(printed: str, cwd: Path) -> None:
+    assert f"{cwd}/outputs/python complete " in printed
+    assert "config error: trainer.max_step is not a key; did you mean trainer.max_steps?" in printed
+    assert re.search(r"torch.Size\(\[1, 9, \d+\]\) \d+ \d0\n", printed)
+    [rows] = [line for line in printed.splitlines() if line.startswith("[(10, ")]
+    assert re.findall(r"\((\d+), ", rows) == ["10", "20", "30"]
+    losses = re.findall(r"^nats per token: (.*)", printed, re.MULTILINE)
+    first, second, of_mean = map(float, losses)
+    assert of_mean < (first + second) / 2
+
+
+@pytest.mark.slow  # the notebook runs the same lines
 def test_the_page_as_a_script(tmp_path):
     (tmp_path / "page.py").write_text("\n".join(cells()))
     done = call(
         [sys.executable, "page.py"], tmp_path, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""
     )
     assert done.returncode == 0, done.stdout
-    assert f"{tmp_path}/outputs/python complete " in done.stdout
-    assert (
-        "config error: trainer.max_step is not a key; did you mean trainer.max_steps?"
-        in done.stdout
-    )
-    assert re.search(r"torch.Size\(\[1, 9, \d+\]\) \d+ \d0\n", done.stdout)
-    [rows] = [line for line in done.stdout.splitlines() if line.startswith("[(10, ")]
-    assert re.findall(r"\((\d+), ", rows) == ["10", "20", "30"]
-    losses = re.findall(r"^nats per token: (.*)", done.stdout, re.MULTILINE)
-    first, second, of_mean = map(float, losses)
-    assert of_mean < (first + second) / 2
+    check_page(done.stdout, tmp_path)
 
 
 @pytest.mark.integration
@@ -80,14 +82,15 @@ def test_the_page_as_a_notebook(tmp_path, monkeypatch):
     import nbformat
 
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     book = nbformat.read(NOTEBOOK, as_version=4)
     nbclient.NotebookClient(
-        book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}
+        book, timeout=PATIENCE_S, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     printed = "".join(
         output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
     )
-    assert f"{tmp_path}/outputs/python complete " in printed
+    check_page(printed, tmp_path)
 
 
 def start(cwd: Path, *words: str) -> tuple[Job, int]:
@@ -95,7 +98,7 @@ def start(cwd: Path, *words: str) -> tuple[Job, int]:
     (cwd / "script.py").write_text(SCRIPT)
     job = Job([sys.executable, "script.py", *TINY, "run.name=a", *words], cwd, PYTHONPATH=str(ROOT))
     begun = len(re.findall(r"^step \d+/", job.text(), re.MULTILINE))
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + PATIENCE_S
     while len(re.findall(r"^step \d+/", job.text(), re.MULTILINE)) < begun + 2:
         assert job.process.poll() is None, job.text()
         assert time.monotonic() < deadline, job.text()
@@ -123,7 +126,7 @@ def test_interrupted_then_killed_in_a_thread(tmp_path):
     ranks = [training, *workers(training, False)]
     assert len(ranks) == 3
     job.process.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}").exists() and "python" in read(pid, "cmdline") for pid in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.05)

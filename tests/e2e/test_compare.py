@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 
-from launching import ROOT, TINY, environment, python_main
+from launching import TINY, call, python_main
 
 
 def test_two_learning_rates_of_real_runs(tmp_path):
     """A rate of 1e-9 trains nothing: the other one is better beyond any doubt."""
     words = [*TINY, "run.name=lr", "optimizer.lr=1e-9,1e-2", "run.seed=1,2,3"]
     command = [*python_main(), "-m", *words, "trainer.max_steps=30", "trainer.eval_every=30"]
-    env = environment(tmp_path, PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = call(command, tmp_path)
+    assert done.returncode == 0, done.stdout
     report = [sys.executable, "-m", "mingpt_ddp.report", "outputs/lr", "compare"]
     text, numbers = (
-        subprocess.run([*report, *more], cwd=tmp_path, env=env, capture_output=True, text=True)
-        for more in ([], ["format=json"])
+        call([*report, *more], tmp_path, separate=True) for more in ([], ["format=json"])
     )
     assert text.returncode == 0, text.stderr
     assert "lr=0.01 is better than lr=1e-9 by " in text.stdout.splitlines()[-1]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, environment
+from launching import PATIENCE_S, ROOT, environment
 
 # What bash does at a Tab at the end of a line, for each of the lines, by the rule of their program.
 TAB = """
@@ -49,7 +49,7 @@ def test_tab(program, tmp_path):
         input="\n".join([*CASES[program], ""]),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert dict(zip(CASES[program], done.stdout.splitlines(), strict=True)) == CASES[program]

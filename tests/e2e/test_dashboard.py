@@ -88,7 +88,7 @@ def dashboard(directory: Path, storage: str) -> Iterator[str]:
 
 def answers(url: str) -> bool:
     try:
-        urllib.request.urlopen(url, timeout=10).close()
+        urllib.request.urlopen(url, timeout=100).close()
     except OSError:
         return False
     return True

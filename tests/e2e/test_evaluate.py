@@ -46,7 +46,7 @@ def evaluate(
     cwd: Path, *args: str, run: str = "outputs/a", launcher: tuple[str, ...] = (sys.executable,)
 ) -> subprocess.CompletedProcess[str]:
     command = [*launcher, "-m", "mingpt_ddp.evaluate", run, "device=cpu", "precision=fp32", *args]
-    return call(command, cwd, timeout=150, separate=True, PYTHONPATH=str(ROOT))
+    return call(command, cwd, separate=True, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.parametrize("split", ["val", "test"])

@@ -85,7 +85,7 @@ class Cluster:
     def reach(self, step: int, ranks: int = 3) -> None:
         """Wait until an attempt with this world size has taken a step."""
         done = lambda: self.world_sizes()[-1:] == [ranks] and last_step(self.run) >= step  # noqa: E731
-        wait_for(done, what=f"step {step} on {ranks} ranks", timeout=90)
+        wait_for(done, what=f"step {step} on {ranks} ranks")
 
     def wait(self) -> None:
         for host in (0, 1):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launching import (
+    PATIENCE_S,
     ROOT,
     TINY,
     Job,
@@ -114,7 +115,7 @@ def test_rank_zero_logs_the_time_of_the_first_step(pair):
     (seconds,) = re.findall(
         r"^the first step was done after ([0-9.]+) s$", pair[1], flags=re.MULTILINE
     )
-    assert 0.5 < float(seconds) < 100
+    assert float(seconds) > 0
 
 
 def test_same_command_again_is_complete(pair):
@@ -477,7 +478,7 @@ def test_a_closed_console_does_not_stop_training(tmp_path):
             ["bash", "-c", shell],
             cwd=tmp_path,
             env=environment(tmp_path),
-            timeout=60,
+            timeout=PATIENCE_S,
             capture_output=True,
         )
         assert result(tmp_path / "outputs" / "a")["step"] == 12

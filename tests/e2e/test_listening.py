@@ -83,7 +83,7 @@ def watch(job: Job, cwd: Path) -> None:
         assert job.process.poll() is None, job.text()
         return last_step(cwd / "outputs" / "run") >= 5
 
-    wait_for(is_training, timeout=120, what="step 5")
+    wait_for(is_training, what="step 5")
     workers = set(job.workers())
     job.kill_tree()
     assert not beyond_loopback(seen)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
+from subprocess import CompletedProcess
+
 import pytest
-from example_files import command_of, run_in_shell
+from example_files import EXAMPLES, command_of, run_in_shell
 from example_model import EXAMPLE
+from launching import call, python_main
 
 from mingpt_ddp.storage.run_dir import read_result
 
@@ -14,16 +19,21 @@ def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+def run_forked(cwd: Path, *more: str) -> CompletedProcess[str]:
+    """Run the command with other words after it, without the time to import torch."""
+    words = [word for word in shlex.split(command_of(EXAMPLE))[2:] if "config-dir" not in word]
+    return call([*python_main(), f"--config-dir={EXAMPLES}", *words, *more], cwd)
+
+
 def test_the_command_of_the_example(tmp_path):
     """And it goes on with more steps."""
-    command = command_of(EXAMPLE)
-    done = run_in_shell(command, tmp_path)
+    done = run_in_shell(command_of(EXAMPLE), tmp_path)
     assert done.returncode == 0, done.stdout
     assert "on 2 x cpu" in done.stdout
     (run,) = (tmp_path / "outputs").iterdir()
     result = read_result(run)
     assert (result["status"], result["step"], result["world_size"]) == ("complete", 20, 2)
-    done = run_in_shell(f"{command} trainer.max_steps=24", tmp_path)
+    done = run_forked(tmp_path, "trainer.max_steps=24")
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot of step 20 " in done.stdout
     assert read_result(run)["step"] == 24
@@ -41,7 +51,7 @@ def test_the_command_of_the_example(tmp_path):
     ],
 )
 def test_what_it_cannot_train_is_one_line(word, reason, tmp_path):
-    done = run_in_shell(f"{command_of(EXAMPLE)} {word}", tmp_path)
+    done = run_forked(tmp_path, word)
     assert done.returncode == 2, done.stdout
     assert done.stdout.splitlines() == [f"config error: {reason}"]
     assert not (tmp_path / "outputs").exists()

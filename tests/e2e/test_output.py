@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, environment, python_main
+from launching import PATIENCE_S, ROOT, TINY, environment, python_main
 
 from mingpt_ddp.distributed.exit import CLOSED_PIPE
 from mingpt_ddp.storage.run_dir import read_result
@@ -71,7 +71,7 @@ def unread() -> Iterator[int]:
 def run(command: list[str], cwd: Path, **streams: int) -> subprocess.CompletedProcess[str]:
     env = environment(cwd, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="")
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=120, **streams)
+    return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=PATIENCE_S, **streams)
 
 
 def tool(name: str) -> list[str]:

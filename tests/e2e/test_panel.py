@@ -13,10 +13,10 @@ import termios
 import time
 from pathlib import Path
 
-from launching import TINY, environment, python_main
+from launching import PATIENCE_S, TINY, environment, python_main
 
 
-def read_until(main: int, wanted: bytes, timeout: float = 60) -> bytes:
+def read_until(main: int, wanted: bytes, timeout: float = PATIENCE_S) -> bytes:
     """Return what the terminal shows until it shows `wanted`, or until the other end is closed."""
     shown, deadline = b"", time.monotonic() + timeout
     while wanted not in shown and time.monotonic() < deadline:
@@ -49,7 +49,7 @@ def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
         shown = read_until(main, b"goodput")
         process.send_signal(signal.SIGTERM)
         shown += read_until(main, b"\0")  # to the end
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
         assert termios.tcgetattr(main) == before
     finally:
         process.kill()

@@ -22,6 +22,7 @@ from launching import (
     torchrun,
     wait_for,
 )
+from pause_points import PausedJob, patches
 from searching import (
     DIRECTORY,
     SEARCH,
@@ -47,7 +48,7 @@ def sweep(*overrides: str) -> list[str]:
 
 
 def succeed(command: list[str], cwd: Path) -> str:
-    done = call(command, cwd, timeout=240)
+    done = call(command, cwd)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -66,7 +67,11 @@ def two_train(job: Job, directory: Path) -> list[int]:
     """Wait until two jobs train; return the processes of their ranks."""
 
     def ready() -> bool:
-        training = [run for run in directory.glob("*/") if last_step(run) > 2]
+        training = [
+            run
+            for run in directory.glob("*/")
+            if last_step(run) > 2 and not (run / "result.json").exists()
+        ]
         return len(training) == 2 and len(job.workers()) == 2
 
     until(job, ready, "two jobs")
@@ -125,7 +130,7 @@ def kill(job: Job, what: str, generator: random.Random) -> None:
         return
     if what == "the parent":
         ranks = job.kill_agent()
-        wait_for(lambda: not any(map(is_running, ranks)), 10, "the end of the ranks")
+        wait_for(lambda: not any(map(is_running, ranks)), what="the end of the ranks")
         return
     job.kill_tree()
 
@@ -156,7 +161,7 @@ def killed_often(command: list[str], cwd: Path, kills: list[str]) -> None:
         print(f"killed {what} at line {line}")
         for name in finished:
             assert starts(directory)[name] == before[name]
-    assert job.wait(240) == 0, job.text()
+    assert job.wait() == 0, job.text()
     assert "0 failed" in job.text()
 
 
@@ -219,9 +224,10 @@ def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
     job = Job(sweep(*SEARCH, *overrides, "snapshot.every_steps=null", TWO), tmp_path)
     ranks = two_train(job, tmp_path / DIRECTORY)
     os.kill(ranks[0], signal.SIGTERM)
-    assert job.wait(60) == 0, job.text()
-    assert sorted(statuses(tmp_path / DIRECTORY).values()) == ["complete", "preempted"]
-    assert "sweep: 1 of 6 jobs done; rerun the same command to resume" in job.text()
+    assert job.wait() == 0, job.text()
+    *complete, preempted = sorted(statuses(tmp_path / DIRECTORY).values())
+    assert preempted == "preempted" and complete and set(complete) == {"complete"}
+    assert f"sweep: {len(complete)} of 6 jobs done; rerun the same command to resume" in job.text()
 
 
 def test_a_failing_job_of_several(tmp_path):
@@ -252,9 +258,29 @@ def test_no_job_starts_after_too_many_failures(tmp_path):
     assert "Traceback" not in done.stdout
 
 
+HOLD = """
+def patch(loader):
+    original = loader.TokenLoader.get_batch
+    def get_batch(self, *arguments):
+        pause("training")
+        return original(self, *arguments)
+    loader.TokenLoader.get_batch = get_batch
+PATCHES["mingpt_ddp.data.dataloader"] = patch
+"""
+
+
+class HeldSweep(PausedJob):
+    settings = GRID
+
+
 def test_jobs_of_the_same_values_run_in_turn(tmp_path):
-    text = succeed(sweep(*GRID, "optimizer.lr=1e-3,0.001,1e-3,2e-3", TWO), tmp_path)
-    assert "job 2 waits: another job has the same values" in text
+    """The first of them trains until the second one waits for it."""
+    values = "optimizer.lr=1e-3,0.001,1e-3,2e-3"
+    held = HeldSweep(python_main(), tmp_path, patches(HOLD), values, TWO)
+    until(held.job, lambda: "job 2 waits: another job has the same values" in held.job.text(), "it")
+    held.resume()
+    assert held.wait() == 0, held.job.text()
+    text = held.job.text()
     assert [*starts(tmp_path / SWEEP).values()] == [1, 1]
     assert "sweep: 4 jobs, 0 already complete, 0 failed" in text
 
@@ -281,9 +307,10 @@ def test_the_fork_server_is_killed(tmp_path):
     two_train(job, tmp_path / SWEEP)
     runs = [*(tmp_path / SWEEP).glob("run.seed=*")]
     until(job, lambda: all(map(committed, runs)), "two snapshots")
-    server = fork_server(job)
+    ranks = job.workers()
+    os.kill(fork_server(job), signal.SIGKILL)
+    wait_for(lambda: not any(map(is_running, ranks)), what="the end of the ranks")
     interrupted = [run.name for run in runs if not (run / "result.json").exists()]
-    os.kill(server, signal.SIGKILL)
     assert job.wait() == 0, job.text()
     assert "sweep: 2 jobs, 0 already complete, 0 failed" in job.text()
     started = starts(tmp_path / SWEEP)

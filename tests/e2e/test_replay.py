@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from launching import TINY, WITH_DIGITS, call, python_main
+from launching import PATIENCE_S, TINY, WITH_DIGITS, call, python_main
 from user_code_page import page_files
 
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, decode_manifest, encode_manifest
@@ -148,12 +148,12 @@ def test_an_ended_replay_leaves_nothing(copied):
     scratch.mkdir()
     command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", "replay=5"]
     process = subprocess.Popen(command, cwd=copied, env={**os.environ, "TMPDIR": str(scratch)})
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + PATIENCE_S
     while not list(scratch.glob("mingpt_ddp-replay-*/replay/.lock")):
         assert process.poll() is None and time.monotonic() < limit
         time.sleep(0.02)
     process.terminate()
-    assert process.wait(60) == 130
+    assert process.wait(PATIENCE_S) == 130
     assert not list(scratch.glob("mingpt_ddp-*"))
 
 

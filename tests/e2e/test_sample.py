@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ROOT, TINY, call, environment, python_main
+from launching import PATIENCE_S, ROOT, TINY, call, environment, python_main
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +20,10 @@ def trained(tmp_path_factory):
 def sample(cwd, *args: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "sample.py"), *args]
     if not stdin and not extra:
-        return call(command, cwd, timeout=60, separate=True)
+        return call(command, cwd, separate=True)
     env = environment(cwd, **extra)
     return subprocess.run(
-        command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=60
+        command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -104,7 +104,7 @@ def test_a_reader_that_closes_the_pipe(trained):
         cwd=trained,
         env=environment(trained),
         capture_output=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.stderr == b""
 

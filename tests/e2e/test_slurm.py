@@ -76,24 +76,27 @@ def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
     assert weights(run) == weights(cwd / "run")
 
 
-@pytest.mark.parametrize("override", [None, '++run.name="lr/optimizer.lr=3e-4"'])
-def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(override, slurm, tmp_path):
-    """The script names the run after the job id, unless `run.name` is set, in the form that a
-    report prints.
-    """
+UNNAMED = [override for override in SETTINGS if override != "run.name=run"]
+
+
+def test_a_name_in_the_form_that_a_report_prints(slurm, tmp_path):
+    words = [*UNNAMED, '++run.name="lr/optimizer.lr=3e-4"', "trainer.max_steps=1"]
+    job = slurm.submit(SCRIPT, tmp_path, [], words, PYTHONPATH=str(ROOT))
+    slurm.wait(job, "COMPLETED")
+    result = tmp_path / "outputs" / "lr" / "optimizer.lr=3e-4" / "result.json"
+    assert json.loads(result.read_text())["status"] == "complete"
+
+
+def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(slurm, tmp_path):
+    """The script names the run after the job id, unless `run.name` is set."""
     site = Site(tmp_path / "site")
-    overrides = [
-        override for override in [*SETTINGS, override] if override and override != "run.name=run"
-    ]
-    job = slurm.submit(SCRIPT, tmp_path, [], overrides, PYTHONPATH=site.path)
+    job = slurm.submit(SCRIPT, tmp_path, [], UNNAMED, PYTHONPATH=site.path)
     site.wait_until_paused()
     slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
     site.resume_after_signal()
     slurm.wait(job, "COMPLETED")
     assert slurm.job(job)["Restarts"] == "1"
-    check_resumed(
-        tmp_path / "outputs" / (override.split('"')[1] if override else f"slurm-{job}"), tmp_path
-    )
+    check_resumed(tmp_path / "outputs" / f"slurm-{job}", tmp_path)
 
 
 def test_a_failed_run_is_not_requeued(slurm, tmp_path):

@@ -184,13 +184,16 @@ def test_resume_never(tmp_path):
 
 
 def test_a_signal_after_the_last_step_ends_the_sweep(tmp_path):
-    """The current job is complete nevertheless, and the next one does not start."""
+    """The current job is complete nevertheless, and the next one does not start, or is preempted if
+    the signal comes so late.
+    """
     job = Job(single_process(*TINY, "run.name=sweep", "run.seed=1,2"), tmp_path)
     wait_for(lambda: "step 12: validation loss" in job.text(), what="the last evaluation")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0, job.text()
-    (run,) = (tmp_path / "outputs" / "sweep").glob("run.seed=*")
-    assert json.loads((run / "result.json").read_text())["status"] == "complete"
+    results = (tmp_path / "outputs" / "sweep").glob("run.seed=*/result.json")
+    statuses = sorted(json.loads(result.read_text())["status"] for result in results)
+    assert statuses in (["complete"], ["complete", "preempted"])
 
 
 # The learning rate of the second of three jobs makes its loss non-finite after a step.

@@ -85,14 +85,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             sent = all(new > old for new, old in zip(steps, before[0], strict=True))
             return sent and ("wandb" not in TRACKERS or bool({*run.glob(offline)} - before[1]))
 
-        wait_for(all_have_more, timeout=200, what="points in all trackers")
+        wait_for(all_have_more, what="points in all trackers")
         workers = job.workers()
         job.kill_tree()
         wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")  # noqa: B023
     last = command(committed(run)[-1] + 30, cwd)
     for _ in range(2):
         job = Job(last, cwd, **environment)
-        assert job.wait(200) == 0, job.text()
+        assert job.wait() == 0, job.text()
         assert "lacks the last points" not in job.text()
     yield cwd
 

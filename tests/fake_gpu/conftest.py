@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,3 +32,11 @@ def answer_of(request):
         return found[jobs.index(job)]
 
     return answer
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A text of 800,000 characters, for plans."""
+    path = tmp_path_factory.mktemp("plan") / "a.txt"
+    path.write_text("abcdefgh" * 100_000)
+    return path

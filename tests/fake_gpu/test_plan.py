@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 from multiprocess.ranks import configure
 
-from fake_gpu.cases import VOCABULARY as CASE_VOCABULARY
-from fake_gpu.checks import collectives_per_step
-from fake_gpu.checks import job_of as run_of
 from fake_gpu.process import job, result_of
-from fake_gpu.strategies import RANKS, STRATEGIES
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.planning.gpu_plan import make_gpu_plan
@@ -21,7 +17,7 @@ VOCABULARY = 50257
 MICRO = 4
 GPUS = 8  # of a node
 MODEL = [
-    *("model=gpt2", "model.n_layer=4", "data.block_size=1024", "trainer.precision=bf16"),
+    *("model=gpt2", "model.n_layer=2", "data.block_size=1024", "trainer.precision=bf16"),
     f"trainer.micro_batch_size={MICRO}",
 ]
 TOLERANCE = 0.002  # blocks of the allocator are not planned, and small tensors of DTensor
@@ -33,7 +29,7 @@ RUNS: dict[str, tuple[list[str], int, int]] = {
     "single, recomputed": (["trainer.activation_checkpointing=true"], 1, 1),
     "single, 3 micro-batches": ([], 1, 3),
     "single, muon, average": (["optimizer=muon", "trainer.ema=0.999"], 1, 1),
-    "single, modern": (["model=modern_mini", "model.n_layer=4"], 1, 1),
+    "single, modern": (["model=modern_mini", "model.n_layer=2"], 1, 1),
     "ddp on 8": (["ddp.strategy=ddp"], 8, 1),
     "manual on 8": (["ddp.strategy=manual"], 8, 1),
     "zero1 on 8": (["ddp.strategy=zero1"], 8, 1),
@@ -101,13 +97,6 @@ def planned(name: str, text: Path) -> dict[str, Any]:
     return plan["gpu"]["strategies"][strategy]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("plan") / "a.txt"
-    path.write_text("abcdefgh" * 100_000)
-    return path
-
-
 def difference(name: str, found: int, text: Path) -> float:
     """Return by what share a planned peak differs from that of the fake GPU."""
     plan = planned(name, text)
@@ -126,30 +115,3 @@ def test_the_planned_peak_is_that_of_the_fake_gpu(name, run, answer_of, text):
 @pytest.mark.parametrize("run", [[job_of(name) for name in RUNS_OF_CHARACTERS]], ids=["char"])
 def test_the_planned_peak_at_other_moments(name, run, answer_of, text):
     assert difference(name, result_of(answer_of(job_of(name))), text) < ROUGH
-
-
-def sent_by_a_rank(kind: str, size: int) -> float:
-    """Return the bytes that a rank sends in a ring: twice in an all-reduce.
-
-    Args:
-        kind: such as `all_gather of 8`.
-        size: of the whole messages.
-    """
-    name, _, ranks = kind.partition(" of ")
-    return (2 if name == "all_reduce" else 1) * size * (int(ranks) - 1) / int(ranks)
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("run", [[run_of(case) for case in STRATEGIES.values()]], ids=["gpt"])
-def test_the_planned_bytes_on_the_wire_are_those_of_the_fake_gpu(name, run, answer_of, text):
-    case = STRATEGIES[name]
-    sent = collectives_per_step(result_of(answer_of(run_of(case))))
-    found = sum(sent_by_a_rank(kind, size) for kind, (_, size) in sent.items())
-    words = [f"data.path={text}", f"data.cache_dir={text.parent}", f"ddp.nproc_per_node={RANKS}"]
-    config = from_mapping(configure(*case.overrides(), "trainer.device=auto", *words))
-    plan = make_gpu_plan(config, Machine("h100"), outputs=CASE_VOCABULARY)
-    strategy = "tensor_parallel" if case.strategy == "tensor" else case.strategy
-    planned = plan["gpu"]["strategies"][strategy]["wire_bytes_per_step"]
-    # the norms of the gradients are not planned
-    assert planned == pytest.approx(found, rel=1e-3)
-    assert planned <= found

@@ -9,13 +9,17 @@ import math
 from typing import Any
 
 import pytest
+from multiprocess.ranks import configure
 
 from fake_gpu.cases import BLOCK, LAYERS, VOCABULARY, WIDTH, Case
 from fake_gpu.checks import collectives_per_step, differences, job_of
 from fake_gpu.expected import waits_of
 from fake_gpu.mutants import MUTANTS
 from fake_gpu.process import job, result_of
-from fake_gpu.strategies import STRATEGIES
+from fake_gpu.strategies import RANKS, STRATEGIES
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.metrics.gpus import Machine
+from mingpt_ddp.planning.gpu_plan import make_gpu_plan
 
 MATRICES = 12 * LAYERS * WIDTH**2  # qkv, proj, up, down
 VECTORS = (2 * LAYERS + 1) * WIDTH  # the gains of the norms
@@ -51,6 +55,32 @@ def test_collectives_of_a_strategy(name, run, answer_of):
     }
     if name in by_hand:
         assert sent == by_hand[name]
+
+
+def sent_by_a_rank(kind: str, size: int) -> float:
+    """Return the bytes that a rank sends in a ring: twice in an all-reduce.
+
+    Args:
+        kind: such as `all_gather of 8`.
+        size: of the whole messages.
+    """
+    name, _, ranks = kind.partition(" of ")
+    return (2 if name == "all_reduce" else 1) * size * (int(ranks) - 1) / int(ranks)
+
+
+@pytest.mark.parametrize(("name", "run"), each(STRATEGIES))
+def test_the_planned_bytes_on_the_wire_are_those_of_the_fake_gpu(name, run, answer_of, text):
+    case = STRATEGIES[name]
+    sent = collectives_per_step(result_of(answer_of(run)))
+    found = sum(sent_by_a_rank(kind, size) for kind, (_, size) in sent.items())
+    words = [f"data.path={text}", f"data.cache_dir={text.parent}", f"ddp.nproc_per_node={RANKS}"]
+    config = from_mapping(configure(*case.overrides(), "trainer.device=auto", *words))
+    plan = make_gpu_plan(config, Machine("h100"), outputs=VOCABULARY)
+    strategy = "tensor_parallel" if case.strategy == "tensor" else case.strategy
+    planned = plan["gpu"]["strategies"][strategy]["wire_bytes_per_step"]
+    # the norms of the gradients are not planned
+    assert planned == pytest.approx(found, rel=1e-3)
+    assert planned <= found
 
 
 EVERYTHING = [

@@ -36,7 +36,7 @@ from one_process import reset  # noqa: E402
 
 CASES_PER_PROCESS = 200
 FULL = 3  # exit code of a process that has run CASES_PER_PROCESS
-HANG_S = 60  # after which a case is ended; driver.py judges those that end
+HANG_S = 120  # after which a case is ended; driver.py judges those that end
 MARGIN_S = 5  # after which SIGALRM ends what HANG_S has not ended
 # bytes that a case may allocate before it gets a MemoryError, besides those of torch
 MAX_ADDRESSES = 6 << 30

@@ -22,9 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from forked import ROOT, shorten_samples
+from forked import ROOT, fit_for_tests
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from launching import PATIENCE_S
 from omegaconf import DictConfig, OmegaConf
 from ports import free_port
 
@@ -149,7 +150,7 @@ class Ranks:
             f"rank {r}: {o.with_suffix('.txt').read_text()}" for r, o in self.outputs.items()
         )
 
-    def results(self, timeout: float = 120) -> list[Any]:
+    def results(self, timeout: float = PATIENCE_S) -> list[Any]:
         """Return the results of all ranks, once all have exited with 0."""
         deadline = time.monotonic() + timeout
         while any(process.is_alive() for process in self.processes.values()):
@@ -185,7 +186,7 @@ def _run_rank(
         os.dup2(printed.fileno(), 2)
     os.environ.update(environment, LOCAL_RANK=environment["RANK"])
     torch.set_num_threads(1)
-    shorten_samples()
+    fit_for_tests()
     spec = importlib.util.spec_from_file_location("work", file)
     assert spec is not None
     assert spec.loader is not None

@@ -78,7 +78,7 @@ def test_one_graph_and_exact_resumption(world_size, recomputed, tmp_path):
     eager = settings("eager", 6, "trainer.compile=false", "trainer.activation_checkpointing=false")
     configs = [settings("whole", 6), settings("parts", 3), settings("parts", 6), eager]
     with Ranks(world_size, train, tmp_path / "ranks", configs=configs) as ranks:
-        results = ranks.results(timeout=240)
+        results = ranks.results()
     assert results[0] == results[-1]
     graphs = [graphs for _, graphs in results[0]]
     assert graphs == [1, 1, 1, 0]

@@ -127,7 +127,7 @@ def try_to_join(config: dict[str, Any]) -> str:
 
 def test_a_missing_rank_is_named(tmp_path, store):
     """Rank 0 knows that rank 1 has joined, and must not report it as missing."""
-    config = configure("ddp.timeout_s=1")
+    config = configure("ddp.timeout_s=6")  # within which the other process starts
     with Ranks(
         WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config
     ) as ranks:
@@ -141,11 +141,11 @@ def test_a_missing_rank_is_named(tmp_path, store):
 @pytest.mark.parametrize("duplicate", [0, 1])
 def test_a_duplicate_rank_is_named(tmp_path, store, duplicate):
     """As on two machines with the same RANK; the process that joins last cannot detect it."""
-    config = configure("ddp.timeout_s=6")  # within which the other process starts
-    options = {"port": store.port, "agent": True, "only": [duplicate], "config": config}
-    with Ranks(WORLD, try_to_join, tmp_path / "one", **options) as one:
+    options = {"port": store.port, "agent": True, "only": [duplicate]}
+    patient, hasty = configure("ddp.timeout_s=10"), configure("ddp.timeout_s=3")
+    with Ranks(WORLD, try_to_join, tmp_path / "one", **options, config=patient) as one:
         wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{duplicate}"]))
-        with Ranks(WORLD, try_to_join, tmp_path / "other", **options) as other:
+        with Ranks(WORLD, try_to_join, tmp_path / "other", **options, config=hasty) as other:
             (first,), (second,) = one.results(), other.results()
     assert (
         first

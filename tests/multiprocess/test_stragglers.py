@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import configure, run_ranks
 
-SLEEP_S = 0.1  # more than a loaded machine adds to a step
+SLEEP_S = 0.2  # more than a loaded machine adds to a step
 STEPS = [
     "trainer.max_steps=20",
     "trainer.log_every=4",

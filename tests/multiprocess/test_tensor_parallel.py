@@ -165,7 +165,7 @@ def runs(tmp_path_factory) -> Path:
         with Ranks(
             world_size, train_in_turn, root.parent / f"ranks{world_size}", configs=configs
         ) as ranks:
-            ranks.results(timeout=240)
+            ranks.results()
     train_in_turn([config("split-then-whole", 20)])
     return root
 

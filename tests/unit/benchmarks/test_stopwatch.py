@@ -43,7 +43,7 @@ def test_workers_are_counted_and_killed(stopwatch, tmp_path):
     assert pace.peak_mb > 55
     assert pace.cpu_s > 0
     worker_id = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not is_running(worker_id), 20, "the worker's end")
+    wait_for(lambda: not is_running(worker_id), what="the worker's end")
 
 
 def test_the_output_of_a_trainer_that_ends_early_is_reported(stopwatch, tmp_path):

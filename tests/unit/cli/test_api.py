@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -168,7 +167,7 @@ def test_a_caller_that_is_interrupted_twice_kills_the_command(monkeypatch, capsy
     """The first interrupt asks the command to save, which this one never does."""
     script = (
         "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', "
-        "flush=True); time.sleep(60)"
+        "flush=True); time.sleep(10000)"
     )
 
     def interrupt(*args, **options):
@@ -176,7 +175,5 @@ def test_a_caller_that_is_interrupted_twice_kills_the_command(monkeypatch, capsy
 
     monkeypatch.setattr("builtins.print", interrupt)
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
-    begin = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         api._run([sys.executable, "-c", script], {})
-    assert time.monotonic() - begin < 50

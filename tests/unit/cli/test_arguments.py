@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
-from launching import ROOT, environment
+from launching import PATIENCE_S, ROOT, environment
 
 from mingpt_ddp.cli.arguments import FREE_TEXT, parse_arguments
 from mingpt_ddp.distributed.exit import CLOSED_PIPE
@@ -147,6 +147,6 @@ def test_a_reader_that_closed_the_pipe(args, tmp_path):
         env=environment(tmp_path, PYTHONUNBUFFERED=""),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (CLOSED_PIPE, "")

@@ -19,7 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import ROOT, WITH_DIGITS, WITH_TOY, call, environment, python_main, torchrun
+from launching import (
+    PATIENCE_S,
+    ROOT,
+    WITH_DIGITS,
+    WITH_TOY,
+    call,
+    environment,
+    python_main,
+    torchrun,
+)
 from torch.distributed import is_mpi_available
 
 # Files with user code, each named by a model of the same name.
@@ -104,7 +113,7 @@ def program():
 
     yield run
     server.stdin.close()
-    server.wait(60)
+    server.wait(PATIENCE_S)
 
 
 def run_alone(args: list[str], cwd: Path) -> Outcome:

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 
 import pytest
-from launching import ROOT, call
+from launching import PATIENCE_S, ROOT, call
 from tools import call_tool
 
 from mingpt_ddp import __version__
@@ -42,7 +42,7 @@ def run(monkeypatch, capsys):
 
 def python_m(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 

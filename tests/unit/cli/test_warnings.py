@@ -13,7 +13,7 @@ MAIN = str(ROOT / "main.py")
 SEARCH = [
     *(WITH_TOY, "--config-dir=mine", "experiment=mine"),
     *("ddp.nproc_per_node=2", "trainer.max_steps=1"),
-    *("-m", "sweep=optuna", "sweep.trials=2", "optimizer.lr=range(1e-3,4e-3,1e-3)"),
+    *("-m", "sweep=optuna", "sweep.trials=1", "optimizer.lr=range(1e-3,4e-3,1e-3)"),
 ]
 MINE = """# @package _global_
 defaults: [toy]
@@ -47,8 +47,8 @@ def test_hydra_warns_of_nothing(command, tmp_path):
     settings = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONWARNINGS": "always"}
     done = call([sys.executable, "-W", "always", *command], tmp_path, **settings)
     assert done.returncode == 0, done.stdout
-    # 2 trials, each on 2 local ranks and in their parent
-    assert done.stdout.count("a callback") == (6 if command == [MAIN, *SEARCH] else 0)
+    # on 2 local ranks and in their parent
+    assert done.stdout.count("a callback") == (3 if command == [MAIN, *SEARCH] else 0)
     theirs = r".*(?:Hydra\w*Warning|/(?:hydra|omegaconf|hydra_plugins)/.*Warning).*"
     assert re.findall(theirs, done.stdout) == []
 

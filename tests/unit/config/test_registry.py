@@ -172,7 +172,7 @@ def test_a_file_that_is_not_python(content, tmp_path):
         run_code({"model": {"code": "mine.py"}}, [tmp_path])
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["pipe", "sparse", "device"])
 def test_code_that_is_no_file_of_usual_size(kind, tmp_path):
     path = tmp_path / "mine.py"

@@ -18,6 +18,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from launching import PATIENCE_S
 
 from mingpt_ddp.config import registry
 from mingpt_ddp.data import encode_text, texts
@@ -281,7 +282,9 @@ def test_concurrent_processes(settings, damaged):
         write_meta(b"garbage")(Path(prepare(config).directory))
     command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
     environment = {**os.environ, "PYTHONPATH": str(Path(encode_text.__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     expected = prepare(config)
     outcomes = [EncodedText(**json.loads(line)) for line in done.stdout.splitlines()]

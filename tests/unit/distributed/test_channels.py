@@ -33,7 +33,7 @@ def wait_for_signal(ends: WorkerEnds) -> None:
     ends.open()
     report = reporter()
     report(1, {"loss": 1.0})
-    time.sleep(60)
+    time.sleep(300)
 
 
 def run(target, report, n: int = 1) -> tuple[tuple[int, str], str]:
@@ -84,7 +84,7 @@ def test_an_error_of_the_judge_ends_the_workers():
     before = time.monotonic()
     with pytest.raises(RunError, match="cannot write"):
         run(wait_for_signal, judge)
-    assert time.monotonic() - before < 30, "the workers were not killed"
+    assert time.monotonic() - before < 200, "the workers were not killed"
 
 
 def test_much_output_does_not_block_a_worker():

@@ -71,7 +71,7 @@ def test_a_forked_worker_dies_with_the_launcher(tmp_path):
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())), timeout=20)
+    wait_for(lambda: not is_running(int((tmp_path / "pid").read_text())))
 
 
 def test_the_end_of_a_process_makes_no_directory(monkeypatch):

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -115,8 +116,8 @@ def test_workers_share_the_cores(monkeypatch):
     assert shared_environ(2, True)["OMP_NUM_THREADS"] == "5"
 
 
-def finish(ending: str, seconds: float) -> None:
-    """The worker: end in this way after so many seconds."""
+def finish(ending: str, seconds: float, ready: Barrier) -> None:
+    """The worker: end in this way so many seconds after all are `ready`."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a fork inherits the handlers of this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     if ending == "ignores SIGTERM":
@@ -126,17 +127,25 @@ def finish(ending: str, seconds: float) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     elif ending == "exits at SIGTERM":
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    ready.wait()
     time.sleep(seconds)
     if ending == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(int(ending) if ending.isdecimal() else 0)
 
 
-def processes(*endings: tuple[str, float]) -> list[multiprocessing.context.ForkProcess]:
-    """Return a worker for each ending."""
+def processes(
+    *endings: tuple[str, float], together: bool = False
+) -> list[multiprocessing.context.ForkProcess]:
+    """Return a worker for each ending.
+
+    Args:
+        together: the seconds of all begin once each is ready for signals.
+    """
     context = multiprocessing.get_context("fork")
+    ready = context.Barrier(len(endings) if together else 1)
     return [
-        context.Process(target=finish, args=ending, name=f"rank {rank}")
+        context.Process(target=finish, args=(*ending, ready), name=f"rank {rank}")
         for rank, ending in enumerate(endings)
     ]
 
@@ -151,7 +160,7 @@ def start_and_join():
     def join(
         *endings: tuple[str, float], timeout_s: float = 60, preempted_code: int = 0
     ) -> tuple[tuple[int, str], list[int | None]]:
-        workers = processes(*endings)
+        workers = processes(*endings, together=True)
         forwarder = SignalForwarder()
         with forwarder.installed(), forwarder.started(workers):
             ended = asyncio.run(join_workers(workers, timeout_s, preempted_code))
@@ -172,18 +181,18 @@ def test_a_preempted_worker_has_not_failed(start_and_join):
 
 
 def test_after_a_failure_the_others_get_sigterm(start_and_join):
-    assert start_and_join(("exits at SIGTERM", 60), ("1", 0.5)) == ((1, "rank 1"), [0, 1])
+    assert start_and_join(("exits at SIGTERM", 60), ("1", 0.1)) == ((1, "rank 1"), [0, 1])
 
 
 def test_a_worker_that_does_not_exit_is_killed(start_and_join):
-    assert start_and_join(("ignores SIGTERM", 60), ("2", 0.5), timeout_s=0.2) == (
+    assert start_and_join(("ignores SIGTERM", 60), ("2", 0.1), timeout_s=0.2) == (
         (2, "rank 1"),
         [-signal.SIGKILL, 2],
     )
 
 
 def test_after_a_worker_is_killed_the_others_are_killed_at_once(start_and_join):
-    assert start_and_join(("ignores SIGTERM", 60), ("killed", 0.5)) == (
+    assert start_and_join(("ignores SIGTERM", 60), ("killed", 0.1)) == (
         (-signal.SIGKILL, "rank 1"),
         [-signal.SIGKILL] * 2,
     )
@@ -248,7 +257,7 @@ def test_a_process_that_stays_stopped_is_killed(log_lines, monkeypatch):
         watch.workers = workers
         os.kill(workers[0].pid, signal.SIGSTOP)
         assert asyncio.run(join_workers(workers, 60, 0)) == (-signal.SIGKILL, "rank 0")
-    assert re.fullmatch("ERROR error: rank 0 has been stopped for [12] s", log_lines[0])
+    assert re.fullmatch("ERROR error: rank 0 has been stopped for \\d+ s", log_lines[0])
 
 
 def ignores(pid: int, number: int) -> bool:

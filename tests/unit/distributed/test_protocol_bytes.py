@@ -165,7 +165,7 @@ def test_a_prefix_reaches_the_store_and_a_missing_key_raises():
 
     assert network.run(work) == [b"v", b"v"]
     assert 65 < network.turns.now - BEGAN_AT < 66
-    assert time.monotonic() - began < 30, "it has really waited"
+    assert time.monotonic() - began < 60, "it has really waited"
 
 
 def test_ranks_that_all_wait_are_an_error():

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from launching import PATIENCE_S
 from torch.distributed import HashStore
 
 from mingpt_ddp.distributed import watchdog
@@ -256,5 +257,5 @@ def test_only_a_stopped_process_of_the_same_agent_is_killed():
         call(has_agent=False)
         assert read_state(sibling.pid) == STOPPED
         call(has_agent=True)
-        assert sibling.wait(10) == -signal.SIGKILL
+        assert sibling.wait(PATIENCE_S) == -signal.SIGKILL
         os.kill(child, signal.SIGKILL)

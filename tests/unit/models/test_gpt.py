@@ -149,9 +149,17 @@ def test_a_graph_of_torch_export_takes_any_length(model):
         torch.testing.assert_close(program.module()(tokens), model(tokens), atol=1e-6, rtol=0)
 
 
-@pytest.mark.integration
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(pytest.param(of, marks=pytest.mark.integration) for of in (config(), NGRAMS)),
+        pytest.param(MODERN, marks=pytest.mark.slow),  # that with n-grams has all its parts
+    ],
+    indirect=True,
+    ids=["gpt", "ngrams", "modern"],
+)
 def test_onnx_runtime_gives_the_same_logits(model, tmp_path):
-    import onnxruntime
+    onnxruntime = pytest.importorskip("onnxruntime")
 
     sizes = {0: "batch", 1: "length"}
     program = torch.onnx.export(

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from fake_runs import fake_run
 from hydra import compose, initialize_config_dir
-from launching import ROOT
+from launching import PATIENCE_S, ROOT
 from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
@@ -212,7 +212,7 @@ def test_nothing_blocks_the_report(tmp_path):
     (fake_run(tmp_path / "bomb") / "config.yaml").write_text(f"m0: &m0 {{a: 1}}\n{merges}")
     command = [sys.executable, "-m", "mingpt_ddp.report", str(tmp_path)]
     output = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
     ).stdout
     notes = [line for line in output.splitlines() if line.startswith("note: ")]
     bad = (

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import json
 import shutil
-import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from launching import wait_for
 from tasks import ENCODED, text_task, trainable
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
@@ -501,11 +501,11 @@ def test_retention_of_a_committed_step_sends_heartbeats(config, tmp_path, monkey
     clear = store.clear
 
     def clear_slowly(step: int) -> None:
-        time.sleep(0.3)
+        wait_for(lambda: heartbeats() >= before + 2, what="two heartbeats")
         clear(step)
 
     monkeypatch.setattr(store, "clear", clear_slowly)
-    before = manager.runtime.group.heartbeat["count"]
+    heartbeats = lambda: manager.runtime.group.heartbeat["count"]  # noqa: E731
+    before = heartbeats()
     save(manager, TrainState(step=3, best_step=3), model, optim)
     assert store.steps() == [2, 3]
-    assert manager.runtime.group.heartbeat["count"] >= before + 2

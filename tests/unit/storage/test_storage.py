@@ -429,9 +429,9 @@ def test_permanent_errors_have_the_errno_of_a_disk(unsteady, fault, expected):
 
 
 def test_an_operation_ends_at_its_deadline(unsteady, monkeypatch):
-    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.3)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
     Unsteady.faults[:] = [store_error(503, "SlowDown")] * 1000
-    with pytest.raises(StorageError, match=r"SlowDown: the store's message \(tried for 0 s\)$"):
+    with pytest.raises(StorageError, match=r"SlowDown: the store's message \(tried for \d+ s\)$"):
         unsteady.write("file", b"x")
     assert Unsteady.calls > 2
     assert unsteady.size("file") is None
@@ -440,14 +440,14 @@ def test_an_operation_ends_at_its_deadline(unsteady, monkeypatch):
 def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
     """A retry that would come after the process is killed is made at once."""
     for name in ("INITIAL_BACKOFF_S", "MAX_BACKOFF_S"):
-        monkeypatch.setattr(remote, name, 50.0)
+        monkeypatch.setattr(remote, name, 500.0)
     Unsteady.faults[:] = [store_error(503, "SlowDown")]
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(unsteady.write, "file", b"x")
         while not Unsteady.calls:
             time.sleep(0.01)
-        unsteady.set_deadline(20.0)
-        writing.result(timeout=15)
+        unsteady.set_deadline(60.0)
+        writing.result(timeout=150)
     assert unsteady.read("file") == b"x"
 
 

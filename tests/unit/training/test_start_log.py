@@ -283,7 +283,7 @@ def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
     begin = process_start_time()
     assert begin <= time.monotonic()
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert process_start_time() == pytest.approx(begin, abs=0.05)
+    assert process_start_time() == pytest.approx(begin, abs=60)  # s: another clock is years off
 
 
 def test_the_age_of_a_process():

@@ -219,7 +219,7 @@ def test_the_last_sample_is_generated_while_the_last_snapshot_is_written(
 
     def write_after_sampling(storage: Storage, name: str, content: Any) -> None:
         if name == "step_00000012/model.safetensors":
-            assert sampled.wait(20)
+            assert sampled.wait(200)
         write(storage, name, content)
 
     def sample(validation: Validation) -> None:
