@@ -10,7 +10,7 @@ from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics, read_end
+from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.panel import Panel
@@ -74,12 +74,20 @@ class MetricsProcessor:
         self._is_set_up = False
         self._times = times
         self._is_first = True
-        # the last step that an earlier attempt has logged
-        end = env.call_on_rank_zero(lambda: read_end(directory / METRICS)) or HistoryEnd()
-        self._reached = end.reached
-        self._repeats = self._reached > steps.start
+        self._reached = 0  # the last step that an earlier attempt has logged
         for logger in self.loggers:
             logger.start(steps.start, runtime.group.world_size)
+
+    def resume(self, outboxes: list[Outbox], end: HistoryEnd | None) -> None:
+        """Go on after what the attempts before have logged.
+
+        Args:
+            outboxes: of the trackers, on rank zero.
+            end: of metrics.jsonl, on rank zero.
+        """
+        self.outboxes = outboxes
+        if end is not None:
+            self._reached = end.reached
 
     def cover(self, step: int | None) -> None:
         """Let the trackers have the points before `step`, the last one with a durable snapshot."""
@@ -98,10 +106,10 @@ class MetricsProcessor:
             self._is_first = False
         else:
             self.panel.advance(step)
-        if self._repeats and step > self._reached:
+        if self.steps.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})
-            self._repeats = False
+            self._reached = 0
 
     def _set_up(self) -> None:
         """Open TensorBoard and measure the matmul rate.

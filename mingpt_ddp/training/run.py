@@ -130,7 +130,7 @@ def begin_attempt(
     steps = range(state.step, inputs.steps)
     model = setup.trainable.model
     metrics = MetricsProcessor(runtime, task, loader, model, steps, inputs.times)
-    metrics.outboxes = listeners.outboxes
+    metrics.resume(listeners.outboxes, record.end)
     context = Context(task, runtime, setup.trainable, state, metrics, interrupt)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)
