@@ -22,9 +22,8 @@ has "objectives" too, and each group "on_front". What is unknown or not finite i
 Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
 
 `compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
-the difference of their means with its 95% interval, or how many seeds would show one. Where three seeds and most of
-all are in both settings, it compares seed by seed (paired t-test), else the means (Welch's). With more than two
-settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
+the difference of their means with its 95% interval. Where three seeds and most of all are in both settings, it compares
+seed by seed (paired t-test), else the means (Welch's). With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
 """  # noqa: E501
 
 import os

@@ -1,6 +1,7 @@
 """Compare settings, each with the results of several seeds: the best one with each other one."""
 
-import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from mingpt_ddp.errors import command
 from mingpt_ddp.results.formats import cut, short_names, shown
 from mingpt_ddp.results.groups import Group, means_by_seed, replicates, seed_of
 from mingpt_ddp.results.intervals import Estimate, estimate
-from mingpt_ddp.results.runs import Job, Value, varying
+from mingpt_ddp.results.runs import Job, Value, identity, varying
 from mingpt_ddp.results.significance import LEVEL, Difference, difference, holm, why_incomparable
 
 KEYS_IN_NAME = 3
@@ -43,7 +44,7 @@ class Comparison:
     difference: Difference | None  # other - best; None if nothing can be said
     why: str | None  # not
     p: float  # of the difference, corrected for all pairs of settings
-    level: float  # of a test of one of them that holds for all
+    pairs: int  # for which it is
 
     @property
     def is_better(self) -> bool:
@@ -77,32 +78,30 @@ def compare(sides: Sequence[Side]) -> list[Comparison]:
     """Compare the best setting that has two seeds with each other one.
 
     The data choose which setting is the best, so that each pair of settings has been compared: the
-    p-values are corrected for all pairs, not only for those with the best.
+    p-values are corrected for all pairs of those with two seeds, not only for those with the best.
 
     Args:
         sides: the best first, as `sides_of` returns them.
-
-    Raises:
-        ImportError: scipy is not installed.
     """
     replicated = [side for side in sides if side.has_replicates]
     if not replicated:
         return []
     best = replicated[0]
-    tests: dict[tuple[str, str], Difference] = {}
-    for one, other in itertools.combinations(replicated, 2):
-        if _why_incomparable(one, other) is None:
-            tests[one.name, other.name] = difference(one.values, other.values)
-    corrected = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
-    comparisons = []
-    for other in sides:
-        if other is not best:
-            pair = best.name, other.name
-            why = _why_incomparable(best, other)
-            p = corrected.get(pair, 1.0)
-            level = LEVEL / max(len(tests), 1)
-            comparisons.append(Comparison(best, other, tests.get(pair), why, p, level))
-    return comparisons
+    others = [side for side in sides if side is not best]
+    reasons = {side.name: _why_incomparable(best, side) for side in others}
+    tests = {
+        side.name: difference(best.values, side.values)
+        for side in others
+        if reasons[side.name] is None
+    }
+    parts = Counter(identity(side.eval_steps) for side in replicated)  # comparable within each
+    pairs = sum(math.comb(count, 2) for count in parts.values())
+    corrected = dict(zip(tests, holm([test.p for test in tests.values()], pairs), strict=True))
+    return [
+        Comparison(best, side, tests.get(name), reasons[name], corrected.get(name, 1.0), pairs)
+        for side in others
+        for name in [side.name]
+    ]
 
 
 def _by_directory(group: Group, directories: list[Path]) -> dict[Path | None, list[Job]]:

@@ -1,7 +1,5 @@
 """Test whether the results of two settings differ by more than the chance of their seeds."""
 
-import bisect
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,9 +7,7 @@ from dataclasses import dataclass
 from mingpt_ddp.results.intervals import CONFIDENCE
 
 LEVEL = 1 - CONFIDENCE  # how often settings without a difference may be called different
-POWER = 0.8  # how often a real difference of the size seen is to be found
 MIN_PAIRS = 3
-MOST_SEEDS = 1000
 # Relative to the values: a smaller spread is rounding, and no measure of chance.
 ROUNDING = 1e-12
 Values = Mapping[str, float]  # of a setting, by seed
@@ -27,34 +23,6 @@ class Difference:
     p: float  # two-sided: how often chance alone makes a difference as large
     n: tuple[int, int]  # seeds of each setting that were used
     is_paired: bool
-    spread: float  # the standard error for one seed each
-    freedom: float  # degrees of freedom for each further seed
-
-    def seeds_needed(self, level: float = LEVEL) -> int | None:
-        """Return how many seeds each find a true difference of this size, by a test at `level`.
-
-        They find it in POWER of all cases; None for more than MOST_SEEDS.
-        """
-        counts = range(2, MOST_SEEDS + 1)
-        index = bisect.bisect_left(counts, POWER, key=lambda n: self.power(n, level))
-        return counts[index] if index < len(counts) else None
-
-    def power(self, n: int, level: float = LEVEL) -> float:
-        """Return how often n seeds each find a true difference of this size.
-
-        The statistic has a noncentral t distribution: Cohen, *Statistical Power Analysis for the
-        Behavioral Sciences*, 1988, chapter 2.
-        """
-        from scipy import stats
-
-        freedom = self.freedom * (n - 1)
-        shift = abs(self.mean) / self.spread * math.sqrt(n)
-        if shift > 30:  # where scipy's series ends in nan
-            return 1.0
-        threshold = stats.t.isf(level / 2, freedom)
-        above = stats.nct.sf(threshold, freedom, shift)
-        below = stats.nct.cdf(-threshold, freedom, shift)
-        return float(above + below)
 
 
 def are_paired(one: Values, other: Values) -> bool:
@@ -101,15 +69,10 @@ def difference(one: Values, other: Values) -> Difference:
         ours = [one[seed] for seed in seeds]
         theirs = [other[seed] for seed in seeds]
         test = stats.ttest_rel(theirs, ours)
-        spread = statistics.stdev([b - a for a, b in zip(ours, theirs, strict=True)])
-        freedom = 1.0
     else:
         ours = [*one.values()]
         theirs = [*other.values()]
         test = stats.ttest_ind(theirs, ours, equal_var=False)
-        variances = [statistics.variance(ours), statistics.variance(theirs)]
-        spread = math.sqrt(sum(variances))
-        freedom = sum(variances) ** 2 / sum(variance**2 for variance in variances)
     interval = test.confidence_interval(CONFIDENCE)
     return Difference(
         mean=statistics.fmean(theirs) - statistics.fmean(ours),
@@ -118,21 +81,23 @@ def difference(one: Values, other: Values) -> Difference:
         p=float(test.pvalue),
         n=(len(ours), len(theirs)),
         is_paired=are_paired(one, other),
-        spread=spread,
-        freedom=freedom,
     )
 
 
-def holm(ps: Sequence[float]) -> list[float]:
+def holm(ps: Sequence[float], tests: int) -> list[float]:
     """Correct the p-values of several tests, in their order.
 
     At the level L, the chance that any of the tests finds a difference where there is none is at
     most L: Holm, *A simple sequentially rejective multiple test procedure*, 1979.
+
+    Args:
+        tests: how many there are, with those whose p-values are not given: among all of them the
+            given ones come no earlier than in their own order, so that no factor is too small.
     """
     order = sorted(range(len(ps)), key=lambda index: ps[index])
     corrected = [0.0] * len(ps)
     largest = 0.0
     for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[index]))
+        largest = max(largest, min(1.0, (tests - rank) * ps[index]))
         corrected[index] = largest
     return corrected

@@ -12,7 +12,7 @@ from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
 from mingpt_ddp.results.runs import Job, read_jobs
-from mingpt_ddp.results.significance import LEVEL, MOST_SEEDS, POWER, Difference
+from mingpt_ddp.results.significance import Difference
 
 MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
 MOST_DECIMALS = 8
@@ -68,14 +68,7 @@ def sentence(comparison: Comparison) -> str:
         return f"{what}: {comparison.why}"
     if comparison.is_better:
         return f"{best} is better than {other} by {_amount(found, comparison.p)}"
-    text = f"no difference shown between {best} and {other}: {_amount(found, comparison.p)}; "
-    needed = found.seeds_needed(comparison.level)
-    if needed is None:
-        return f"{text}{MOST_SEEDS:,} seeds each would not settle a difference this small"
-    return (
-        f"{text}about {needed} seeds each would settle it (for a difference as large as the one "
-        f"seen, power {POWER:.0%})"
-    )
+    return f"no difference shown between {best} and {other}: {_amount(found, comparison.p)}"
 
 
 def _amount(found: Difference, p: float) -> str:
@@ -110,7 +103,7 @@ def _notes(jobs: list[Job], sides: list[Side], comparisons: list[Comparison]) ->
                 f"{counted(side.left_out, 'job')} of {side.name} not counted: not complete, or "
                 "with a loss that is not finite"
             )
-    pairs = _tests(comparisons)
+    pairs = _pairs(comparisons)
     if pairs > 1:
         notes.append(
             f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
@@ -119,9 +112,9 @@ def _notes(jobs: list[Job], sides: list[Side], comparisons: list[Comparison]) ->
     return notes
 
 
-def _tests(comparisons: list[Comparison]) -> int:
+def _pairs(comparisons: list[Comparison]) -> int:
     """Return the number of pairs for which the p-values are corrected."""
-    return round(LEVEL / comparisons[0].level) if comparisons else 0
+    return comparisons[0].pairs if comparisons else 0
 
 
 def _table(sides: list[Side]) -> list[str]:
@@ -156,7 +149,7 @@ def _numbers(
         "best": comparisons[0].best.name if comparisons else None,
         "settings": settings,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
-        "pairs_corrected_for": _tests(comparisons),
+        "pairs_corrected_for": _pairs(comparisons),
         "notes": notes if comparisons else [*notes, nothing(sides)],
     }
 
@@ -166,7 +159,8 @@ def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
     found = comparison.difference
     if found is None:
         return {**numbers, "sentence": sentence(comparison)}
-    numbers |= {
+    return {
+        **numbers,
         "difference": found.mean,
         "low": found.low,
         "high": found.high,
@@ -174,7 +168,5 @@ def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
         "p_corrected": comparison.p,
         "test": "paired t" if found.is_paired else "Welch",
         "seeds": [*found.n],
+        "sentence": sentence(comparison),
     }
-    if not comparison.is_better:
-        numbers["seeds_needed"] = found.seeds_needed(comparison.level)
-    return {**numbers, "sentence": sentence(comparison)}

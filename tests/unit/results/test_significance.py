@@ -86,26 +86,13 @@ def test_without_chance_there_is_no_test(one, other, reason):
     assert (why is None) if reason is None else (reason in why)
 
 
-def test_the_seeds_needed_are_those_of_tables():
-    """Cohen 1988, table 2.4.1: d = 0.5 needs 64 of each, 0.8 needs 26; 34 pairs for 0.5."""
-    for shift, expected in ((0.5, 64), (0.8, 26)):
-        one = values(-1.0, 0.0, 1.0)
-        other = values(-1.0 + shift, shift, 1.0 + shift, first=10)
-        assert difference(one, other).seeds_needed() == expected
-    pairs = difference(values(0.0, 0.0, 0.0), values(-0.5, 0.5, 1.5))
-    assert pairs.seeds_needed() == 34
-    assert pairs.seeds_needed(0.01) > 34
-    tiny = difference(values(0.0, 0.0, 0.0), values(-1.0, 0.001, 1.0))
-    assert tiny.seeds_needed() is None
-
-
-def test_the_power_of_a_large_effect_is_one():
-    large = difference(values(0.0, 0.0, 0.0), values(1.0, 1.0, 1.0001))
-    assert large.power(5) == 1.0
-
-
 def test_holm_by_hand():
     """0.01 * 4; 0.02 * 3; 0.03 * 2 = 0.06; then 0.04, which is not below the one before."""
-    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert holm([0.6, 0.9]) == [1.0, 1.0]
-    assert holm([]) == []
+    assert holm([0.04, 0.01, 0.03, 0.02], 4) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.6, 0.9], 2) == [1.0, 1.0]
+    assert holm([], 0) == []
+
+
+def test_holm_with_tests_that_were_not_made():
+    """0.001 * 10; 0.002 * 9."""
+    assert holm([0.002, 0.001], 10) == pytest.approx([0.018, 0.01])
