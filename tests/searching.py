@@ -34,9 +34,7 @@ def trials(directory: Path) -> list[tuple[str, dict[str, Any], list[float] | Non
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage: Any = f"sqlite:///{directory}/study.db"
-    if (directory / "study.journal").exists():
-        storage = optuna.storages.JournalStorage(JournalFileBackend(f"{directory}/study.journal"))
+    storage = optuna.storages.JournalStorage(JournalFileBackend(f"{directory}/study.journal"))
     study = optuna.load_study(study_name=directory.name, storage=storage)
     return [(trial.state.name, trial.params, trial.values) for trial in study.trials]
 

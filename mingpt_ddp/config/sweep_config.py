@@ -19,7 +19,7 @@ class SweepConfig:
         None, "failed jobs after which no other starts; null: any number"
     )
     retries: NonNegativeInt = neutral(0, "how often a failed job is started again")
-    sampler: Literal["tpe", "gp", "qmc", "random"] | None = neutral(
+    sampler: Literal["tpe", "gp", "random"] | None = neutral(
         None, "draws the values of a search; null: all combinations, a grid"
     )
     sampler_settings: dict[str, Any] | None = neutral(
@@ -27,13 +27,6 @@ class SweepConfig:
     )
     trials: PositiveInt = neutral(20, "jobs of a search")
     seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
-    lag: PositiveInt | None = neutral(
-        None,
-        "trial k is drawn from the results up to k - lag; null: 1, or twice sweep.parallel above 1",
-    )
-    order: Literal["fixed", "free"] = neutral(
-        "fixed", "free: draw from all results there are; a rerun draws other trials"
-    )
     objectives: tuple[str, ...] = neutral(
         ("val_loss",), "numbers of result.json to minimize; -NAME: to maximize"
     )
@@ -42,9 +35,6 @@ class SweepConfig:
     )
     pruner_settings: dict[str, Any] | None = neutral(
         None, "settings of the pruner by name; null: docs/sweeps.md"
-    )
-    storage: Literal["journal", "sqlite"] = neutral(
-        "journal", "the file of the study: study.journal or study.db"
     )
 
     def __post_init__(self) -> None:

@@ -146,11 +146,6 @@ def _check_remote(settings: SweepConfig, launcher: str) -> None:
         f"sweep.parallel=auto is for jobs of this machine, not of {launcher}; give a number",
     )
     check(
-        settings.lag is None or settings.parallel == "auto" or settings.lag >= settings.parallel,
-        f"sweep.lag={settings.lag} must be at least sweep.parallel={settings.parallel} with "
-        f"{launcher}, which gets as many trials at once",
-    )
-    check(
         is_study(settings) or settings.parallel == 1,
         f"sweep.parallel={settings.parallel}: {launcher} gets all jobs of a grid at once, and its "
         "own settings say how many run; leave sweep.parallel out",

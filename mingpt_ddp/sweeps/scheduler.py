@@ -44,7 +44,6 @@ class Scheduler:
         self._source = source
         self._compose = compose
         self._left = jobs_left(sweep, source)
-        self._next: int | None = None  # waits for results
         self._forwarder = SignalForwarder()
         self._table = LiveTable(sweep)
         self._codes: list[int] = []  # of jobs that a signal ended
@@ -70,31 +69,13 @@ class Scheduler:
 
     async def _work(self, slot: Slot) -> None:
         """Run one job after the other in a slot."""
-        while True:
-            number = await self._take(slot)
+        while not self._is_interrupted:
+            number = next(self._left, None)
             if number is None:
                 return
             await self._run_job(number, slot)
             async with self._changed:
                 self._changed.notify_all()
-
-    async def _take(self, slot: Slot) -> int | None:
-        """Return the next job, once the results that determine it are known; None without one."""
-        waits = False
-        async with self._changed:
-            while not self._is_interrupted:
-                if self._next is None:
-                    self._next = next(self._left, None)
-                if self._next is None or self._source.can_start(self._next):
-                    number = self._next
-                    self._next = None
-                    return number
-                if not waits:
-                    message = "slot %d waits: job %d is drawn from results that are not known yet"
-                    log.info(message, slot.number, self._next + 1)
-                waits = True
-                await self._changed.wait()
-        return None
 
     async def _run_job(self, number: int, slot: Slot) -> None:
         """Run a job, and again while it fails and retries are left."""

@@ -31,9 +31,6 @@ class Source(Protocol):
     def overrides(self, number: int) -> list[str]:
         """Return the overrides of a job, in the order of the numbers; on all ranks."""
 
-    def can_start(self, number: int) -> bool:
-        """Return whether the results that determine the job are known."""
-
     def is_settled(self, number: int, has_other_limits: bool) -> bool:
         """Return whether the job has ended for good, so that it need not even be composed."""
 
@@ -74,9 +71,6 @@ class Grid:
 
     def overrides(self, number: int) -> list[str]:
         return self._jobs[number]
-
-    def can_start(self, number: int) -> bool:
-        return True
 
     def is_settled(self, number: int, has_other_limits: bool) -> bool:
         return False
@@ -129,9 +123,6 @@ class LockStep:
             store.set("overrides", json.dumps(self._source.overrides(number)))
         words: list[str] = json.loads(store.get("overrides"))
         return words
-
-    def can_start(self, number: int) -> bool:
-        return True
 
     def is_settled(self, number: int, has_other_limits: bool) -> bool:
         return False  # all ranks ask rank zero once the job has its process group

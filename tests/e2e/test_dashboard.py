@@ -26,7 +26,6 @@ SWEEP = [
     *(*python_main(), "-m", "sweep=optuna_lr", *TINY, "sweep.trials=1000", "sweep.pruner=asha"),
     *("trainer.max_steps=6", "trainer.eval_every=2", "trainer.sample_every=null", "tracker=[]"),
 ]
-FILES = {"journal": "study.journal", "sqlite": "sqlite:///study.db"}
 ENDED = 8  # trials, before anybody looks
 KEYS = {"optimizer.lr", "optimizer.weight_decay"}
 
@@ -40,13 +39,13 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser.close()
 
 
-@pytest.fixture(params=FILES)
-def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """The directory of a sweep that is running, and the kind of its study; it ends as preempted."""
-    job = Job([*SWEEP, f"sweep.storage={request.param}"], tmp_path)
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Path]:
+    """The directory of a sweep that is running; it ends as preempted."""
+    job = Job(SWEEP, tmp_path)
     directory = tmp_path / "outputs" / "optuna_lr"
     wait_for(lambda: len(results(directory)) >= ENDED, what="the first trials")
-    yield directory, request.param
+    yield directory
     assert job.process.poll() is None, f"the sweep has ended:\n{job.text()[-2000:]}"
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() in (0, 128 + signal.SIGTERM), job.text()[-2000:]  # in a job, or between two
@@ -67,11 +66,11 @@ def losses(directory: Path) -> list[float]:
 
 
 @contextlib.contextmanager
-def dashboard(directory: Path, storage: str) -> Iterator[str]:
-    """Serve a study as `optuna-dashboard STORAGE` does, and return the URL."""
+def dashboard(directory: Path) -> Iterator[str]:
+    """Serve a study as `optuna-dashboard study.journal` does, and return the URL."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [str(DASHBOARD), storage, "--port", str(port)]
+    command = [str(DASHBOARD), "study.journal", "--port", str(port)]
     output = directory.parent / "dashboard.txt"
     with open(output, "w") as file:
         server = subprocess.Popen(
@@ -108,8 +107,7 @@ def number_of_trials(browser: Browser) -> int:
 def test_the_dashboard_follows_a_sweep_while_it_runs(browser, running):
     if not DASHBOARD.exists():
         pytest.skip("there is no optuna-dashboard; pip install 'mingpt_ddp[integrations]'")
-    directory, kind = running
-    with dashboard(directory, FILES[kind]) as url:
+    with dashboard(running) as url:
         browser.open(f"{url}/dashboard")
         wait_for(lambda: ". optuna_lr\n" in text(browser), what="the list of studies")
         with urllib.request.urlopen(f"{url}/api/studies") as answer:
@@ -120,7 +118,7 @@ def test_the_dashboard_follows_a_sweep_while_it_runs(browser, running):
         wait_for(lambda: re.search(best, text(browser)), what="the best trial")
         assert set(re.findall(r"optimizer\.\w+", text(browser))) >= KEYS
         shown = float(re.search(best, text(browser))[1])
-        assert shown in losses(directory)
+        assert shown in losses(running)
         browser.open(f"{page}/trials")
         wait_for(lambda: number_of_trials(browser) > ENDED, what="the trials")
         assert {"Complete", "Pruned"} <= set(text(browser).splitlines())
@@ -133,17 +131,13 @@ def test_the_dashboard_follows_a_sweep_while_it_runs(browser, running):
 
 def test_optunas_functions_read_a_study_while_it_runs(running):
     optuna = pytest.importorskip("optuna")
-    directory, kind = running
-    if kind == "journal":
-        backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
-        storage = optuna.storages.JournalStorage(backend)
-    else:
-        storage = f"sqlite:///{directory}/study.db"
-    before = losses(directory)
+    backend = optuna.storages.journal.JournalFileBackend(str(running / "study.journal"))
+    storage = optuna.storages.JournalStorage(backend)
+    before = losses(running)
     study = optuna.load_study(study_name="optuna_lr", storage=storage)
     best = study.best_trial
     assert best.value <= min(before)
-    assert results(directory)[best.user_attrs["job"]]["val_loss"] == best.value
+    assert results(running)[best.user_attrs["job"]]["val_loss"] == best.value
     assert best.intermediate_values[6] == best.value
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     importances = optuna.importance.get_param_importances(study, evaluator=evaluator)

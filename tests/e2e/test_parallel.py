@@ -99,24 +99,19 @@ def test_the_bits_are_those_of_jobs_in_turn_and_of_single_runs(tmp_path):
     assert alone.read_bytes() == found[2][same]
 
 
-def test_a_search_does_not_depend_on_how_many_jobs_run(tmp_path):
-    """With the same lag, also if it is killed under one number and resumed under another."""
-    overrides = [
-        *SEARCH,
-        "sweep.trials=8",
-        "sweep.lag=2",
-        "sweep.sampler_settings={n_startup_trials: 2}",
-    ]
-    in_turn, side_by_side = tmp_path / "1", tmp_path / "2"
-    in_turn.mkdir()
-    side_by_side.mkdir()
-    succeed(sweep(*overrides), in_turn)
-    job = Job(sweep(*overrides, TWO), side_by_side)
-    until(job, lambda: len(statuses(side_by_side / DIRECTORY)) >= 3, "three jobs")
+def test_a_search_killed_with_several_jobs_goes_on_with_one(tmp_path):
+    """Each trial keeps its values, and is trained once; later ones are drawn from what there is."""
+    overrides = [*SEARCH, "sweep.trials=8", "sweep.sampler_settings={n_startup_trials: 2}"]
+    job = Job(sweep(*overrides, TWO), tmp_path)
+    until(job, lambda: len(statuses(tmp_path / DIRECTORY)) >= 3, "three jobs")
     job.kill_tree()
-    succeed(sweep(*overrides, "sweep.parallel=1"), side_by_side)
-    assert trials(side_by_side / DIRECTORY) == trials(in_turn / DIRECTORY)
-    assert weights(side_by_side / DIRECTORY) == weights(in_turn / DIRECTORY)
+    before = [line for line in recorded(tmp_path / DIRECTORY) if line["kind"] == "drawn"]
+    ended = starts(tmp_path / DIRECTORY).keys() & statuses(tmp_path / DIRECTORY).keys()
+    succeed(sweep(*overrides, "sweep.parallel=1"), tmp_path)
+    check_ended(tmp_path / DIRECTORY, 8)
+    drawn = [line for line in recorded(tmp_path / DIRECTORY) if line["kind"] == "drawn"]
+    assert drawn[: len(before)] == before
+    assert {starts(tmp_path / DIRECTORY)[name] for name in ended} == {1}
 
 
 def kill(job: Job, what: str, generator: random.Random) -> None:
@@ -135,12 +130,11 @@ def kill(job: Job, what: str, generator: random.Random) -> None:
     job.kill_tree()
 
 
-def killed_often(command: list[str], cwd: Path, kills: list[str]) -> None:
-    """Run a search with kills at random moments, and at last to its end."""
+def killed_often(command: list[str], directory: Path, cwd: Path, kills: list[str]) -> None:
+    """Run a sweep with kills at random moments, and at last to its end."""
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     generator = random.Random(seed)
-    directory = cwd / DIRECTORY
     job = Job(command, cwd)
     for what in kills:
         line = history_lines(directory) + generator.randint(5, 25)
@@ -183,23 +177,21 @@ def check_ended(directory: Path, count: int) -> None:
 def test_a_search_with_a_pruner_killed_five_times(tmp_path):
     command = sweep(*SEARCH, "sweep.trials=24", "sweep.pruner=asha", TWO)
     kills = ["a rank", "the parent", "everything", "the fork server", "the parent"]
-    killed_often(command, tmp_path, kills)
+    killed_often(command, tmp_path / DIRECTORY, tmp_path, kills)
     check_ended(tmp_path / DIRECTORY, 24)
     assert "PRUNED" in states(tmp_path / DIRECTORY)
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_search_equals_the_undisturbed_one(tmp_path):
-    """Without a pruner, whose decisions depend on which evaluation comes first."""
-    command = sweep(*SEARCH, "sweep.trials=10", "sweep.sampler_settings={n_startup_trials: 3}", TWO)
+def test_a_killed_grid_equals_the_undisturbed_one(tmp_path):
+    command = sweep(*GRID, "optimizer.lr=1e-3,2e-3,3e-3,4e-3,5e-3", "run.seed=1,2", TWO)
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     undisturbed.mkdir()
     disturbed.mkdir()
     succeed(command, undisturbed)
-    killed_often(command, disturbed, ["the parent", "a rank", "the fork server"])
-    check_ended(disturbed / DIRECTORY, 10)
-    assert trials(disturbed / DIRECTORY) == trials(undisturbed / DIRECTORY)
-    assert weights(disturbed / DIRECTORY) == weights(undisturbed / DIRECTORY)
+    killed_often(command, disturbed / SWEEP, disturbed, ["the parent", "a rank", "the fork server"])
+    assert set(statuses(disturbed / SWEEP).values()) == {"complete"}
+    assert weights(disturbed / SWEEP) == weights(undisturbed / SWEEP)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -219,8 +211,8 @@ def test_a_signal_saves_all_running_jobs(number, tmp_path):
 
 
 def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
-    """As of one job at a time; trials that need its result would wait for ever."""
-    overrides = ["sweep.trials=6", "sweep.lag=2", "trainer.max_steps=300", "trainer.eval_every=300"]
+    """As of one job at a time."""
+    overrides = ["sweep.trials=6", "trainer.max_steps=300", "trainer.eval_every=300"]
     job = Job(sweep(*SEARCH, *overrides, "snapshot.every_steps=null", TWO), tmp_path)
     ranks = two_train(job, tmp_path / DIRECTORY)
     os.kill(ranks[0], signal.SIGTERM)

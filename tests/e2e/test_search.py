@@ -196,12 +196,9 @@ def two_ranks(tmp_path_factory):
 
 
 @needs_optuna
-@pytest.mark.parametrize("storage", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
-def test_a_failed_trial_stays_failed(storage, tmp_path):
+def test_a_failed_trial_stays_failed(tmp_path):
     """Until sweep.retries is raised; the others are not affected."""
-    command = search(
-        "sweep.trials=4", f"sweep.storage={storage}", "optimizer.lr=tag(log,interval(1e-8,1e30))"
-    )
+    command = search("sweep.trials=4", "optimizer.lr=tag(log,interval(1e-8,1e30))")
     directory = tmp_path / DIRECTORY
     done = call(command, tmp_path)
     assert done.returncode == 2, done.stdout
@@ -265,7 +262,6 @@ def test_two_objectives(tmp_path):
         "run.name=front",
         "sweep.trials=5",
         "sweep.objectives=[val_loss,parameters]",
-        "sweep.storage=sqlite",
         "model.n_embd=choice(12,24,48)",
     )
     text = succeed(command, tmp_path)

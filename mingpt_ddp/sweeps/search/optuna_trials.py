@@ -42,22 +42,20 @@ def frozen_trial(
     record: TrialRecord,
     distributions: Distributions,
     towards: Sequence[StudyDirection],
-    *,
-    as_running: bool = False,
 ) -> FrozenTrial:
     """Return a record as a trial of Optuna.
 
     Args:
         distributions: of all keys.
         towards: the directions of the objectives.
-        as_running: leave out what the job has reported and how it ended.
 
     Raises:
         ValueError: a value lies outside of its distribution.
     """
-    outcome = None if as_running else record.outcome
-    reports = {} if as_running else record.reports
-    intermediate = {step: comparable(each.value, towards[0]) for step, each in reports.items()}
+    outcome = record.outcome
+    intermediate = {
+        step: comparable(each.value, towards[0]) for step, each in record.reports.items()
+    }
     values = None
     if outcome == "complete":
         values = [comparable(*pair) for pair in zip(record.values, towards, strict=True)]

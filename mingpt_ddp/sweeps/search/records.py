@@ -30,7 +30,8 @@ Step = Annotated[int, Field(ge=0, lt=2**63)]
 Time = Annotated[float, Field(ge=0, le=2**34)]  # seconds since 1970
 
 
-@with_config(STRICT)
+# `lag` and `order` of earlier versions: from which results a trial was drawn
+@with_config({**STRICT, "extra": "ignore"})
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """What all trials of a study share."""
@@ -40,8 +41,6 @@ class Header:
     sampler: str | None  # null: a grid
     space: dict[str, Any]  # Optuna's JSON of the distribution of each key
     objectives: Annotated[list[str], Field(min_length=1)]
-    lag: Annotated[int, Field(ge=1)]
-    order: Literal["fixed", "free"]
     seed: Annotated[int, Field(ge=0)]
     fixed: dict[str, Any]
 

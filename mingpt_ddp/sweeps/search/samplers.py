@@ -22,11 +22,10 @@ DIGITS = 4  # of a drawn float: values are part of the names of directories
 
 @dataclass(frozen=True)
 class Setting:
-    """The default of a setting, and its lowest value, if it is a whole number, or its choices."""
+    """The default of a setting, and its lowest value, if it is a whole number."""
 
     default: Any
     lowest: int = 0
-    choices: tuple[str, ...] = ()
 
 
 Table = Mapping[str, Mapping[str, Setting]]
@@ -39,10 +38,6 @@ SAMPLERS: Table = {
         "constant_liar": Setting(True),
     },
     "gp": {"n_startup_trials": Setting(10, lowest=1), "deterministic_objective": Setting(False)},
-    "qmc": {
-        "qmc_type": Setting("sobol", choices=("sobol", "halton")),
-        "scramble": Setting(True),
-    },
     "random": {},
 }
 
@@ -68,9 +63,7 @@ def with_defaults(table: Table, what: str, name: str, given: Mapping[str, Any]) 
 
 
 def _check_value(text: str, setting: Setting, value: Any) -> None:
-    if setting.choices:
-        check(value in setting.choices, f"{text} must be one of {', '.join(setting.choices)}")
-    elif isinstance(setting.default, bool):
+    if isinstance(setting.default, bool):
         check(isinstance(value, bool), f"{text} must be true or false")
     elif value is not None or setting.default is not None:
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -101,14 +94,12 @@ class Drawing:
         """Return the values of the next trial: a function of the seed and the trials before it."""
         space = dict(sorted(self.space.items()))
         with no_warnings():
-            study = in_memory(self.directions, self._sampler(len(trials), space))
+            study = in_memory(self.directions, self._sampler(len(trials)))
             study.add_trials(trials)
             values = study.ask(space).params
         return {key: rounded(values[key], self.space[key]) for key in self.space}
 
-    def _sampler(
-        self, number: int, space: dict[str, BaseDistribution]
-    ) -> optuna.samplers.BaseSampler:
+    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
         given = dict(self.settings)
         if self.sampler == "tpe" and len(self.directions) > 1:  # as Optuna 5 does
             given.setdefault("multivariate", False)
@@ -126,59 +117,7 @@ class Drawing:
                 warn_independent_sampling=False,
                 **settings,
             )
-        if self.sampler == "qmc":
-            return _Sequence(self.seed, number, space, settings)
         return optuna.samplers.RandomSampler(seed)
-
-
-class _Sequence(optuna.samplers.QMCSampler):
-    """Draw trial k as point k of one sequence, from the first trial on."""
-
-    def __init__(
-        self, seed: int, number: int, space: dict[str, BaseDistribution], settings: dict[str, Any]
-    ) -> None:
-        super().__init__(
-            seed=seed,
-            independent_sampler=optuna.samplers.RandomSampler(seed_of(seed, number)),
-            warn_asynchronous_seeding=False,
-            warn_independent_sampling=False,
-            **settings,
-        )
-        self._number = number
-        self._space = space
-
-    def infer_relative_search_space(
-        self, study: optuna.Study, trial: FrozenTrial
-    ) -> dict[str, BaseDistribution]:
-        """Return the whole space; Optuna draws the first trial outside of the sequence."""
-        return self._space
-
-    def sample_relative(
-        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
-    ) -> dict[str, Any]:
-        """Set the counter, which Optuna keeps in the attributes of a study, and draw.
-
-        A choice is the whole part of a float: Optuna 4.7 has no choices in a sequence.
-        """
-        choices = {
-            key: each.choices
-            for key, each in search_space.items()
-            if isinstance(each, optuna.distributions.CategoricalDistribution)
-        }
-        floats = {
-            key: optuna.distributions.FloatDistribution(0, len(each))
-            for key, each in choices.items()
-        }
-        search_space = {**search_space, **floats}
-        super().sample_relative(study, trial, search_space)  # creates the counter
-        storage = study._storage
-        # its name differs by version; the study is new and has no other attribute
-        (counter,) = storage.get_study_system_attrs(study._study_id)
-        storage.set_study_system_attr(study._study_id, counter, self._number - 1)
-        values = super().sample_relative(study, trial, search_space)
-        for key, each in choices.items():
-            values[key] = each[min(int(values[key]), len(each) - 1)]
-        return values
 
 
 def seed_of(seed: int, number: int) -> int:

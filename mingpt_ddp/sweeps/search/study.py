@@ -55,8 +55,9 @@ class Outcome(str, Enum):
 class Study:
     """The trials of the sweep in a directory, which this process has locked.
 
-    A trial is drawn from the seed, its number and the results that `lag` permits, so a sweep that
-    was killed draws what an undisturbed one would. Numbers are positions: of draws, or in the grid.
+    A trial is drawn from the seed, its number and the results that there are, so that a sweep of
+    one job at a time draws what an undisturbed one would. Numbers are positions: of draws, or in
+    the grid.
     """
 
     def __init__(
@@ -86,22 +87,17 @@ class Study:
         self._numbers = self._match_listed()
         self._distributions = dict(space) if self._listed is None else self._grid_space()
         header = self._records.header
-        self.lag = settings.lag or (header.lag if header else _default_lag(settings))
         self._header = Header(
             sampler=settings.sampler,
             space={} if self._listed is not None else distributions_as_json(space),
             objectives=list(settings.objectives),
-            lag=self.lag,
-            order=settings.order,
             seed=settings.seed,
             fixed=json.loads(json.dumps(dict(fixed or {}))),
         )
         if header is not None:
             check_same_study(header, self._header)
         self._check_values()
-        self._storage = StudyStorage(
-            directory, settings.storage, self._directions, self._all_frozen
-        )
+        self._storage = StudyStorage(directory, self._directions, self._all_frozen)
         self._pruning: Pruning | None = None
         if settings.pruner != "none":
             given = settings.pruner_settings or {}
@@ -115,13 +111,6 @@ class Study:
         """
         self._records.begin(self._header)
         self._storage.open()
-
-    def can_draw(self, number: int) -> bool:
-        """Return whether the results are known from which trial `number` is drawn."""
-        if self._listed is not None or self._settings.order == "free":
-            return True
-        needed = range(number - self.lag + 1)
-        return all(self.outcome(each) is not None for each in needed)
 
     def trial(self, number: int) -> Trial:
         """Return the values of a trial; draw and record them if it is the next one."""
@@ -222,20 +211,14 @@ class Study:
             params = self._listed[number]
         else:
             assert number == index, f"trial {number} is not the next one, {index}"
-            assert self.can_draw(number), f"trial {number} needs results that are not known"
-            params = self._draw(number)
+            params = self._draw()
         self._records.append(Drawn(trial=index, params=params, time=now()))
         self._numbers[number] = index
         if self._pruning is not None:
             self._pruning.add_trial()
         self._storage.create(self._frozen(self._records.trials[index]))
 
-    def _draw(self, number: int) -> dict[str, Any]:
-        is_free = self._settings.order == "free"
-        trials = [
-            self._frozen(each, as_running=not is_free and each.number > number - self.lag)
-            for each in self._records.trials
-        ]
+    def _draw(self) -> dict[str, Any]:
         assert self._settings.sampler is not None
         drawing = Drawing(
             self._settings.sampler,
@@ -244,10 +227,10 @@ class Study:
             self._distributions,
             self._directions,
         )
-        return drawing.draw(trials)
+        return drawing.draw(self._all_frozen())
 
-    def _frozen(self, record: TrialRecord, as_running: bool = False) -> FrozenTrial:
-        return frozen_trial(record, self._distributions, self._directions, as_running=as_running)
+    def _frozen(self, record: TrialRecord) -> FrozenTrial:
+        return frozen_trial(record, self._distributions, self._directions)
 
     def _all_frozen(self) -> list[FrozenTrial]:
         return [self._frozen(record) for record in self._records.trials]
@@ -289,11 +272,6 @@ class Study:
                     f"{self._records.path}: the values of trial {record.number} are damaged; move "
                     f"the file away to begin a new study, or {ANOTHER}"
                 ) from error
-
-
-def _default_lag(settings: SweepConfig) -> int:
-    assert isinstance(settings.parallel, int), "the caller resolves auto"
-    return 1 if settings.parallel == 1 else 2 * settings.parallel
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ This process alone writes it: it holds the lock of the directory.
 import contextlib
 import logging
 import os
-import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,9 +19,7 @@ from mingpt_ddp.sweeps.search.optuna_trials import (
 
 log = logging.getLogger(__name__)
 
-FILES = {"journal": "study.journal", "sqlite": "study.db"}
-SQLITE_SIDE_FILES = ("-journal", "-wal", "-shm")
-SQLITE_TIMEOUT_S = 10.0  # for which a reader may hold the file
+FILE = "study.journal"
 MAX_BYTES = 1 << 30
 TrialsOf = Callable[[], Sequence[FrozenTrial]]
 
@@ -32,18 +29,17 @@ class _CannotContinueError(Exception):
 
 
 class StudyStorage:
-    """The file, named after the kind of storage; a failure to write it ends only its updates."""
+    """The file; a failure to write it ends only its updates."""
 
     def __init__(
-        self, directory: Path, kind: str, directions: Sequence[StudyDirection], trials: TrialsOf
+        self, directory: Path, directions: Sequence[StudyDirection], trials: TrialsOf
     ) -> None:
         """Write nothing yet.
 
         Args:
             trials: returns all trials as the records have them.
         """
-        self.path = directory / FILES[kind]
-        self._kind = kind
+        self.path = directory / FILE
         self._name = directory.absolute().name
         self._directions = list(directions)
         self._trials = trials
@@ -91,8 +87,8 @@ class StudyStorage:
         try:
             with no_warnings():
                 yield self._storage
-        except Exception as error:  # Optuna's, SQLAlchemy's, the system's
-            self._close()
+        except Exception as error:  # Optuna's, the system's
+            self._storage = None
             reason = " ".join(str(error).split())[:200]
             log.warning(
                 "%s is no longer updated: %s; the sweep goes on without it, and the next start "
@@ -106,8 +102,7 @@ class StudyStorage:
             raise _CannotContinueError("not a regular file")
         if self.path.stat().st_size > MAX_BYTES:
             raise _CannotContinueError("too large")
-        if self._kind == "journal":
-            _cut_torn_line(self.path)
+        _cut_torn_line(self.path)
         storage = self._connect()
         names = [study.study_name for study in storage.get_all_studies()]
         if self._name not in names:
@@ -145,41 +140,21 @@ class StudyStorage:
 
     def _write_new(self) -> None:
         """Move the file away and write all trials into a new one; the next start completes it."""
-        self._close()
-        before = self.path.with_name(self.path.name + ".before")
-        for suffix in ("", *SQLITE_SIDE_FILES):
-            old = Path(f"{self.path}{suffix}")
-            if os.path.lexists(old):
-                os.replace(old, f"{before}{suffix}")
+        if os.path.lexists(self.path):
+            os.replace(self.path, self.path.with_name(f"{FILE}.before"))
         storage = self._connect()
         self._study_id = storage.create_new_study(self._directions, self._name)
         self._ids = [storage.create_new_trial(self._study_id, each) for each in self._trials()]
 
     def _connect(self) -> optuna.storages.BaseStorage:
-        if self._kind == "journal":
-            self._storage = _journal(self.path)
-            return self._storage
-        # not in the URL, where a question mark would begin its options
-        path = str(self.path)
-        self._storage = optuna.storages.RDBStorage(
-            "sqlite:///study.db",
-            engine_kwargs={
-                "creator": lambda: sqlite3.connect(
-                    path, timeout=SQLITE_TIMEOUT_S, check_same_thread=False
-                )
-            },
-        )
-        return self._storage
+        from optuna.storages.journal import JournalFileBackend
 
-    def _close(self) -> None:
-        if isinstance(self._storage, optuna.storages.RDBStorage):
-            self._storage.scoped_session.remove()
-            self._storage.engine.dispose()
-        self._storage = None
+        self._storage = optuna.storages.JournalStorage(JournalFileBackend(str(self.path)))
+        return self._storage
 
     def _remove_stale_locks(self) -> None:
         """Remove the locks of a killed process, for which Optuna would wait 30 seconds."""
-        for stale in self.path.parent.glob(f"{FILES['journal']}.lock*"):
+        for stale in self.path.parent.glob(f"{FILE}.lock*"):
             stale.unlink()
 
 
@@ -218,9 +193,3 @@ def _check_continues(old: FrozenTrial, new: FrozenTrial) -> None:
         ok &= old.state == TrialState.RUNNING
     if not ok:
         raise _CannotContinueError(f"trial {new.number} differs")
-
-
-def _journal(path: Path) -> optuna.storages.BaseStorage:
-    from optuna.storages.journal import JournalFileBackend
-
-    return optuna.storages.JournalStorage(JournalFileBackend(str(path)))

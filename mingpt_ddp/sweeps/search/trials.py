@@ -46,9 +46,6 @@ class Trials:
         values = self._study.trial(number).values
         return [override_text(key, value) for key, value in values.items()]
 
-    def can_start(self, number: int) -> bool:
-        return self._study.can_draw(number)
-
     def is_settled(self, number: int, has_other_limits: bool) -> bool:
         outcome = self._study.outcome(number)
         if outcome is None:

@@ -640,13 +640,13 @@ SWEEPS = [
 SEARCHES = [
     (
         "sweep.sampler=cmaes",
-        "config error: sweep.sampler='cmaes' must be 'tpe', 'gp', ",
+        "config error: sweep.sampler='cmaes' must be 'tpe', 'gp' or 'random'",
     ),
     ("sweep.pruner=hyperband", "config error: sweep.pruner='hyperband' must be 'none', "),
     ("sweep.trials=0", "config error: sweep.trials=0 must be greater than or equal to 1"),
-    ("sweep.lag=0", "config error: sweep.lag=0 must be greater than or equal to 1"),
+    ("sweep.lag=1", "config error: sweep.lag is no longer there; leave it out, a search draws"),
+    ("sweep.sampler=qmc", "config error: sweep.sampler=qmc is no longer there; choose tpe, gp or"),
     ("sweep.seed=-1", "config error: sweep.seed=-1 must be greater than or equal to 0"),
-    ("sweep.storage=redis", "config error: sweep.storage='redis' must be 'journal'"),
     ("sweep.objectives=[]", "config error: sweep.objectives is empty"),
     (
         "sweep.objectives=[val_loss,wall_seconds] sweep.pruner=asha",

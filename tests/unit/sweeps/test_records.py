@@ -14,9 +14,7 @@ from mingpt_ddp.results.front import read_goals
 from mingpt_ddp.sweeps.search import records as records_module
 from mingpt_ddp.sweeps.search.records import Drawn, Finished, Header, Records, Reopened, Reported
 
-HEADER = Header(
-    sampler="tpe", space={}, objectives=["val_loss"], lag=1, order="fixed", seed=1, fixed={}
-)
+HEADER = Header(sampler="tpe", space={}, objectives=["val_loss"], seed=1, fixed={})
 LINES = [
     Drawn(trial=0, params={"a": 1, "b": 0.1, "c": "x", "d": None, "e": True}, time=1.5),
     Reported(trial=0, step=10, value=2.5, pruned=None),

@@ -10,9 +10,9 @@ import warnings
 
 import pytest
 
-from mingpt_ddp.sweeps.search.optuna_trials import directions, optuna
+from mingpt_ddp.sweeps.search.optuna_trials import optuna
 from mingpt_ddp.sweeps.search.pruners import PRUNERS
-from mingpt_ddp.sweeps.search.samplers import SAMPLERS, Drawing, rounded, seed_of
+from mingpt_ddp.sweeps.search.samplers import SAMPLERS, rounded, seed_of
 from mingpt_ddp.sweeps.search.study import Outcome
 from tests.unit.sweeps.studies import open_study, run_all
 
@@ -26,7 +26,6 @@ NOT_OFFERED = {
 CLASSES = [
     (SAMPLERS["tpe"], optuna.samplers.TPESampler),
     (SAMPLERS["gp"], optuna.samplers.GPSampler),
-    (SAMPLERS["qmc"], optuna.samplers.QMCSampler),
     (SAMPLERS["random"], optuna.samplers.RandomSampler),
     (PRUNERS["median"], optuna.pruners.MedianPruner),
     (PRUNERS["asha"], optuna.pruners.SuccessiveHalvingPruner),
@@ -62,20 +61,6 @@ def test_a_drawn_number_with_a_step_is_the_decimal_that_is_meant():
 
 def test_seeds_are_stable():
     assert [seed_of(1, number) for number in range(2)] == [1330067697, 2774662235]
-
-
-def test_a_sequence_begins_with_the_first_trial():
-    """Sixteen points of a Sobol sequence lie in sixteen different intervals."""
-    space = {"x": Float(0, 16), "kind": optuna.distributions.CategoricalDistribution(["a", "b"])}
-    drawing = Drawing("qmc", {}, 7, space, directions(["val_loss"]))
-    trials = []
-    for number in range(16):
-        params = drawing.draw(trials)
-        trial = optuna.create_trial(params=params, distributions=drawing.space, value=1.0)
-        trial.number = number
-        trials.append(trial)
-    assert sorted(int(trial.params["x"]) for trial in trials) == list(range(16))
-    assert [trial.params["kind"] for trial in trials].count("a") == 8
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -59,7 +59,6 @@ REFUSED_ELSEWHERE = [
     (["sweep.parallel=2"], "gets all jobs of a grid at once"),
     (["sweep.retries=1"], "are for jobs of this machine"),
     (["sweep.max_failures=1"], "are for jobs of this machine"),
-    (["sweep.sampler=tpe", "sweep.parallel=4", "sweep.lag=3"], "sweep.lag=3 must be at least"),
 ]
 
 

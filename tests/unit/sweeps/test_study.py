@@ -20,7 +20,6 @@ from tests.unit.sweeps.studies import (
     SWEPT,
     cut_copy,
     lines_of,
-    loss,
     open_study,
     parse,
     run_all,
@@ -28,28 +27,25 @@ from tests.unit.sweeps.studies import (
 )
 
 STARTUP = {"tpe": {"n_startup_trials": 3}, "gp": {"n_startup_trials": 3}}
-SAMPLERS = ("tpe", "gp", "qmc", "random")
+SAMPLERS = ("tpe", "gp", "random")
 
 
-def load(directory: Path, storage: str = "journal") -> list[optuna.trial.FrozenTrial]:
-    """Read the study as Optuna's own tools do."""
-    if storage == "journal":
-        backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
-        opened = optuna.storages.JournalStorage(backend)
-    else:
-        opened = f"sqlite:///{directory}/study.db"
-    return optuna.load_study(study_name=directory.name, storage=opened).trials
+def load(directory: Path, name: str = "") -> list[optuna.trial.FrozenTrial]:
+    """Read the study as Optuna's own tools do; `name` is another than that of the directory."""
+    backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
+    storage = optuna.storages.JournalStorage(backend)
+    return optuna.load_study(study_name=name or directory.name, storage=storage).trials
 
 
-def check_agrees(directory: Path, storage: str = "journal") -> None:
+def check_agrees(directory: Path) -> None:
     """Check that Optuna reads what the records say."""
     states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": None}
     study = Study(
         directory,
-        SweepConfig(sampler="random", storage=storage),
+        SweepConfig(sampler="random"),
         search_space(parse(*SWEPT)),
     )
-    trials = load(directory, storage)
+    trials = load(directory)
     assert [trial.number for trial in trials] == list(range(len(study.trials())))
     for trial, record in zip(trials, study.trials(), strict=True):
         assert trial.params == record.params
@@ -88,57 +84,24 @@ def test_a_study_cut_anywhere_ends_as_undisturbed(tmp_path, sampler, pruner):
         check_agrees(cut)
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "qmc", "gp"])
-def test_the_order_of_results_does_not_change_draws(tmp_path, sampler):
-    """With a lag of 4, four jobs run at a time and end in any order."""
-    trials = 9 if sampler == "gp" else 14
-    draws = []
-    for seed in range(2 if sampler == "gp" else 6):
-        directory = tmp_path / str(seed)
+def test_a_trial_is_drawn_from_the_results_that_there_are(tmp_path):
+    """One that runs is none; one that has begun keeps its values, whatever ends meanwhile."""
+    found = []
+    for name, ends_first in (("a", False), ("b", True)):
+        directory = tmp_path / name
         directory.mkdir()
-        study = open_study(
-            directory, sampler=sampler, sampler_settings=STARTUP.get(sampler), lag=4, parallel=4
-        )
-        draw = random.Random(seed)
-        running: list[int] = []
-        drawn = {}
-        while len(drawn) < trials or running:
-            number = len(drawn)
-            if number < trials and len(running) < 4 and study.can_draw(number):
-                drawn[number] = study.trial(number).values
-                running.append(number)
-                continue
-            number = running.pop(draw.randrange(len(running)))
-            study.finish(number, Outcome.COMPLETE, [loss(drawn[number])])
-            if draw.random() < 0.2:
-                study = open_study(
-                    directory, sampler=sampler, sampler_settings=STARTUP.get(sampler), lag=4
-                )
-        draws.append(drawn)
-    assert all(each == draws[0] for each in draws)
-
-
-def test_a_draw_waits_for_the_results_that_lag_demands(tmp_path):
-    study = open_study(tmp_path, lag=2)
-    assert study.lag == 2
-    assert study.can_draw(0) and study.can_draw(1) and not study.can_draw(2)
-    study.trial(0)
-    study.trial(1)
-    study.finish(1, Outcome.COMPLETE, [1.0])
-    assert not study.can_draw(2)
-    study.finish(0, Outcome.FAILED, reason="exit code 1")
-    assert study.can_draw(3) and not study.can_draw(4)
-    assert open_study(tmp_path, lag=2, order="free").can_draw(9)
-
-
-@pytest.mark.parametrize(
-    ("settings", "lag"),
-    [({}, 1), ({"parallel": 3}, 6), ({"parallel": 3, "lag": 2}, 2)],
-    ids=str,
-)
-def test_lag_is_recorded(tmp_path, settings, lag):
-    assert open_study(tmp_path, **settings).lag == lag
-    assert open_study(tmp_path).lag == lag
+        settings = {"sampler": "tpe", "sampler_settings": {"n_startup_trials": 1}}
+        study = open_study(directory, parallel=2, **settings)
+        run_all(study, 3)
+        study.trial(3)
+        if ends_first:
+            study.finish(3, Outcome.COMPLETE, [0.0])
+        drawn = study.trial(4).values
+        if not ends_first:
+            study.finish(3, Outcome.COMPLETE, [0.0])
+        assert open_study(directory, parallel=2, **settings).trial(4).values == drawn
+        found.append(drawn)
+    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -156,14 +119,12 @@ def test_two_objectives(tmp_path, sampler):
     assert all(len(again.values(number)) == 2 for number in range(7) if again.values(number))
 
 
-@pytest.mark.parametrize("storage", ["journal", "sqlite"])
-def test_optuna_reads_the_study_after_each_change(tmp_path, storage):
+def test_optuna_reads_the_study_after_each_change(tmp_path):
     directory = tmp_path / "a b?c%20#'d"
     directory.mkdir()
-    study = open_study(directory, pruner="median", storage=storage, order="free")
+    study = open_study(directory, pruner="median")
     study.trial(0)
-    if storage == "journal":
-        check_agrees(directory)
+    check_agrees(directory)
     study.report(0, 5, 2.0)
     study.report(0, 6, float("nan"))
     study.finish(0, Outcome.COMPLETE, [float("nan")], job="job-0")
@@ -176,16 +137,9 @@ def test_optuna_reads_the_study_after_each_change(tmp_path, storage):
     study.finish(1, Outcome.COMPLETE, [float("-inf")], job="job-1")
     backup = directory.with_name("copy")
     backup.mkdir()
-    name = {"journal": "study.journal", "sqlite": "study.db"}[storage]
+    name = "study.journal"
     (backup / name).write_bytes((directory / name).read_bytes())
-    url = (
-        optuna.storages.JournalStorage(
-            optuna.storages.journal.JournalFileBackend(str(backup / name))
-        )
-        if storage == "journal"
-        else f"sqlite:///{backup}/{name}"
-    )
-    trials = optuna.load_study(study_name=directory.name, storage=url).trials
+    trials = load(backup, directory.name)
     assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "RUNNING"]
     assert trials[0].value == float("inf") and trials[0].user_attrs == {"job": "job-0"}
     assert trials[0].intermediate_values == {5: 2.0, 6: float("inf")}
@@ -212,12 +166,11 @@ def test_a_torn_journal_is_repaired_at_once(tmp_path, monkeypatch, caplog):
         assert not list(cut.glob("*.lock*")) and not list(cut.glob("*.before"))
 
 
-@pytest.mark.parametrize("storage", ["journal", "sqlite"])
-def test_a_lagging_or_foreign_storage_is_mended(tmp_path, storage):
-    name = {"journal": "study.journal", "sqlite": "study.db"}[storage]
+def test_a_lagging_or_foreign_storage_is_mended(tmp_path):
+    name = "study.journal"
     directory = tmp_path / "s"
     directory.mkdir()
-    study = open_study(directory, storage=storage)
+    study = open_study(directory)
     run_all(study, 2)
     lagging = (directory / name).read_bytes()
     run_job(study, 2)
@@ -230,17 +183,17 @@ def test_a_lagging_or_foreign_storage_is_mended(tmp_path, storage):
         (b"\xff" * 99, False),
     ):
         (directory / name).write_bytes(content)
-        open_study(directory, storage=storage)
-        check_agrees(directory, storage)
+        open_study(directory)
+        check_agrees(directory)
         before = directory / f"{name}.before"
         if is_kept is not None:
             assert before.exists() != is_kept
         before.unlink(missing_ok=True)
     (directory / name).unlink()
     (directory / name).symlink_to(tmp_path / "elsewhere")
-    open_study(directory, storage=storage)
+    open_study(directory)
     assert not (tmp_path / "elsewhere").exists()
-    check_agrees(directory, storage)
+    check_agrees(directory)
 
 
 def test_a_storage_that_cannot_be_written_does_not_end_the_sweep(tmp_path, caplog):
@@ -318,7 +271,6 @@ def test_a_grid_may_change(tmp_path):
     study = open_grid(0.1, 0.2)
     assert study.trial(1).values == {"lr": 0.2, "betas": "[1,2]"}
     study.finish(1, Outcome.COMPLETE, [1.0])
-    assert study.can_draw(5)
     study = open_grid(0.05, 0.2, 0.1)
     assert [study.outcome(number) for number in range(3)] == [None, Outcome.COMPLETE, None]
     assert study.trial(0).values["lr"] == 0.05
@@ -332,7 +284,6 @@ REFUSED = [
     ({"sampler_settings": {"n_startup_trials": -1}}, "at least 0"),
     ({"sampler_settings": {"n_startup_trials": True}}, "whole number"),
     ({"sampler_settings": {"multivariate": 1}}, "true or false"),
-    ({"sampler": "qmc", "sampler_settings": {"qmc_type": "x"}}, "sobol, halton"),
     ({"sampler": "random", "sampler_settings": {"a": 1}}, "has no settings"),
     ({"pruner": "asha", "pruner_settings": {"rungs": 1}}, "use one of min_resource"),
     ({"pruner": "asha", "pruner_settings": {"min_resource": 0}}, "at least 1"),
@@ -387,8 +338,7 @@ def test_values_outside_of_the_space_are_damage(tmp_path):
         open_study(tmp_path, "lr=interval(1,2)", "n=1,2", "kind=a,b")
 
 
-@pytest.mark.parametrize("storage", ["journal", "sqlite"])
-def test_a_study_killed_at_any_time_ends_as_undisturbed(tmp_path, storage):
+def test_a_study_killed_at_any_time_ends_as_undisturbed(tmp_path):
     settings = {"sampler": "tpe", "pruner": "median", "sampler_settings": {"n_startup_trials": 4}}
     trials = 40
     whole = tmp_path / "whole"
@@ -396,21 +346,21 @@ def test_a_study_killed_at_any_time_ends_as_undisturbed(tmp_path, storage):
     run_all(open_study(whole, **settings), trials)
     directory = tmp_path / "killed"
     directory.mkdir()
-    wait = random.Random(storage)
+    wait = random.Random("journal")
     killed = 0
     for _ in range(10):
         child = os.fork()
         if child == 0:
             with contextlib.suppress(BaseException):
-                run_all(open_study(directory, **settings, storage=storage), trials)
+                run_all(open_study(directory, **settings), trials)
                 os._exit(0)
             os._exit(1)
-        time.sleep(wait.uniform(0.0, 0.1 if storage == "journal" else 0.3))
+        time.sleep(wait.uniform(0.0, 0.1))
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status in (0, -signal.SIGKILL)
         killed += status != 0
     assert killed > 1
-    run_all(open_study(directory, **settings, storage=storage), trials)
+    run_all(open_study(directory, **settings), trials)
     assert lines_of(directory) == lines_of(whole)
-    check_agrees(directory, storage)
+    check_agrees(directory)
