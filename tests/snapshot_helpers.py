@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
-from mingpt_ddp.data.tokenizer_base import Tokenizer
+from mingpt_ddp.data.tokenizer_base import EXACT, Tokenizer
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
@@ -22,7 +22,6 @@ from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.transformers_export import EXACT
 
 VOCABULARY = "\n abc"
 SHA256 = "5e" * 32  # of the text

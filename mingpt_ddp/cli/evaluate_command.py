@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from mingpt_ddp.tasks.task import Task
 
-OF_TOKENS = ("tokenizer", "vocab_size", "block_size")  # keys of data
+OF_TOKENS = ("tokenizer", "vocab_size", "end_token", "block_size")  # keys of data
 OF_TEXTS = ("path", "sources", "val_paths", "split_paths")  # keys of data with URLs
 OF_DATA = ("text", "data")  # keys of a state with the SHA-256 of the data
 
@@ -221,4 +221,4 @@ def _measure_like(values: dict[str, Any], first: Any) -> None:
         )
     if "block_size" in own:  # a text
         kept = {key: own[key] for key in OF_TOKENS if key in own}
-        values["data"] = {**first["data"], **kept}
+        values["data"] = {**first["data"], "end_token": False, **kept}

@@ -168,6 +168,9 @@ class DataConfig(UserCodeConfig):
     tokenizer: str = key(
         "char", "char, byte, bpe (trained on the training split), or the path of a tokenizer.json"
     )
+    end_token: bool = key(
+        False, "end each document, a record or a file of several, with a token of its own"
+    )
     vocab_size: Annotated[int, Field(ge=1, le=1 << 20)] | None = key(
         None,
         "of bpe, from 257 on; null: 4096. Of format=tokens without a tokenizer",

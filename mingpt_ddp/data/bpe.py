@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from mingpt_ddp.data.rng import Ints
-from mingpt_ddp.data.tokenizer_base import Tokenizer, begins_character, decode_bytes, utf8
+from mingpt_ddp.data.tokenizer_base import (
+    END,
+    END_NAME,
+    END_NAMES,
+    EXACT,
+    Tokenizer,
+    begins_character,
+    decode_bytes,
+    utf8,
+)
 from mingpt_ddp.errors import ConfigError, DataError
 
 MAX_JSON_CHARS = 1 << 23  # a state.json may have 16 MiB
@@ -37,10 +46,12 @@ class BPETokenizer(Tokenizer):
 
     name = "bpe"
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, end: int | None = None) -> None:
         """
         Args:
             text: the tokenizer's JSON.
+            end: id of the special token that ends a document; then special tokens in a text are
+                characters as any others.
 
         Raises:
             LookupError, TypeError, ValueError: it is not a byte-level BPE that inverts exactly.
@@ -51,10 +62,25 @@ class BPETokenizer(Tokenizer):
         _check_length(self.json)  # in ASCII it may be longer than it was
         self.tokens = _bytes_of_tokens(values)
         self.line_feed = self.tokens.index(b"\n")
+        self.end = end
+        if end is not None:
+            self.tokens[end] = b""
         self.token_sizes = np.array([len(token) for token in self.tokens])
         characters = [int(begins_character(token).sum()) for token in self.tokens]
         self.token_characters = np.array(characters)
         self._encoder: Any = None
+
+    def with_end(self) -> Tokenizer:
+        if self.end is not None:
+            return self
+        values = json.loads(self.json)
+        added = {token["content"]: token for token in values.get("added_tokens") or ()}
+        ids = values["model"]["vocab"] | {name: token["id"] for name, token in added.items()}
+        name = next((name for name in END_NAMES if name in ids), END_NAME)
+        end = ids.get(name, self.vocab_size)
+        added[name] = {"id": end, "content": name, **EXACT, "special": True}
+        values["added_tokens"] = [*added.values()]
+        return BPETokenizer(json.dumps(values), end)
 
     def encode(self, text: str) -> list[int]:
         """
@@ -69,14 +95,25 @@ class BPETokenizer(Tokenizer):
         """Yield the tokens of a text, encoded by all cores; the same ones on any number of them."""
         chunks = split_at_words(texts)
         while batch := list(islice(chunks, CHUNKS)):
-            for encoding in self._encode(batch):
-                yield np.array(encoding.ids, dtype=np.uint32)
+            pieces: list[str] = []
+            is_last: list[bool] = []  # of its document
+            for chunk in batch:
+                parts = chunk.split(END)
+                pieces += parts
+                is_last += [True] * (len(parts) - 1) + [False]
+            tokens: list[int] = []
+            for encoding, ends in zip(self._encode(pieces), is_last, strict=True):
+                tokens += encoding.ids
+                if ends and self.end is not None:
+                    tokens.append(self.end)
+            yield np.array(tokens, dtype=np.uint32)
 
     def decode(self, tokens: list[int]) -> str:
         return decode_bytes(b"".join(self.tokens[token] for token in tokens))
 
     def state(self) -> dict[str, Any]:
-        return {"tokenizer": {"type": "bpe", "json": self.json}}
+        end = {} if self.end is None else {"end_token": self.end}
+        return {"tokenizer": {"type": "bpe", "json": self.json, **end}}
 
     def _encode(self, texts: list[str]) -> list[Any]:
         """Return the library's encoding of each text."""
@@ -98,6 +135,7 @@ class BPETokenizer(Tokenizer):
         try:
             with _panics_raised():
                 self._encoder = lib.Tokenizer.from_str(self.json)
+            self._encoder.encode_special_tokens = self.end is not None
         except Exception as error:  # the library raises nothing narrower
             raise DataError(
                 f"the library tokenizers refuses the tokenizer: {str(error)[:200]}"
@@ -161,18 +199,19 @@ def _silent_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def train_bpe(texts: Iterator[str], vocab_size: int | None) -> BPETokenizer:
-    """Learn merges from a text; a small text may give fewer tokens than `vocab_size`."""
+def train_bpe(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
+    """Learn merges from the documents of a text; a small text may give fewer tokens."""
     lib = library()
     tokenizer = lib.Tokenizer(lib.models.BPE())
     tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = lib.decoders.ByteLevel()
     trainer = lib.trainers.BpeTrainer(
-        vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
+        vocab_size=vocab_size,
         initial_alphabet=lib.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(split_at_words(texts), trainer)
+    chunks = split_at_words(texts)
+    tokenizer.train_from_iterator((part for chunk in chunks for part in chunk.split(END)), trainer)
     return BPETokenizer(tokenizer.to_str())
 
 

@@ -22,20 +22,19 @@ import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.archives import GZIP
-from mingpt_ddp.data.bpe import train_bpe
+from mingpt_ddp.data.bpe import DEFAULT_VOCAB_SIZE, train_bpe
 from mingpt_ddp.data.content import BINARY, NOT_UTF8, kind_of, refusal
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
 from mingpt_ddp.data.file_records import digest_of
 from mingpt_ddp.data.text_cache import TextCache
 from mingpt_ddp.data.texts import (
     CHUNK_BYTES,
-    OpenBytes,
     Text,
     expanded_limit,
     expands_too_far,
 )
 from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer
-from mingpt_ddp.data.tokenizer_base import code_points
+from mingpt_ddp.data.tokenizer_base import END, code_points
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
@@ -89,6 +88,8 @@ def encode(
                 f"{sources[0].config.source} has one distinct character; there is nothing to learn"
             )
         tokenizer = _make_tokenizer(config, distinct, splits[0])
+        if config.end_token:
+            tokenizer = tokenizer.with_end()
     # the smallest unsigned type that holds every token
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     with tempfile.TemporaryDirectory(
@@ -129,7 +130,8 @@ def _make_tokenizer(config: DataConfig, distinct: str, training: list[Part]) -> 
     if config.tokenizer == "byte":
         return ByteTokenizer()
     texts = chain.from_iterable(map(_read, training))
-    return train_bpe(texts, config.vocab_size)
+    size = config.vocab_size or DEFAULT_VOCAB_SIZE
+    return train_bpe(texts, size - config.end_token)
 
 
 def _write_tokens(
@@ -152,58 +154,107 @@ def _write_tokens(
 
 
 def _decode(source: Source) -> Iterator[str]:
-    """Yield a text in pieces; records end with a line feed, as joined files do.
+    """Yield the text of a source in pieces.
+
+    With `data.end_token` a piece END follows each document. Without it a record ends with a line
+    feed, as joined files do.
 
     Raises:
-        DataError: as `_decode_bytes`, or a record cannot be read.
+        DataError: as `_decode_bytes` and `_chunks`, or a record cannot be read.
     """
-    if source.text.open is not None:
-        yield from _decode_bytes(source, source.text.open)
+    text = source.text
+    ends = source.config.end_token
+    if text.open is None and text.records is not None:
+        yield from _gathered(_records(text.records(), ends))
         return
-    assert source.text.records is not None
-    for record in source.text.records():
-        yield record if record.endswith("\n") else f"{record}\n"
+    chunks = text.records() if ends and text.records else _chunks(source)
+    for piece in _decode_bytes(source, chunks):
+        if piece or ends:
+            yield piece or END
 
 
-def _decode_bytes(source: Source, open_bytes: OpenBytes) -> Iterator[str]:
-    """Yield a text of bytes, decompressed and without a byte order mark, in pieces.
+def _records(records: Iterator[str], ends: bool) -> Iterator[str]:
+    for record in records:
+        yield record
+        if ends:
+            yield END
+        elif not record.endswith("\n"):
+            yield "\n"
+
+
+def _gathered(pieces: Iterator[str]) -> Iterator[str]:
+    """Join short pieces, so that what follows costs little for each record."""
+    gathered: list[str] = []
+    size = 0
+    for piece in pieces:
+        gathered.append(piece)
+        size += len(piece)
+        if size >= CHUNK_BYTES:
+            yield "".join(gathered)
+            gathered = []
+            size = 0
+    yield "".join(gathered)
+
+
+def _decode_bytes(source: Source, chunks: Iterator[bytes]) -> Iterator[str]:
+    """Yield documents of UTF-8 in pieces without a byte order mark, and "" after each.
+
+    Args:
+        chunks: an empty one follows each document.
 
     Raises:
-        DataError: invalid UTF-8, with the position of the byte, or a damaged gzip file.
+        DataError: invalid UTF-8, with the position of the byte.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     name = source.config.source
     position = 0
     at_start = True
-    with open_bytes() as raw:
+    for chunk in chunks:
+        position += len(chunk)
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            kind = kind_of(chunk) if at_start else None
+            if kind not in (None, NOT_UTF8, BINARY):
+                raise refusal(name, kind) from error
+            # what the decoder was given ends where the chunk ends
+            at = position - len(error.object) + error.start
+            raise DataError(f"{name} is not UTF-8 at byte {at}; {NOT_UTF8.advice}") from error
+        if at_start and text:
+            text = text.removeprefix("\ufeff")
+            at_start = False
+        if text:
+            yield text
+        if not chunk:
+            yield ""
+
+
+def _chunks(source: Source) -> Iterator[bytes]:
+    """Yield the bytes of a source, decompressed, and an empty piece at the end.
+
+    Raises:
+        DataError: a damaged gzip file, or one that expands too far.
+    """
+    assert source.text.open is not None
+    name = source.config.source
+    position = 0
+    with source.text.open() as raw:
         stream: Any = raw
         limit = math.inf
         if raw.peek(2)[:2] == GZIP:  # which is invalid UTF-8
             stream = gzip.GzipFile(fileobj=raw)
             size = os.fstat(raw.fileno()).st_size
             limit = expanded_limit(size, source.config.max_expansion)
-        while True:
+        chunk = b"begin"
+        while chunk:
             try:
                 chunk = stream.read(CHUNK_BYTES)
-                position += len(chunk)
-                if position > limit:
-                    raise expands_too_far(name, int(limit))
-                text = decoder.decode(chunk, final=not chunk)
-            except UnicodeDecodeError as error:
-                kind = kind_of(chunk) if at_start else None
-                if kind not in (None, NOT_UTF8, BINARY):
-                    raise refusal(name, kind) from error
-                # what the decoder was given ends where the chunk ends
-                at = position - len(error.object) + error.start
-                raise DataError(f"{name} is not UTF-8 at byte {at}; {NOT_UTF8.advice}") from error
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{name} is not a whole gzip file: {error}") from error
-            if at_start and text:
-                text = text.removeprefix("\ufeff")
-                at_start = False
-            yield text
-            if not chunk:
-                return
+            position += len(chunk)
+            if position > limit:
+                raise expands_too_far(name, int(limit))
+            yield chunk
 
 
 def _read(part: Part) -> Iterator[str]:
@@ -221,17 +272,23 @@ def _read(part: Part) -> Iterator[str]:
 
 
 def _count(sources: list[Source]) -> tuple[list[int], str]:
-    """Return the number of characters of each text, and the distinct ones in code-point order."""
+    """Return the number of characters of each text, and the distinct ones in code-point order.
+
+    The end of a document counts as one character, so that all tokenizers divide a text alike.
+    """
     seen = np.zeros(CODE_POINTS, dtype=bool)
     lengths = []
     for source in sources:
         length = 0
+        is_empty = True
         for text in _decode(source):
             seen[code_points(text)] = True
             length += len(text)
-        if length == 0:
+            is_empty = is_empty and not text.strip(END)
+        if is_empty:
             raise DataError(f"{source.config.source} is empty")
         lengths.append(length)
+    seen[ord(END)] = False
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 

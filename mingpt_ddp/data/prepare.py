@@ -15,6 +15,7 @@ from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text_cache import TextCache, combined, sha256_of
 from mingpt_ddp.data.texts import Text, open_source, reading_keys
 from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer, read_tokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizer_base import END_NAME
 from mingpt_ddp.errors import ConfigError, DataError, UserError
 
 TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
@@ -104,7 +105,7 @@ def _check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
     path = config.tokenizer
     if path in TRAINED or not exists(path):
         return
-    if read_tokenizer(path).state() != tokenizer.state():
+    if _ended(read_tokenizer(path), config).state() != tokenizer.state():
         raise DataError(
             f"data.tokenizer={path} differs from that of the snapshot; restore it, or choose "
             "another run.name"
@@ -145,14 +146,18 @@ def _prepare(
         if is_new and config.format == "auto":
             source.text.contents.refuse()
         source.text.contents.report()
+    if tokenizer is not None:
+        tokenizer = _ended(tokenizer, config)
     sha256 = _sha256_of(sources)
     if sources[0].text.tokens is not None:
         assert tokenizer is not None
         return locate(sources, config, tokenizer, cache, sha256)
     key = sha256
-    if splits_texts(config, tokenizer) or tokenizer:  # the encoding depends on more
+    # the encoding depends on more
+    if splits_texts(config, tokenizer) or tokenizer or config.end_token:
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
-        key = digest_of([sha256, chosen, config.truncate, config.train_split, config.test_split])
+        shares = [config.truncate, config.train_split, config.test_split]
+        key = digest_of([sha256, chosen, *shares, *["end_token"] * config.end_token])
     directory = cache.directory(key)
     if cached := cache.read(directory, sha256):
         return cached
@@ -185,6 +190,25 @@ def _given_tokenizer(config: DataConfig) -> Tokenizer | None:
             "data.tokenizer=PATH, the tokenizer.json that has made them"
         )
     return NoTokenizer(config.vocab_size)
+
+
+def _ended(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
+    """Return a tokenizer with the token that ends a document, if `data.end_token` says so.
+
+    Raises:
+        ConfigError: no token of given ids ends a document.
+    """
+    if not config.end_token:
+        return tokenizer
+    is_known = not isinstance(tokenizer, NoTokenizer)
+    ended = tokenizer.with_end() if is_known else tokenizer
+    is_own = is_known and ended.vocab_size == tokenizer.vocab_size
+    if config.format == "tokens" and not is_own:
+        raise ConfigError(
+            "data.end_token=true: with data.format=tokens name a data.tokenizer that has "
+            f"{END_NAME} or </s>, as the tokens have, or leave it out"
+        )
+    return ended
 
 
 def _sha256_of(sources: list[Source]) -> str:

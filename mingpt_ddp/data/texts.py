@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -46,7 +46,8 @@ class Text:
     Attributes:
         hashed: opens what its SHA-256 is of: all of it, or several files, each by itself.
         open: its bytes; None: it has records.
-        records: iterates over its documents.
+        records: iterates over its documents as strings; with `open`, of several files, over their
+            bytes, with an empty piece after each; None: it is one document.
         files: the local files that it reads, known before any is read; None: unknown.
         form: how it is read, as `data.format`; never auto.
         tokens: files of them, instead of a text; they have neither bytes nor records.
@@ -55,7 +56,7 @@ class Text:
     contents: Contents  # known once it has been read
     hashed: Callable[[], list[OpenBytes]]
     open: OpenBytes | None = None
-    records: Callable[[], Iterator[str]] | None = None
+    records: Callable[[], Iterator[Any]] | None = None
     files: list[Path] | None = None
     form: Form = "text"
     tokens: list[TokenFile] | None = None
@@ -269,7 +270,7 @@ def _joined(
     """
     contents = Contents(config.source)
 
-    def pieces() -> Iterator[bytes]:
+    def pieces(is_one: bool = True) -> Iterator[bytes]:
         contents.clear()
         total = 0
         with _errors_of(config.source), open_members() as members:
@@ -278,21 +279,30 @@ def _joined(
                 contents.kind = kind_of_names({member.name for member in members})
             for member in members:
                 begin = total
-                for piece in _member_pieces(member, config, contents):
+                for piece in _member_pieces(member, config, contents, is_one):
                     total += len(piece)
                     if total > limit:
                         raise expands_too_far(config.source, limit)
                     yield piece
                 if total > begin:
                     contents.add_text(member.name, member.size)
+                    if not is_one:
+                        yield b""
         if not contents.texts:
             raise contents.none_left()
 
-    return text_of_bytes(partial(_stream, pieces), contents, files)
+    text = text_of_bytes(partial(_stream, pieces), contents, files)
+    return replace(text, records=partial(pieces, is_one=False))
 
 
-def _member_pieces(member: Member, config: DataConfig, contents: Contents) -> Iterator[bytes]:
-    """Yield the bytes of a text, with a line feed at its end; nothing of what is no text."""
+def _member_pieces(
+    member: Member, config: DataConfig, contents: Contents, ends_line: bool
+) -> Iterator[bytes]:
+    """Yield the bytes of a text; nothing of what is no text.
+
+    Args:
+        ends_line: add a line feed to a text that has none at its end.
+    """
     if any(map(_is_hidden, member.name.split("/"))):
         contents.skip(member.name, member.size, HIDDEN)
         return
@@ -307,7 +317,7 @@ def _member_pieces(member: Member, config: DataConfig, contents: Contents) -> It
             last = chunk[-1:]
             yield chunk
             chunk = file.read(CHUNK_BYTES)
-            if not chunk and last != b"\n":
+            if not chunk and ends_line and last != b"\n":
                 yield b"\n"
 
 

@@ -10,6 +10,7 @@ from mingpt_ddp.data.bpe import MAX_JSON_CHARS, BPETokenizer
 from mingpt_ddp.data.download import read_file
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.data.tokenizer_base import (
+    END,
     Tokenizer,
     begins_character,
     code_points,
@@ -38,6 +39,10 @@ class CharTokenizer(Tokenizer):
     name = "char"
 
     def __init__(self, vocabulary: str) -> None:
+        """
+        Args:
+            vocabulary: with END at the place of the token that ends a document, if there is one.
+        """
         self.vocabulary = vocabulary
         self.index = {character: i for i, character in enumerate(vocabulary)}
         self.line_feed = self.index.get("\n", 0)
@@ -45,6 +50,13 @@ class CharTokenizer(Tokenizer):
         longer_from = [0x80, 0x800, 0x10000]
         self.token_sizes = 1 + np.searchsorted(longer_from, code_points(vocabulary), side="right")
         self.token_characters = np.ones(len(vocabulary), dtype=np.int64)
+        self.end = self.index.get(END)
+        if self.end is not None:
+            self.token_sizes[self.end] = 0
+            self.token_characters[self.end] = 0
+
+    def with_end(self) -> Tokenizer:
+        return self if self.end is not None else CharTokenizer(self.vocabulary + END)
 
     def encode(self, text: str) -> list[int]:
         """
@@ -70,10 +82,12 @@ class CharTokenizer(Tokenizer):
             yield tokens
 
     def decode(self, tokens: list[int]) -> str:
-        return "".join(self.vocabulary[t] for t in tokens)
+        return "".join(self.vocabulary[t] for t in tokens).replace(END, "")
 
     def state(self) -> dict[str, Any]:
-        return {"vocabulary": self.vocabulary}
+        if self.end is None:
+            return {"vocabulary": self.vocabulary}
+        return {"vocabulary": self.vocabulary.replace(END, ""), "end_token": self.end}
 
 
 class ByteTokenizer(Tokenizer):
@@ -82,21 +96,36 @@ class ByteTokenizer(Tokenizer):
     name = "byte"
     line_feed = ord("\n")
 
-    def __init__(self) -> None:
+    def __init__(self, has_end: bool = False) -> None:
+        self.end = 256 if has_end else None
         self.token_sizes = np.ones(256, dtype=np.int64)
         self.token_characters = begins_character(bytes(range(256))).astype(np.int64)
+        if has_end:
+            self.token_sizes = np.append(self.token_sizes, 0)
+            self.token_characters = np.append(self.token_characters, 0)
+
+    def with_end(self) -> Tokenizer:
+        return ByteTokenizer(has_end=True)
 
     def encode(self, text: str) -> list[int]:
         return list(utf8(text))
 
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
-        return (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
+        for text in texts:
+            documents = b"\xff".join(part.encode() for part in text.split(END))
+            tokens: Ints = np.frombuffer(documents, dtype=np.uint8)
+            if self.end is not None:
+                is_end = tokens == 0xFF  # which UTF-8 never has
+                tokens = tokens.astype(np.uint16)
+                tokens[is_end] = self.end
+            yield tokens
 
     def decode(self, tokens: list[int]) -> str:
-        return decode_bytes(bytes(tokens))
+        return decode_bytes(bytes(token for token in tokens if token != self.end))
 
     def state(self) -> dict[str, Any]:
-        return {"tokenizer": {"type": self.name}}
+        end = {} if self.end is None else {"end_token": self.end}
+        return {"tokenizer": {"type": self.name, **end}}
 
 
 class NoTokenizer(Tokenizer):
@@ -168,12 +197,23 @@ def tokenizer_from_state(state: Any) -> Tokenizer:
     """
     if "tokenizer" in state:
         kept = state["tokenizer"]
+        end = _end_of(kept)
         if kept["type"] == ByteTokenizer.name:
-            return ByteTokenizer()
+            return ByteTokenizer(has_end=end is not None)
         if kept["type"] == NoTokenizer.name:
             return NoTokenizer(kept["vocab_size"])
-        return BPETokenizer(kept["json"])
+        return BPETokenizer(kept["json"], end)
     vocabulary = state["vocabulary"]
     if not isinstance(vocabulary, str):
         raise ValueError("expected a vocabulary")
+    end = _end_of(state)
+    if end is not None:
+        vocabulary = vocabulary[:end] + END + vocabulary[end:]
     return CharTokenizer(vocabulary)
+
+
+def _end_of(kept: dict[str, Any]) -> int | None:
+    end = kept.get("end_token")
+    if end is not None and (type(end) is not int or end < 0):
+        raise ValueError("expected the id of the token that ends a document")
+    return end

@@ -9,6 +9,13 @@ import numpy as np
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
+END = "\ud800"  # ends a document in the pieces of a text; UTF-8 has no such character
+# What tokenizers call the token after a text; their files do not say which it is.
+END_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
+END_NAME = END_NAMES[-1]  # of one that is added
+# An added token that stands for its own characters and no others.
+EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
 
 class Tokenizer:
     """Text to token ids and back; `decode` inverts `encode` exactly.
@@ -17,13 +24,16 @@ class Tokenizer:
         name: char, byte or bpe.
         token_sizes: (V,) int64, bytes of each token in UTF-8.
         token_characters: (V,) int64, characters that begin in each token.
-        line_feed: id of the token of a line feed, or 0; stands for an empty prompt.
+        line_feed: id of the token of a line feed, or 0.
+        end: id of the token that ends a document, which no text contains; None: there is none. It
+            has no bytes and no characters.
     """
 
     name: str
     token_sizes: Ints
     token_characters: Ints
     line_feed: int
+    end: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -36,8 +46,14 @@ class Tokenizer:
         """
         raise NotImplementedError
 
+    def with_end(self) -> "Tokenizer":
+        """Return this tokenizer with a token that ends a document: its own, or one id more."""
+        raise NotImplementedError
+
     def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
         """Yield the tokens of a text that comes in pieces, in bounded memory.
+
+        END in it becomes the token that ends a document.
 
         Raises:
             DataError: as `encode`.

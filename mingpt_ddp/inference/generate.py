@@ -12,6 +12,7 @@ from mingpt_ddp.data.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, eval_mode
 
+CHECK_TOKENS = 16  # on a GPU, where looking whether all rows have ended waits for it
 MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
 
 
@@ -31,6 +32,7 @@ def generate(
     max_new_tokens: int,
     sampling: SamplingParams,
     rng: torch.Generator | None = None,
+    end: int | None = None,
 ) -> Iterator[Tensor]:
     """Yield the new tokens one position at a time, each (B,).
 
@@ -45,6 +47,8 @@ def generate(
             a KV cache (`SupportsKVCache`) and without.
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.
+        end: the token that ends a document: a row has no others after its first one. Generation
+            stops soon after all rows have ended; None: there is none.
 
     Raises:
         RuntimeError: the logits of the first token are not finite.
@@ -55,12 +59,19 @@ def generate(
     with eval_mode(model):
         positions = min(block_size, tokens.shape[1] + max_new_tokens)
         session = DecodeSession(model, len(tokens), positions)
+        ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        check_every = CHECK_TOKENS if tokens.is_cuda else 1
         for index in range(max_new_tokens):
             logits = session.logits(window, prefill)
             if index == 0:  # checking every token would wait for a GPU each time
                 check_logits(logits)
             new = sample_token(logits, sampling, rng)
+            if end is not None:
+                new = new.masked_fill(ended, end)
+                ended |= new == end
             yield new
+            if end is not None and index % check_every == 0 and ended.all():
+                return
             prefill = window.shape[1] == block_size
             if prefill:
                 kept = max(1, block_size // 2)  # tokens, the new one included
@@ -174,15 +185,18 @@ def generate_text(
     seed: int,
     n_samples: int = 1,
 ) -> list[str]:
-    """Return continuations of a prompt, without the prompt; an empty prompt counts as a line feed.
+    """Return continuations of a prompt, without the prompt, each up to the end of a document.
+
+    An empty prompt counts as the end of the document before, or as a line feed if there is none.
 
     Raises:
         DataError: the prompt has characters that the tokenizer does not know.
     """
     device = next(model.parameters()).device
-    start = tokenizer.encode(prompt) or [tokenizer.line_feed]
+    end = tokenizer.end
+    start = tokenizer.encode(prompt) or [tokenizer.line_feed if end is None else end]
     tokens = torch.tensor(start, device=device).expand(n_samples, -1)
     rng = torch.Generator(device).manual_seed(seed)
-    steps = list(generate(model, tokens, max_new_tokens, sampling, rng))
+    steps = list(generate(model, tokens, max_new_tokens, sampling, rng, end))
     columns = torch.stack(steps, dim=1) if steps else tokens[:, :0]
     return [tokenizer.decode(row) for row in columns.tolist()]

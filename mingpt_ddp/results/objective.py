@@ -63,7 +63,9 @@ def objective_of(units: Iterable[Hashable]) -> Objective:
 
 
 def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hashable:
-    """Return what identifies the unit of a job's loss, which is its tokenizer; None if it has none.
+    """Return what identifies the unit of a job's loss; None if it has no tokens.
+
+    That is its tokenizer, and whether the end of a document is predicted too.
 
     Args:
         config: by dotted key, untrusted.
@@ -71,6 +73,11 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
     """
     if not is_text(config):
         return None
+    tokenizer = _tokenizer(config, directory)
+    return ("documents", tokenizer) if config.get("data.end_token") else tokenizer
+
+
+def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
     kind = config["data.tokenizer"]
     source = config.get("run.init_from")
     if source is not None and config.get("run.init_sha256") is None:  # recorded by the first start

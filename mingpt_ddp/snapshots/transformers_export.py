@@ -13,8 +13,9 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.bpe import BYTE_NAMES
+from mingpt_ddp.data.bpe import BYTE_NAMES, BPETokenizer
 from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer
+from mingpt_ddp.data.tokenizer_base import END_NAME, END_NAMES, EXACT
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
@@ -25,7 +26,7 @@ from mingpt_ddp.storage.storage import Content
 ANY_CHARACTER = r"[\s\S]"  # line feeds too
 # transformers' defaults are GPT-2's
 NOT_SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-# What tokenizers call the token before and after a text; tokenizer.json does not say which it is.
+# What tokenizers call the token before a text; tokenizer.json does not say which it is.
 BEGIN_NAMES = (
     "<s>",
     "<bos>",
@@ -35,11 +36,8 @@ BEGIN_NAMES = (
     "<|startoftext|>",
     "<|endoftext|>",  # GPT-2 has one token for both
 )
-END_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
 MODELING = "modeling_modern.py"
 PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
-# An added token that stands for its own characters and no others.
-EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 GPT2_NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -126,20 +124,25 @@ def padding(tokenizer: Tokenizer) -> dict[str, Any]:
     split_special_tokens is set.
     """
     state = tokenizer.state()
-    # tokenizer_json declares it; the empty map keeps transformers from making it special
-    if "vocabulary" in state:
-        return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
     special = [*_special_tokens(tokenizer)]
     if special:  # as for GPT-2; prefer one that is meant for it
         named = [name for name in special if "pad" in name.lower()]
-        return {"pad_token": (named or special)[0]}
+        is_text = {} if tokenizer.end is None else {"split_special_tokens": True}
+        return {"pad_token": (named or special)[0], **is_text}
+    # tokenizer_json declares it; the empty map keeps transformers from making it special
+    if "vocabulary" in state:
+        return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
     return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
 
 
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the ids of the special tokens by name; characters and bytes have none."""
-    kept = tokenizer.state().get("tokenizer", {})
-    added = json.loads(kept.get("json", "{}")).get("added_tokens") or ()
+    """Return the ids of the special tokens by name.
+
+    Characters and bytes have at most the one that ends a document.
+    """
+    if not isinstance(tokenizer, BPETokenizer):
+        return {} if tokenizer.end is None else {END_NAME: tokenizer.end}
+    added = json.loads(tokenizer.json).get("added_tokens") or ()
     return {token["content"]: token["id"] for token in added if token.get("special")}
 
 
@@ -163,9 +166,12 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
     Raises:
         SnapshotError: the vocabulary is not text.
     """
-    state = tokenizer.state()
-    if tokenizer.name == "bpe":
-        return str(state["tokenizer"]["json"]).encode()
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.json.encode()
+    special = [
+        {"id": i, "content": name, **EXACT, "special": True}
+        for name, i in _special_tokens(tokenizer).items()
+    ]
     if tokenizer.name == "byte":
         byte_level = {
             "type": "ByteLevel",
@@ -175,8 +181,8 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         }
         ids = {name: i for i, name in enumerate(BYTE_NAMES)}
         model = {"type": "BPE", "vocab": ids, "merges": []}
-        return _tokenizer_file([], byte_level, byte_level, model)
-    vocabulary = state["vocabulary"]
+        return _tokenizer_file(special, byte_level, byte_level, model)
+    vocabulary = tokenizer.state()["vocabulary"]
     try:
         vocabulary.encode()
     except UnicodeEncodeError as error:
@@ -195,10 +201,13 @@ def tokenizer_json(tokenizer: Tokenizer) -> bytes:
         "special": False,
         **EXACT,
     }
-    ids = {character: i for i, character in enumerate(vocabulary)}
+    names = [*vocabulary]
+    if tokenizer.end is not None:
+        names.insert(tokenizer.end, END_NAME)
+    ids = {name: i for i, name in enumerate(names)}
     # No token has the empty name, so that a character that the model does not know is an error.
     model = {"type": "WordLevel", "vocab": ids, "unk_token": ""}
-    return _tokenizer_file([last], split, {"type": "Fuse"}, model)
+    return _tokenizer_file(special or [last], split, {"type": "Fuse"}, model)
 
 
 def _tokenizer_file(

@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from mingpt_ddp.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from mingpt_ddp.data.tokenizer_base import END, END_NAME, EXACT
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
-from mingpt_ddp.snapshots.transformers_export import EXACT, GPT2_NAMES, PADDING_BYTE
+from mingpt_ddp.snapshots.transformers_export import GPT2_NAMES, PADDING_BYTE
 from mingpt_ddp.storage.storage import Storage
 
 NAMES = {theirs: ours for ours, theirs in GPT2_NAMES.items()}
@@ -21,7 +22,6 @@ BYTE_LEVEL: dict[str, Any] = {
     "trim_offsets": True,
     "use_regex": True,
 }
-END = "<|endoftext|>"
 ALLOWED = {  # values, the default first, that models/gpt.py computes
     "model_type": ("gpt2",),
     "layer_norm_epsilon": (1e-5,),
@@ -119,25 +119,28 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
             "pre_tokenizer": BYTE_LEVEL,
             "decoder": BYTE_LEVEL,
         }
-        if END in vocab:  # the files do not say that it is special
-            end = {"id": vocab[END], "content": END, "special": True, **EXACT}
+        if END_NAME in vocab:  # the files do not say that it is special
+            end = {"id": vocab[END_NAME], "content": END_NAME, "special": True, **EXACT}
             values["added_tokens"] = [end]
         text = json.dumps(values)
     else:
         return None
     tokenizer = BPETokenizer(text)
-    is_bytes = tokenizer.tokens == [bytes([byte]) for byte in range(256)]
-    return ByteTokenizer() if is_bytes else tokenizer
+    is_bytes = tokenizer.tokens[:256] == [bytes([byte]) for byte in range(256)]
+    others = tokenizer.tokens[256:]
+    if is_bytes and others in ([], [END_NAME.encode()]):
+        return ByteTokenizer(has_end=bool(others))
+    return tokenizer
 
 
 def _of_characters(vocab: dict[str, Any]) -> CharTokenizer:
-    """Return the tokenizer of a vocabulary of single characters.
+    """Return the tokenizer of a vocabulary of single characters, and of END_NAME if it has one.
 
     Args:
         vocab: ids by token.
     """
-    character_of = {i: character for character, i in vocab.items()}
-    has_words = any(len(character) != 1 for character in vocab)
+    character_of = {i: END if name == END_NAME else name for name, i in vocab.items()}
+    has_words = any(len(character) != 1 for character in character_of.values())
     if has_words or character_of.keys() != {*range(len(vocab))}:
         raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
     return CharTokenizer("".join(character_of[i] for i in range(len(vocab))))

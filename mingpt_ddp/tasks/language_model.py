@@ -180,6 +180,8 @@ class LanguageModel(Task):
         """
         known = tokenizer_from_state(state)
         own = self.dataset.tokenizer
+        if own.end is not None:
+            known = known.with_end()
         if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
             new = "".join(c for c in own.vocabulary if c not in known.index)
             known = CharTokenizer(known.vocabulary + new)

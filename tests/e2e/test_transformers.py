@@ -33,11 +33,17 @@ CASES = {
         "optimizer.lr=1e-2",
         "model.bias=true",
         "model.activation=gelu_tanh",
+        "data.end_token=true",
     ],
     "bpe": ["model=gpt_nano", "optimizer.lr=1e-2", "data.tokenizer=bpe", "data.vocab_size=300"],
     "modern": ["model=modern_nano", "optimizer=muon"],
     "modern_ngrams": ["model=modern_nano", "model.ngram_rows=512", "optimizer=muon"],
-    "modern_bytes": ["model=modern_nano", "optimizer=muon", "data.tokenizer=byte"],
+    "modern_bytes": [
+        "model=modern_nano",
+        "optimizer=muon",
+        "data.tokenizer=byte",
+        "data.end_token=true",
+    ],
 }
 SCRIPT = """
 import json, sys, torch

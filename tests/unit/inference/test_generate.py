@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizer_base import END
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.inference import generate as module
 from mingpt_ddp.inference.generate import (
@@ -368,3 +369,33 @@ def test_a_step_is_captured_unless_algorithms_are_deterministic(deterministic, m
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr(nn.Parameter, "is_cuda", True)
     assert (module.DecodeSession(model, 1, 12).graph is None) is deterministic
+
+
+# Documents
+
+
+def test_rows_end_where_their_documents_end(model):
+    """The others go on as without, and after the last one nothing is generated."""
+    tokens = prompt(4)
+    whole = drawn(model, tokens, 60, seed=1)
+    end = int(whole[0, 5])
+    generator = torch.Generator().manual_seed(1)
+    found = torch.stack([*generate(model, tokens, 60, SamplingParams(), generator, end)], dim=1)
+    lengths = []
+    for row, expected in zip(found.tolist(), whole.tolist(), strict=True):
+        length = expected.index(end) + 1 if end in expected else 60
+        assert row[:length] == expected[:length]
+        assert {*row[length:]} <= {end}
+        lengths.append(length)
+    assert len(found[0]) == max(lengths) > min(lengths)
+
+
+def test_the_text_does_not_show_the_end(model):
+    plain = CharTokenizer(TOKENIZER.vocabulary[:-1] + "\u2603")
+    ended = CharTokenizer(TOKENIZER.vocabulary[:-1] + END)
+    settings = {"max_new_tokens": 60, "sampling": SamplingParams(), "seed": 3, "n_samples": 4}
+    for begin, same in (("ab", "ab"), ("", "\u2603")):  # an empty one begins a document
+        whole = generate_text(model, plain, same, **settings)
+        assert any("\u2603" in text for text in whole)
+        found = generate_text(model, ended, begin, **settings)
+        assert found == [text.partition("\u2603")[0] for text in whole]

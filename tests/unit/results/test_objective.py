@@ -48,6 +48,7 @@ def test_jobs_of_one_tokenizer_are_ranked_by_loss(changes):
         (TEXT, {"data.tokenizer": "byte"}),
         (TEXT, {"data.tokenizer": "bpe"}),
         (TEXT, {"data.format": "tokens", "data.vocab_size": 65}),
+        (TEXT, {"data.end_token": True}),
         (BPE, {"data.tokenizer": "byte", "data.vocab_size": None}),
         (BPE, {"data.vocab_size": 301}),
         (BPE, {"data.path": "b.txt"}),

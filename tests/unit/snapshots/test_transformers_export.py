@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.bpe import train_bpe
 from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer
-from mingpt_ddp.data.tokenizer_base import Tokenizer
+from mingpt_ddp.data.tokenizer_base import END, END_NAME, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import Snapshot
@@ -184,3 +184,26 @@ def test_the_tokens_that_begin_and_end_a_text_are_named(model, special, begin, e
         expected = None if name is None else tokenizer.encode(name)
         found = config[f"{kind}_id"]
         assert expected == (None if found is None else [found])
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [CharTokenizer(f"\n {END}abß<|>"), ByteTokenizer(has_end=True), bpe_with_special().with_end()],
+    ids=["char", "byte", "bpe"],
+)
+def test_the_end_of_documents_is_the_end_of_a_text(tokenizer):
+    """Its name in a text is text."""
+    files = transformers_files(random_snapshot(tokenizer, "model=gpt_nano"))
+    config = json.loads(files["config.json"])
+    named = json.loads(files["tokenizer_config.json"])
+    assert (config["eos_token_id"], config["vocab_size"]) == (tokenizer.end, tokenizer.vocab_size)
+    assert (named["eos_token"], named["pad_token"]) == (END_NAME, END_NAME)
+    assert named["split_special_tokens"] is True
+    theirs = TokenizersTokenizer.from_str(bytes(files["tokenizer.json"]).decode())
+    assert theirs.token_to_id(END_NAME) == tokenizer.end
+    assert theirs.get_vocab_size() == tokenizer.vocab_size
+    theirs.encode_special_tokens = True  # as transformers does then
+    for text in ("ab", "<|>ß", "" if tokenizer.name == "char" else f"a{END_NAME}b"):
+        tokens = theirs.encode(text).ids
+        assert tokens == tokenizer.encode(text)
+        assert theirs.decode([*tokens, tokenizer.end]) == text

@@ -219,6 +219,15 @@ def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts
     )
 
 
+def test_the_end_of_documents_and_characters_are_added(source, texts):
+    data = [f"data.path={texts / 'second.txt'}", "data.end_token=true"]
+    words = [*OTHER_SIZES, *FROZEN, "trainer.batch_size=4", f"run.init_from={source}"]
+    state = state_of(train(source.parent, "ended", *data, *words))
+    first, second = ({*(texts / f"{name}.txt").read_text()} for name in ("first", "second"))
+    assert state["end_token"] == len(first)
+    assert state["vocabulary"] == "".join([*sorted(first), *sorted(second - first)])
+
+
 def test_a_run_and_the_measurement_of_its_snapshot_agree(source, texts):
     """The characters of the text have other numbers in the model.
 

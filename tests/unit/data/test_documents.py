@@ -1,0 +1,187 @@
+"""Documents that end with a token of their own, by every tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
+from mingpt_ddp.data.dataset import EncodedText, TextDataset
+from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    tokenizer_from_state,
+)
+from mingpt_ddp.data.tokenizer_base import END, END_NAME
+from mingpt_ddp.errors import ConfigError
+
+NAMES = ["char", "byte", "bpe"]
+FILES = {
+    "a.txt": "to be, or not to be: größer\n",
+    "b.txt": "",
+    "c.txt": f"no line feed {END_NAME} </s>",
+    "d.txt": "the last one " * 20 + "\n",
+}
+DOCUMENTS = [text for text in FILES.values() if text]
+
+
+def directory(tmp_path: Path) -> Path:
+    (tmp_path / "texts").mkdir(exist_ok=True)
+    for name, text in FILES.items():
+        (tmp_path / "texts" / name).write_text(text, encoding="utf-8", newline="")
+    return tmp_path / "texts"
+
+
+def tokens_of(encoded: EncodedText) -> list[int]:
+    path = Path(encoded.directory) / "tokens.bin"
+    return np.fromfile(path, dtype=encoded.dtype).tolist()
+
+
+def documents_of(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
+    documents: list[list[int]] = [[]]
+    for token in tokens:
+        if token == tokenizer.end:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return [tokenizer.decode(document) for document in documents]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_file_of_a_directory_is_a_document(name, settings, tmp_path):
+    if name == "bpe":
+        pytest.importorskip("tokenizers")
+    size = 270 if name == "bpe" else None
+    joined = settings(directory(tmp_path), tokenizer=name, vocab_size=size)
+    config = replace(joined, end_token=True, val_paths={"one": str(tmp_path / "texts/a.txt")})
+    texts = prepare_all(config)
+    encoded = texts[""]
+    tokenizer = tokenizer_from_state(encoded.tokenizer)
+    assert documents_of(tokens_of(encoded), tokenizer) == [*DOCUMENTS, ""]
+    assert tokenizer.decode(tokens_of(encoded)) == "".join(DOCUMENTS)
+    assert tokens_of(texts["one"]) == [*tokenizer.encode(FILES["a.txt"]), tokenizer.end]
+    assert tokenizer.token_sizes[tokenizer.end] == 0
+    assert tokenizer.token_characters[tokenizer.end] == 0
+    assert tokenizer.token_sizes[tokens_of(encoded)].sum() == len("".join(DOCUMENTS).encode())
+    assert prepare_all(config) == texts  # from the cache
+    plain = prepare(joined)
+    assert (plain.sha256, tokens_of(plain)) != (encoded.sha256, tokens_of(encoded))
+    assert plain.sha256 == encoded.sha256
+    assert tokenizer_from_state(plain.tokenizer).end is None
+    if name == "bpe":
+        assert tokenizer.vocab_size == size
+
+
+def test_every_tokenizer_sees_the_same_validation_text(settings, tmp_path):
+    pytest.importorskip("tokenizers")
+    splits = []
+    for name in NAMES:
+        config = settings(directory(tmp_path), tokenizer=name, end_token=True, train_split=0.1)
+        data = TextDataset(prepare(config), config)
+        splits.append(
+            [documents_of(part.tolist(), data.tokenizer) for part in (data.train, data.val)]
+        )
+    assert splits[0] == splits[1] == splits[2]
+    assert len(splits[0][0]) == 2  # the end of a document counts as a character
+
+
+def test_one_text_is_one_document(settings):
+    encoded = prepare(settings("ab" * 50, end_token=True))
+    assert encoded.tokenizer == {"vocabulary": "ab", "end_token": 2}
+    assert tokens_of(encoded) == [0, 1] * 50 + [2]
+    assert (encoded.length, encoded.dtype) == (101, "uint8")
+
+
+def test_many_documents_in_one_chunk_and_many_chunks_in_one_document(monkeypatch):
+    pytest.importorskip("tokenizers")
+    from mingpt_ddp.data import bpe
+
+    monkeypatch.setattr(bpe, "CHUNK_CHARS", 100)
+    documents = ["to be, or not to be " * count for count in (0, 1, 30, 0, 2, 1, 0)]
+    tokenizer = train_bpe(iter(END.join(documents)), 270).with_end()
+    [*parts] = tokenizer.encode_stream(iter(END.join(documents)))
+    assert documents_of(np.concatenate(parts).tolist(), tokenizer) == documents
+
+
+def added(tokenizer: BPETokenizer, *names: str) -> BPETokenizer:
+    """Return a tokenizer with added tokens after its own."""
+    values: dict[str, Any] = json.loads(tokenizer.json)
+    size = len(values["model"]["vocab"])
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    values["added_tokens"] = [
+        {"id": size + i, "content": name, **flags} for i, name in enumerate(names)
+    ]
+    return BPETokenizer(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("names", "end"),
+    [((), 260), (("<pad>",), 261), ((END_NAME, "<pad>"), 260), (("zz", "</s>"), 261)],
+)
+def test_a_given_tokenizer_keeps_its_own_end(names, end, settings, tmp_path):
+    """What its special tokens are called is text."""
+    pytest.importorskip("tokenizers")
+    given = added(train_bpe(iter(["to be or not to be " * 9]), 260), *names)
+    (tmp_path / "tokenizer.json").write_text(given.json)
+    path = str(tmp_path / "tokenizer.json")
+    config = settings(directory(tmp_path), tokenizer=path, end_token=True)
+    encoded = prepare(config)
+    tokenizer = tokenizer_from_state(encoded.tokenizer)
+    assert tokenizer.end == end
+    assert tokenizer.vocab_size == max(end + 1, given.vocab_size)
+    assert documents_of(tokens_of(encoded), tokenizer) == [*DOCUMENTS, ""]
+    assert prepare_all(config, tokenizer)[""] == encoded  # it is that of the file
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [CharTokenizer("\nab"), ByteTokenizer()], ids=["char", "byte"]
+)
+def test_a_tokenizer_with_an_end(tokenizer):
+    ended = tokenizer.with_end()
+    assert ended.end == tokenizer.vocab_size == ended.vocab_size - 1
+    assert ended.with_end().state() == ended.state() != tokenizer.state()
+    again = tokenizer_from_state(json.loads(json.dumps(ended.state())))
+    assert (again.end, again.state()) == (ended.end, ended.state())
+    assert ended.decode([*ended.encode("ab"), ended.end, *ended.encode("b")]) == "abb"
+
+
+def test_characters_that_follow_the_end(settings):
+    """A run on other weights adds its characters after theirs."""
+    tokenizer = CharTokenizer(f"a{END}b")
+    assert tokenizer.state() == {"vocabulary": "ab", "end_token": 1}
+    again = tokenizer_from_state(tokenizer.state())
+    assert (again.encode("ab"), again.end) == ([0, 2], 1)
+
+
+@pytest.mark.parametrize("end", ["1", -1, 1.0, [], True])
+def test_ends_that_are_no_ids(end):
+    for state in (
+        {"vocabulary": "ab", "end_token": end},
+        {"tokenizer": {"type": "byte", "end_token": end}},
+    ):
+        with pytest.raises(ValueError, match="the id of the token"):
+            tokenizer_from_state(state)
+
+
+def test_token_ids_have_the_end_of_their_tokenizer(settings, tmp_path):
+    pytest.importorskip("tokenizers")
+    plain = train_bpe(iter(["to be or not to be " * 9]), 260)
+    np.save(tmp_path / "train.npy", np.arange(1000, dtype=np.uint16) % 261)
+    config = settings(tmp_path / "train.npy", format="tokens", end_token=True)
+    unknown = [replace(config, vocab_size=261)]
+    for name, tokenizer in (("plain", plain), ("ended", added(plain, END_NAME))):
+        (tmp_path / f"{name}.json").write_text(tokenizer.json)
+        unknown.append(replace(config, tokenizer=str(tmp_path / f"{name}.json")))
+    ended = unknown.pop()
+    encoded = prepare_all(ended)[""]
+    assert tokenizer_from_state(encoded.tokenizer).end == 260
+    for each in unknown:
+        with pytest.raises(ConfigError, match=r"data.end_token=true: with data.format=tokens name"):
+            prepare_all(each)
