@@ -30,6 +30,7 @@ from mingpt_ddp.data.tokenizer import (
 from mingpt_ddp.data.tokenizer_base import Tokenizer
 from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.shared_locks import check_shared_locks
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
@@ -71,7 +72,8 @@ class LanguageModel(Task):
             recorded: the text of a snapshot, which goes on with it.
 
         Raises:
-            ConfigError: the configuration selects a dataset of samples.
+            ConfigError: the configuration selects a dataset of samples, or data.cache_dir is shared
+                by nodes without common locks.
             DataError: the text cannot be read.
         """
         if not isinstance(config.data, DataConfig):
@@ -88,6 +90,7 @@ class LanguageModel(Task):
             raise SnapshotError(f"the snapshot has an invalid state: {str(error)[:200]}") from error
 
         self._cache = TextCache(config.data)
+        check_shared_locks(group, self._cache.root, "data.cache_dir")
 
         def encode() -> dict[str, Any]:
             texts = prepare_all(config.data, tokenizer, self._cache, recorded)

@@ -14,7 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel
@@ -22,7 +25,7 @@ from mingpt_ddp.tasks.outputs import named_losses
 from mingpt_ddp.tasks.supervised import Classification, Regression
 from mingpt_ddp.tasks.task import Task, batch_length, check_metrics
 
-GROUP = SimpleNamespace(prepare_on_each_node=lambda work, what: work())
+GROUP = ProcessGroup(DistEnv(), DDPConfig(), job=0)
 
 
 def of_kind(kind: type[Task]) -> Task:
