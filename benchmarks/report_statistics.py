@@ -40,10 +40,11 @@ import numpy as np
 from common import ROOT, log, parser, report, timed
 from scipy import stats
 
-from mingpt_ddp.results.compare import Side, compare
+from mingpt_ddp.metrics.jsonl import MetricsHistory
+from mingpt_ddp.results.compare import Setting, compare
 from mingpt_ddp.results.intervals import estimate
 from mingpt_ddp.results.power_law import fit
-from mingpt_ddp.results.runs import read_jobs
+from mingpt_ddp.results.runs import Job, read_jobs
 from mingpt_ddp.results.significance import LEVEL, difference
 
 SEEDS = 40
@@ -151,6 +152,17 @@ def found_shifts(
     return float(stats.nct.sf(threshold, freedom, shift)), share(finds, draws)
 
 
+def setting(label: str, values: dict[str, float]) -> Setting:
+    """Return a setting of complete jobs with these losses by seed."""
+    jobs = []
+    for seed, loss in values.items():
+        config: dict[str, Any] = {"run.seed": seed}
+        jobs.append(
+            Job(seed, Path(seed), "complete", config, {"val_loss": loss}, MetricsHistory(), [])
+        )
+    return Setting(jobs, {}, label)
+
+
 def claims_of_the_best(
     pool: list[float], n: int, settings: int, draws: int, rng: random.Random
 ) -> tuple[float, float]:
@@ -163,9 +175,8 @@ def claims_of_the_best(
         size = settings * n
         drawn = rng.sample(pool, size) if size <= len(pool) else rng.choices(pool, k=size)
         sets = [numbered(drawn[first : first + n], first) for first in range(0, size, n)]
-        sides = [Side(str(number), values, 0, None) for number, values in enumerate(sets)]
-        sides.sort(key=lambda side: statistics.fmean(side.values.values()))
-        comparisons = compare(sides)
+        named = [setting(str(number), values) for number, values in enumerate(sets)]
+        comparisons = compare(sorted(named, key=lambda each: each.objective or 0.0))
         corrected += any(comparison.is_better for comparison in comparisons)
         plain += any(c.difference is not None and c.difference.p < LEVEL for c in comparisons)
     return corrected / draws, plain / draws

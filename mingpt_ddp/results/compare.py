@@ -8,39 +8,32 @@ from pathlib import Path
 
 from mingpt_ddp.errors import command
 from mingpt_ddp.results.formats import cut, short_names, shown
-from mingpt_ddp.results.groups import Group, means_by_seed, replicates, seed_of
-from mingpt_ddp.results.intervals import Estimate, estimate
-from mingpt_ddp.results.runs import Job, Value, identity, varying
+from mingpt_ddp.results.groups import Group, replicates, seed_of
+from mingpt_ddp.results.runs import Job, identity, varying
 from mingpt_ddp.results.significance import LEVEL, Difference, difference, holm, why_incomparable
 
 KEYS_IN_NAME = 3
+PART = "trainer.eval_steps"  # of the validation split; null: all of it
 
 
 @dataclass(frozen=True)
-class Side:
-    """A setting: jobs that differ in their seed."""
+class Setting(Group):
+    """Jobs that differ in their seed, under a name that no other setting has."""
 
-    name: str
-    values: dict[str, float]  # the objective by seed
-    left_out: int  # jobs without an objective: not complete, or with a loss that is not finite
-    eval_steps: Value  # of the validation split; None: all of it
+    label: str
 
     @property
-    def estimate(self) -> Estimate | None:
-        return estimate([*self.values.values()]) if self.values else None
-
-    @property
-    def has_replicates(self) -> bool:
-        """Whether it says anything about chance."""
-        return len(self.values) > 1
+    def left_out(self) -> int:
+        """The number of jobs without an objective: not complete, or with a loss not finite."""
+        return sum(job.objective is None for job in self.jobs)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The best setting against another one."""
 
-    best: Side
-    other: Side
+    best: Setting
+    other: Setting
     difference: Difference | None  # other - best; None if nothing can be said
     why: str | None  # not
     p: float  # of the difference, corrected for all pairs of settings
@@ -52,7 +45,7 @@ class Comparison:
         return self.difference is not None and self.p < LEVEL
 
 
-def sides_of(jobs: list[Job], directories: list[Path]) -> list[Side]:
+def settings_of(jobs: list[Job], directories: list[Path]) -> list[Setting]:
     """Return the settings: jobs that differ in `run.seed` alone, the best first.
 
     Directories with the same recipe are settings of their own if they have trained the same seeds
@@ -60,48 +53,49 @@ def sides_of(jobs: list[Job], directories: list[Path]) -> list[Side]:
     """
     groups = replicates(jobs)
     keys = varying(groups)
-    sides = []
+    settings = []
     for group in groups:
         parts = _by_directory(group, directories)
         if not _are_settings(parts, is_only=len(groups) == 1):
             parts = {None: group.jobs}
         for directory, members in parts.items():
-            name = _name(group, keys, directory)
-            sides.append(_side(name, members))
-    names = [side.name for side in sides]
-    if len({*names}) < len(names):
-        sides = [replace(side, name=f"{n}: {side.name}") for n, side in enumerate(sides, 1)]
-    return sorted(sides, key=_rank)
+            label = _label(group, keys, directory)
+            settings.append(Setting(members, group.config, label))
+    labels = [each.label for each in settings]
+    if len({*labels}) < len(labels):
+        settings = [replace(each, label=f"{n}: {each.label}") for n, each in enumerate(settings, 1)]
+    return sorted(settings, key=_rank)
 
 
-def compare(sides: Sequence[Side]) -> list[Comparison]:
+def compare(settings: Sequence[Setting]) -> list[Comparison]:
     """Compare the best setting that has two seeds with each other one.
 
     The data choose which setting is the best, so that each pair of settings has been compared: the
     p-values are corrected for all pairs of those with two seeds, not only for those with the best.
 
     Args:
-        sides: the best first, as `sides_of` returns them.
+        settings: the best first, as `settings_of` returns them.
     """
-    replicated = [side for side in sides if side.has_replicates]
+    replicated = [each for each in settings if each.complete > 1]
     if not replicated:
         return []
     best = replicated[0]
-    others = [side for side in sides if side is not best]
-    reasons = {side.name: _why_incomparable(best, side) for side in others}
+    others = [each for each in settings if each is not best]
+    reasons = {each.label: _why_incomparable(best, each) for each in others}
     tests = {
-        side.name: difference(best.values, side.values)
-        for side in others
-        if reasons[side.name] is None
+        each.label: difference(best.by_seed, each.by_seed)
+        for each in others
+        if reasons[each.label] is None
     }
-    parts = Counter(identity(side.eval_steps) for side in replicated)  # comparable within each
+    parts = Counter(identity(each.config.get(PART)) for each in replicated)  # comparable within
     pairs = sum(math.comb(count, 2) for count in parts.values())
     corrected = dict(zip(tests, holm([test.p for test in tests.values()], pairs), strict=True))
-    return [
-        Comparison(best, side, tests.get(name), reasons[name], corrected.get(name, 1.0), pairs)
-        for side in others
-        for name in [side.name]
-    ]
+    comparisons = []
+    for each in others:
+        label = each.label
+        p = corrected.get(label, 1.0)
+        comparisons.append(Comparison(best, each, tests.get(label), reasons[label], p, pairs))
+    return comparisons
 
 
 def _by_directory(group: Group, directories: list[Path]) -> dict[Path | None, list[Job]]:
@@ -123,23 +117,17 @@ def _are_settings(parts: dict[Path | None, list[Job]], is_only: bool) -> bool:
     return len({*seeds}) < len(seeds)
 
 
-def _side(name: str, jobs: list[Job]) -> Side:
-    values = means_by_seed(jobs, lambda job: job.objective)
-    left_out = sum(job.objective is None for job in jobs)
-    return Side(name, values, left_out, jobs[0].config.get("trainer.eval_steps"))
-
-
-def _why_incomparable(one: Side, other: Side) -> str | None:
+def _why_incomparable(one: Setting, other: Setting) -> str | None:
     """Return why nothing can be said about the difference; None if there is a test."""
-    if one.eval_steps != other.eval_steps:
+    if one.config.get(PART) != other.config.get(PART):
         return (
-            "they were measured on different parts of the validation split (trainer.eval_steps); "
+            f"they were measured on different parts of the validation split ({PART}); "
             f"measure both with {command('evaluate')}"
         )
-    return why_incomparable(one.values, other.values)
+    return why_incomparable(one.by_seed, other.by_seed)
 
 
-def _name(group: Group, keys: list[str], directory: Path | None) -> str:
+def _label(group: Group, keys: list[str], directory: Path | None) -> str:
     """Return the values that distinguish a group, or its name; and its directory, if given."""
     names = short_names(keys)
     words = []
@@ -155,6 +143,5 @@ def _name(group: Group, keys: list[str], directory: Path | None) -> str:
     return f"{name} ({text})" if keys else name
 
 
-def _rank(side: Side) -> tuple[bool, float, str]:
-    mean = side.estimate.mean if side.estimate else 0.0
-    return side.estimate is None, mean, side.name
+def _rank(setting: Setting) -> tuple[bool, float, str]:
+    return setting.objective is None, setting.objective or 0.0, setting.label

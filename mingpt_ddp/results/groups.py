@@ -62,6 +62,11 @@ class Group:
         """The number of seeds whose job is complete and has an objective."""
         return self.estimate.n if self.estimate else 0
 
+    @property
+    def by_seed(self) -> dict[str, float]:
+        """The objective of the complete jobs."""
+        return means_by_seed(self.jobs, lambda job: job.objective)
+
     @cached_property
     def estimate(self) -> Estimate | None:
         """The objective over the complete jobs; None if there is none."""

@@ -21,7 +21,7 @@ from mingpt_ddp.results.plots import Plots
 from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import Job, command_line, varying, why_no_best
 from mingpt_ddp.results.search_plots import draw_front, draw_importance
-from mingpt_ddp.results.text import cells_of, count_seeds, front_line, head_of, with_interval
+from mingpt_ddp.results.text import columns_of, count_seeds, front_line, with_interval
 
 IMPORTANCE = (
     "How much the values of a parameter differ between the best groups and all (PED-ANOVA)."
@@ -156,12 +156,11 @@ def _groups(results: Results) -> str:
     """Return the table of the groups, or "" without replicates."""
     if not results.has_replicates:
         return ""
-    titles = ["#", *head_of(results, results.keys, short=False), "directories"]
     rows = []
     for index, group in enumerate(results.groups):
-        cells = cells_of(results, index, results.keys)
-        rows.append([_rank(results, index), *cells, cut(group.name)])
-    return html_table(titles, rows)
+        columns = columns_of(results, index, results.keys, short=False)
+        rows.append([("#", _rank(results, index)), *columns, ("directories", cut(group.name))])
+    return _table(rows)
 
 
 def _rank(results: Results, index: int) -> str:
@@ -176,12 +175,17 @@ def _jobs(results: Results) -> str:
     if results.has_replicates:
         jobs = results.jobs
         alone = replace(results, groups=singles(jobs), keys=varying(jobs), front=None)
-    titles = ["#", *head_of(alone, alone.keys, short=False), "directory"]
     ranks = dict[Path, str]()
     for index, group in enumerate(results.groups):
         ranks |= {job.directory: _rank(results, index) for job in group.jobs}
     rows = []
     for index, job in enumerate(results.jobs):
-        cells = cells_of(alone, index, alone.keys)
-        rows.append([ranks[job.directory], *cells, cut(job.name)])
-    return html_table(titles, rows)
+        columns = columns_of(alone, index, alone.keys, short=False)
+        rows.append([("#", ranks[job.directory]), *columns, ("directory", cut(job.name))])
+    return _table(rows)
+
+
+def _table(rows: list[list[tuple[str, str]]]) -> str:
+    """Return the table of rows of the same titles and their cells."""
+    titles = [title for title, _ in rows[0]]
+    return html_table(titles, [[cell for _, cell in row] for row in rows])

@@ -9,7 +9,7 @@ from mingpt_ddp.results.intervals import Estimate
 from mingpt_ddp.results.laws import power_law_lines
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, command_line, number, why_no_best
+from mingpt_ddp.results.runs import command_line, why_no_best
 
 COLUMNS = 8  # for parameters; the page has all
 
@@ -21,13 +21,15 @@ def table(results: Results, is_run: bool) -> str:
         is_run: the user has named this one run, which is compared with nothing.
     """
     keys = results.keys
-    head = ["", *head_of(results, keys[:COLUMNS], short=True), "job"]
-    rows = [head]
     starred = [] if is_run else _starred(results)
+    rows = []
     for index, group in enumerate(results.groups):
         star = "*" if index in starred else ""
-        rows.append([star, *cells_of(results, index, keys[:COLUMNS]), cut(group.name)])
-    lines = table_lines(rows, left=(head.index("status"), len(head) - 1))
+        columns = columns_of(results, index, keys[:COLUMNS], short=True)
+        rows.append([("", star), *columns, ("job", cut(group.name))])
+    head = [title for title, _ in rows[0]]
+    body = [[cell for _, cell in row] for row in rows]
+    lines = table_lines([head, *body], left=(head.index("status"), len(head) - 1))
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
     if results.importance:
@@ -68,36 +70,43 @@ def count_seeds(group: Group) -> str:
     return counted(group.estimate.n if group.estimate else 0, "seed")
 
 
-def head_of(results: Results, keys: list[str], short: bool) -> list[str]:
-    """Return the titles of the cells that `cells_of` formats.
+def columns_of(
+    results: Results, index: int, keys: list[str], *, short: bool
+) -> list[tuple[str, str]]:
+    """Format a row, as titles and cells: of a group of replicates, or of a job if there are none.
+
+    Of a group with replicates it has the mean objective with its interval, deviation and number of
+    seeds, the median speed, and faults and times of all jobs added up.
 
     Args:
-        short: as narrow as in a terminal.
+        short: the titles are as narrow as in a terminal.
     """
-    objective = results.objective
-    titles = [objective.column if short else objective.title]
-    if results.has_replicates:
-        titles += ["± 95%", "sd", "n"]
-    titles.append("status")
-    names = short_names(results.keys)
-    titles += [cut(names[key]) for key in keys]
-    titles += ["step", f"{results.jobs[0].unit}/s", "faults"]
-    titles.append("total time" if results.has_replicates else "time")
-    if objective is not LOSS:
-        titles.append(LOSS.column if short else LOSS.title)
-    if results.front:
-        titles += [cut(goal.name) for goal in _further_goals(results)]
-    return titles
-
-
-def cells_of(results: Results, index: int, keys: list[str]) -> list[str]:
-    """Format a row: of a group of replicates, or of a job if there are none."""
     group = results.groups[index]
-    cells = group_cells(group, keys) if results.has_replicates else job_cells(group.first, keys)
+    objective = results.objective
+    names = short_names(results.keys)
+    found = [(objective.column if short else objective.title, _value(group))]
+    if results.has_replicates:
+        latest = group.latest
+        found.append(("± 95%", fixed(latest.half_width if latest else None, ".4f")))
+        found.append(("sd", fixed(latest.deviation if latest else None, ".4f")))
+        found.append(("n", _count(group)))
+    found.append(("status", shown(group.status)))
+    for key in keys:
+        found.append((cut(names[key]), shown(group.config[key]) if key in group.config else "-"))
+    found.append(("step", _steps(group)))
+    found.append((f"{results.jobs[0].unit}/s", fixed(group.speed, ",.0f")))
+    found.append(("faults", fixed(group.faults, "d")))
+    time = "total time" if results.has_replicates else "time"
+    found.append((time, duration(group.seconds) or "-"))
+    if objective is not LOSS:
+        losses = group.estimate_of(lambda job: job.val_loss)
+        title = LOSS.column if short else LOSS.title
+        found.append((title, fixed(losses.mean if losses else None, ".4f")))
     if results.front:
         values = dict(zip(results.front.goals, results.front.values[index], strict=True))
-        cells += [fixed(values[goal], ".6g") for goal in _further_goals(results)]
-    return cells
+        for goal in _further_goals(results):
+            found.append((cut(goal.name), fixed(values[goal], ".6g")))
+    return found
 
 
 def _further_goals(results: Results) -> list[Goal]:
@@ -106,47 +115,11 @@ def _further_goals(results: Results) -> list[Goal]:
     return [goal for goal in goals if goal.name != results.objective.series]
 
 
-def job_cells(job: Job, keys: list[str]) -> list[str]:
-    """Format objective, status, parameters, step, speed, faults and time of a job.
-
-    The loss follows if it is not the objective.
-    """
-    found = [_value(job), shown(job.status), *_parameters(job, keys)]
-    found += [fixed(job.step, "d"), fixed(job.speed, ",.0f"), fixed(job.faults, "d")]
-    found.append(duration(number(job.result.get("wall_seconds"))) or "-")
-    if job.ranked_by is not LOSS:
-        found.append(fixed(job.val_loss, ".4f"))
-    return found
-
-
-def group_cells(group: Group, keys: list[str]) -> list[str]:
-    """Format the mean objective of a group, its interval, deviation and number of seeds.
-
-    The cells of a job follow: steps, the median speed, faults and times of all jobs added up.
-    """
-    latest = group.latest
-    found = [_value(group)]
-    found.append(fixed(latest.half_width if latest else None, ".4f"))
-    found.append(fixed(latest.deviation if latest else None, ".4f"))
-    found += [_count(group), shown(group.status), *_parameters(group, keys)]
-    found += [_steps(group), fixed(group.speed, ",.0f"), fixed(group.faults, "d")]
-    found.append(duration(group.seconds) or "-")
-    if group.ranked_by is not LOSS:
-        losses = group.estimate_of(lambda job: job.val_loss)
-        found.append(fixed(losses.mean if losses else None, ".4f"))
-    return found
-
-
-def _value(measured: Job | Group) -> str:
-    """Format the objective; in parentheses if it is that of an incomplete job."""
-    value = fixed(measured.value, ".4f")
-    is_last = measured.value is not None and measured.objective is None
+def _value(group: Group) -> str:
+    """Format the objective; in parentheses if it is that of incomplete jobs."""
+    value = fixed(group.value, ".4f")
+    is_last = group.value is not None and group.objective is None
     return f"({value})" if is_last else value
-
-
-def _parameters(measured: Job | Group, keys: list[str]) -> list[str]:
-    config = measured.config
-    return [shown(config[key]) if key in config else "-" for key in keys]
 
 
 def _count(group: Group) -> str:

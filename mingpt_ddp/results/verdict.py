@@ -7,7 +7,7 @@ from typing import Any
 
 from mingpt_ddp.errors import RunError, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.results.compare import Comparison, Side, compare, sides_of
+from mingpt_ddp.results.compare import Comparison, Setting, compare, settings_of
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
@@ -28,26 +28,26 @@ def verdict(directories: list[Path], as_json: bool) -> str:
         RunError: a directory holds no run, or there is one setting only.
     """
     jobs = read_jobs(directories)
-    sides = sides_of(jobs, directories)
-    if len(sides) < 2:
+    settings = settings_of(jobs, directories)
+    if len(settings) < 2:
         raise RunError(
             "there is one setting to compare; name runs that differ in more than run.seed"
         )
-    comparisons = compare(sides)
-    notes = _notes(jobs, sides, comparisons)
+    comparisons = compare(settings)
+    notes = _notes(jobs, settings, comparisons)
     if as_json:
-        return json.dumps(_numbers(jobs, sides, comparisons, notes), indent=1, allow_nan=False)
+        return json.dumps(_numbers(jobs, settings, comparisons, notes), indent=1, allow_nan=False)
     if not comparisons:
-        return nothing(sides)
-    lines = [f"compared by {_objective(jobs)}", *_table(sides)]
+        return nothing(settings)
+    lines = [f"compared by {_objective(jobs)}", *_table(settings)]
     lines += [f"note: {note}" for note in notes]
     lines += [sentence(comparison) for comparison in comparisons]
     return printable("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
-def nothing(sides: list[Side]) -> str:
+def nothing(settings: list[Setting]) -> str:
     """Return why nothing can be said of settings without replicates, and what to do."""
-    if all(len(side.values) == 1 for side in sides):
+    if all(setting.complete == 1 for setting in settings):
         why = "each setting has one seed, which says nothing about chance"
     else:
         why = "no setting has two seeds that are complete"
@@ -56,14 +56,14 @@ def nothing(sides: list[Side]) -> str:
 
 def sentence(comparison: Comparison) -> str:
     """Return what a comparison shows, in a sentence."""
-    best = comparison.best.name
-    other = comparison.other.name
+    best = comparison.best.label
+    other = comparison.other.label
     found = comparison.difference
     if found is None:
         what = f"nothing can be said of {other} against {best}"
-        if not comparison.other.values:
+        if not comparison.other.complete:
             return f"{what}: it has no complete job; {MORE_SEEDS}"
-        if not comparison.other.has_replicates:
+        if comparison.other.complete == 1:
             return f"{what}: it has one seed, which says nothing about chance; {MORE_SEEDS}"
         return f"{what}: {comparison.why}"
     if comparison.is_better:
@@ -92,16 +92,16 @@ def _objective(jobs: list[Job]) -> str:
     return objective.title
 
 
-def _notes(jobs: list[Job], sides: list[Side], comparisons: list[Comparison]) -> list[str]:
+def _notes(jobs: list[Job], settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
     """Return what the comparison leaves out, or takes together."""
     notes = [*comparison_notes(jobs), *pooling_notes(replicates(jobs))]
     for job in jobs:
         notes += job.notes
-    for side in sides:
-        if side.left_out:
+    for setting in settings:
+        if setting.left_out:
             notes.append(
-                f"{counted(side.left_out, 'job')} of {side.name} not counted: not complete, or "
-                "with a loss that is not finite"
+                f"{counted(setting.left_out, 'job')} of {setting.label} not counted: not complete, "
+                "or with a loss that is not finite"
             )
     pairs = _pairs(comparisons)
     if pairs > 1:
@@ -117,10 +117,10 @@ def _pairs(comparisons: list[Comparison]) -> int:
     return comparisons[0].pairs if comparisons else 0
 
 
-def _table(sides: list[Side]) -> list[str]:
+def _table(settings: list[Setting]) -> list[str]:
     rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
-    for side in sides:
-        found = side.estimate
+    for setting in settings:
+        found = setting.estimate
         mean = deviation = interval = "-"
         if found is not None:
             mean = f"{found.mean:.4f}"
@@ -128,34 +128,34 @@ def _table(sides: list[Side]) -> list[str]:
                 deviation = f"{found.deviation:.4f}"
             if found.low is not None:
                 interval = f"{found.low:.4f} to {found.high:.4f}"
-        rows.append([mean, str(len(side.values)), deviation, interval, side.name])
+        rows.append([mean, str(setting.complete), deviation, interval, setting.label])
     return table_lines(rows, left=(4,))
 
 
 def _numbers(
-    jobs: list[Job], sides: list[Side], comparisons: list[Comparison], notes: list[str]
+    jobs: list[Job], settings: list[Setting], comparisons: list[Comparison], notes: list[str]
 ) -> dict[str, Any]:
     """Return the comparison as JSON's types."""
-    settings = []
-    for side in sides:
-        found = side.estimate
+    listed = []
+    for setting in settings:
+        found = setting.estimate
         numbers = dict.fromkeys(("mean", "deviation", "low", "high"))
         if found is not None:
             numbers = {key: getattr(found, key) for key in numbers}
-        more = {"by_seed": side.values, "left_out": side.left_out}
-        settings.append({"name": side.name, **numbers, **more})
+        more = {"by_seed": setting.by_seed, "left_out": setting.left_out}
+        listed.append({"name": setting.label, **numbers, **more})
     return {
         "objective": jobs[0].ranked_by.series,
-        "best": comparisons[0].best.name if comparisons else None,
-        "settings": settings,
+        "best": comparisons[0].best.label if comparisons else None,
+        "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
         "pairs_corrected_for": _pairs(comparisons),
-        "notes": notes if comparisons else [*notes, nothing(sides)],
+        "notes": notes if comparisons else [*notes, nothing(settings)],
     }
 
 
 def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"other": comparison.other.name, "is_better": comparison.is_better}
+    numbers: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
     found = comparison.difference
     if found is None:
         return {**numbers, "sentence": sentence(comparison)}
