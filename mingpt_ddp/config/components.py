@@ -214,6 +214,14 @@ class DataConfig(UserCodeConfig):
         check(
             self.sources != [], "data.sources is empty; give pairs of a path and a weight, or null"
         )
+        check(
+            self.column is None or self.format != "text" or self.reader is not None,
+            f"data.column={self.column} needs a table; data.format=text reads texts as they are",
+        )
+        check(
+            self.reader is None or self.format in ("auto", "text"),
+            f"data.reader={self.reader} reads its text itself; leave out data.format={self.format}",
+        )
         total = sum(weight for _, weight in sources)
         check(
             math.isfinite(total),

@@ -5,13 +5,11 @@ training parts, and to encode them. The directory is created atomically.
 """
 
 import codecs
-import gzip
 import json
 import math
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain, pairwise
@@ -21,18 +19,19 @@ from typing import Any
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.data.archives import GZIP
-from mingpt_ddp.data.bpe import DEFAULT_VOCAB_SIZE, train_bpe
-from mingpt_ddp.data.content import BINARY, NOT_UTF8, kind_of, refusal
-from mingpt_ddp.data.dataset import EncodedText, split_bounds
-from mingpt_ddp.data.file_records import digest_of
-from mingpt_ddp.data.text_cache import TextCache
-from mingpt_ddp.data.texts import (
-    CHUNK_BYTES,
-    Text,
+from mingpt_ddp.data.archives import (
+    DAMAGES,
+    decompressed,
     expanded_limit,
     expands_too_far,
 )
+from mingpt_ddp.data.bpe import DEFAULT_VOCAB_SIZE, train_bpe
+from mingpt_ddp.data.content import BINARY, NOT_UTF8, kind_of
+from mingpt_ddp.data.contents import refusal
+from mingpt_ddp.data.dataset import EncodedText, split_bounds
+from mingpt_ddp.data.file_records import digest_of
+from mingpt_ddp.data.text_cache import TextCache
+from mingpt_ddp.data.texts import CHUNK_BYTES, Text
 from mingpt_ddp.data.tokenizer import CODE_POINTS, ByteTokenizer, CharTokenizer, Tokenizer
 from mingpt_ddp.data.tokenizer_base import END, code_points
 from mingpt_ddp.errors import DataError
@@ -239,18 +238,16 @@ def _chunks(source: Source) -> Iterator[bytes]:
     name = source.config.source
     position = 0
     with source.text.open() as raw:
-        stream: Any = raw
         limit = math.inf
-        if raw.peek(2)[:2] == GZIP:  # which is invalid UTF-8
-            stream = gzip.GzipFile(fileobj=raw)
+        if (stream := decompressed(raw)) is not raw:
             size = os.fstat(raw.fileno()).st_size
             limit = expanded_limit(size, source.config.max_expansion)
         chunk = b"begin"
         while chunk:
             try:
                 chunk = stream.read(CHUNK_BYTES)
-            except (OSError, EOFError, zlib.error) as error:
-                raise DataError(f"{name} is not a whole gzip file: {error}") from error
+            except DAMAGES as error:
+                raise DataError(f"{name} is not a whole compressed file: {error}") from error
             position += len(chunk)
             if position > limit:
                 raise expands_too_far(name, int(limit))

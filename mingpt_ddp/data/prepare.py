@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig
-from mingpt_ddp.data.content import Counts
+from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig, Form
+from mingpt_ddp.data.contents import Counts
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.download import exists
 from mingpt_ddp.data.encode_text import Source, encode, splits_texts
@@ -66,19 +66,22 @@ def prepare_all(
     try:
         if tokenizer is not None:
             _check_same_tokenizer(config, tokenizer)
-        if recorded is not None and recorded.form != "text" and config.format == "auto":
-            config = replace(config, format=recorded.form)
         if recorded is None:
             _check_val_paths(config)
         tokenizer = tokenizer or _given_tokenizer(config)
-        sources = _open_all(config, cache, is_new=recorded is None)
+        form = recorded.form if recorded else None
+        sources = _open_all(config, cache, form)
         is_new = recorded is None or _sha256_of(sources) != recorded.sha256
+        if recorded is not None and is_new:  # other texts, of which nothing is recorded
+            sources = _open_all(config, cache)
+        form = sources[0].text.form
         encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
             text = replace(config, path=path, truncate=1.0, **ONE_TEXT)
             try:
-                sources = _open_all(text, cache, is_new)
+                sources = _open_all(text, cache, None if is_new else form)
+                _check_same_form(sources, form)
                 encoded[name] = _prepare(sources, text, tokenizer, cache, is_new)
             except DataError as error:
                 message = str(error.args[0]).replace("data.path=", "")
@@ -128,7 +131,7 @@ def prepare(
     """
     cache = cache or TextCache(config)
     tokenizer = tokenizer or _given_tokenizer(config)
-    sources = _open_all(config, cache, is_new=True)
+    sources = _open_all(config, cache)
     encoded = _prepare(sources, config, tokenizer, cache, is_new=True)
     cache.keep_records()
     return encoded
@@ -148,6 +151,15 @@ def _prepare(
         source.text.contents.report()
     if tokenizer is not None:
         tokenizer = _ended(tokenizer, config)
+    encoded = _find_or_encode(sources, config, tokenizer, cache)
+    for source in sources:
+        source.text.contents.report_form()
+    return encoded
+
+
+def _find_or_encode(
+    sources: list[Source], config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache
+) -> EncodedText:
     sha256 = _sha256_of(sources)
     if sources[0].text.tokens is not None:
         assert tokenizer is not None
@@ -158,6 +170,9 @@ def _prepare(
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
         shares = [config.truncate, config.train_split, config.test_split]
         key = digest_of([sha256, chosen, *shares, *["end_token"] * config.end_token])
+    form = sources[0].text.form
+    if form != "text":
+        key = digest_of([key, form, config.column])
     directory = cache.directory(key)
     if cached := cache.read(directory, sha256):
         return cached
@@ -218,33 +233,52 @@ def _sha256_of(sources: list[Source]) -> str:
     return combined(digests)
 
 
-def _open_all(config: DataConfig, cache: TextCache, is_new: bool) -> list[Source]:
+def _open_all(config: DataConfig, cache: TextCache, form: Form | None = None) -> list[Source]:
     """Open the one text, or those of `data.sources`, and those of `data.split_paths`.
 
-    What is new must look like a text.
+    What is new must look like a text, or like data of one format.
+
+    Args:
+        form: what `data.format=auto` stood for when a run began; None: it is decided now.
     """
+    if config.format != "auto":
+        form = config.format
     given = config.split_paths or {}
     opened = []
     if config.sources is None:
-        opened.append(_open(config, cache, is_new))
+        opened.append(_open(config, cache, form))
     for path, weight in config.sources or ():
         # one source: each of thousands of configurations is validated
         one = replace(config, path=path, sources=[(path, weight)])
-        opened.append(_open(one, cache, is_new))
+        opened.append(_open(one, cache, form))
     if "val" in given:
         opened = [replace(source, split="train") for source in opened]
     for name in sorted(given, reverse=True):  # val, test
         values = {**vars(config), **ONE_TEXT, "path": given[name], "split": name}
-        opened.append(replace(_open(SplitConfig(**values), cache, is_new), split=name))
+        opened.append(replace(_open(SplitConfig(**values), cache, form), split=name))
+    _check_same_form(opened, opened[0].text.form)
     return opened
 
 
-def _open(config: DataConfig, cache: TextCache, is_new: bool) -> Source:
-    """Find a text and its SHA-256."""
+def _check_same_form(sources: list[Source], form: Form) -> None:
+    for source in sources:
+        if source.text.form != form:
+            raise DataError(
+                f"{source.config.source} looks like data.format={source.text.form}, the first text "
+                f"like {form}; give texts of one format, or set data.format to read all by it"
+            )
+
+
+def _open(config: DataConfig, cache: TextCache, form: Form | None) -> Source:
+    """Find a text and its SHA-256.
+
+    Args:
+        form: None: it is new, and its format that of its content.
+    """
     hash_text = partial(_checked_sha256, config, cache)
     try:
-        text = open_source(config, cache.root, cache.records, hash_text)
-        if is_new and config.format == "auto":
+        text = open_source(config, cache.root, cache.records, hash_text, form)
+        if form is None:
             text.contents.refuse()  # before all of it is read
         sha256 = hash_text(text)
         check_unchanged = partial(_check_unchanged, config, cache, text, sha256)
@@ -274,7 +308,7 @@ def _sha256(config: DataConfig, cache: TextCache, text: Text, again: bool = Fals
     def read() -> Reading:
         return Reading(sha256_of(text), text.contents.counts())
 
-    key = [reading_keys(config), [*map(os.path.abspath, text.files or ())]]
+    key = [reading_keys(config), text.form, [*map(os.path.abspath, text.files or ())]]
     found = cache.records.get(key, state, read, Reading, again)
     text.contents.restore(found.counts)
     return found.sha256

@@ -16,6 +16,7 @@ import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.validation import build
+from mingpt_ddp.data.archives import OpenBytes, opener
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import DOWNLOADS, download_path, user_cache
 from mingpt_ddp.data.file_records import (
@@ -27,7 +28,7 @@ from mingpt_ddp.data.file_records import (
     file_status,
     settle,
 )
-from mingpt_ddp.data.texts import OpenBytes, Text, opener
+from mingpt_ddp.data.texts import Text
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError, reason
 from mingpt_ddp.storage.lock import LOCK, is_lock_of, log_if_long

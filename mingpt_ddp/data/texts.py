@@ -5,37 +5,42 @@ import glob
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeAlias
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, reader_of
-from mingpt_ddp.data.archives import Member, members_of, text_head, unzipped
-from mingpt_ddp.data.content import (
-    HEAD_BYTES,
-    HIDDEN,
-    Contents,
-    is_utf8,
-    kind_of,
-    kind_of_names,
+from mingpt_ddp.data.archives import (
+    Files,
+    Member,
+    OpenBytes,
+    errors_of,
+    expanded_limit,
+    expands_too_far,
+    members_of,
+    opener,
+    text_head,
+    unzipped,
 )
+from mingpt_ddp.data.content import HEAD_BYTES, HIDDEN, is_hidden, is_utf8, kind_of, kind_of_names
+from mingpt_ddp.data.contents import Contents
 from mingpt_ddp.data.download import download_path, fetch, open_filesystem
 from mingpt_ddp.data.file_records import FileRecords
+from mingpt_ddp.data.record_files import RecordFiles, look_at
 from mingpt_ddp.data.token_files import TokenFile, find_tokens, token_names
 from mingpt_ddp.errors import DataError
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = HEAD_BYTES  # so that the first chunk of a text is a head for kind_of
-MIN_EXPANDED_BYTES = 1 << 26  # which any compressed file may have
-OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
 READING = 1  # raise it if the same files are read as another text
 # Keys of data that do not say how a text is read, unless a reader of the user's does it.
 READ_LATER = {
     *("name", "sha256", "cache_dir", "verify", "sources", "val_paths", "split_paths", "split"),
     *("block_size", "stride", "train_split", "test_split", "truncate", "tokenizer", "vocab_size"),
+    "column",
 }
 
 
@@ -77,23 +82,29 @@ def reading_keys(config: DataConfig) -> list[Any]:
 
 
 def open_source(
-    config: DataConfig, cache: Path, records: FileRecords, hash_text: Callable[[Text], str]
+    config: DataConfig,
+    cache: Path,
+    records: FileRecords,
+    hash_text: Callable[[Text], str],
+    form: Form | None,
 ) -> Text:
     """Return how to read a text; download a remote file into the cache first.
 
     Args:
         records: of the versions of downloads.
         hash_text: called with the text of a download before it is kept; raises to refuse it.
+        form: in which it is read; None: that of its content.
 
     Raises:
         DataError: there is no text there.
     """
 
-    def hash_download(path: Path) -> str:
-        return hash_text(_open_file(config, str(path)))
+    def open_files(files: Files) -> Text:
+        return _open_files(config, files, form or look_at(files))
 
-    if config.format not in ("auto", "text", "tokens"):
-        raise DataError(f"data.format={config.format} cannot be read yet")
+    def hash_download(path: Path) -> str:
+        return hash_text(open_files(_one_file(config, str(path))))
+
     if config.reader is not None:
         pieces = partial(_stream, lambda: _read_pieces(config))
         return text_of_bytes(pieces, Contents(config.source), _files_of_reader(config))
@@ -104,14 +115,14 @@ def open_source(
         return text_of_bytes(bytes_of_it, Contents(config.source), files=[])
     target = download_path(config.path, cache)
     if target.exists() and config.sha256 and _accepts(hash_download, target):
-        return _open_file(config, str(target))
+        return open_files(_one_file(config, str(target)))
     _, name, is_local = open_filesystem(config.path)
     if not is_local:
         key = None if config.sha256 else reading_keys(config)
         fetch(config.path, target, records, key, hash_download)
         name = str(target)
     elif not os.path.exists(name) and glob.has_magic(name):
-        return _joined_files(config, Path(), sorted(glob.glob(name, recursive=True)))
+        return open_files(_several_files(config, Path(), glob.glob(name, recursive=True)))
     elif os.path.isdir(name):
         if os.path.realpath(name) == os.sep:  # files without end, as in /proc
             raise DataError(
@@ -120,10 +131,10 @@ def open_source(
         paths = []
         for at, _, files in os.walk(name):
             paths += [Path(at, file).relative_to(name).as_posix() for file in files]
-        return _joined_files(config, Path(name), sorted(paths))
+        return open_files(_several_files(config, Path(name), paths))
     elif os.path.exists(name) and not os.path.isfile(name):
         raise DataError(f"{config.source} is not a regular file")
-    return _open_file(config, name)
+    return open_files(_one_file(config, name))
 
 
 def _tokens_in(config: DataConfig, paths: list[str]) -> Text:
@@ -135,32 +146,50 @@ def _tokens_in(config: DataConfig, paths: list[str]) -> Text:
     return Text(contents, lambda: [*map(opener, paths)], files=files, form="tokens", tokens=tokens)
 
 
-def _open_file(config: DataConfig, name: str) -> Text:
-    """Return how to open a local file, or the members of an archive, as one stream."""
-    if config.format == "tokens":
-        return _tokens_in(config, [name])
-    open_members = members_of(name)
-    if open_members is None:
-        looks_like = kind_of(text_head(name, HEAD_BYTES)) if config.format == "auto" else None
-        return text_of_bytes(opener(name), Contents(config.source, looks_like), [Path(name)])
-    limit = expanded_limit(os.path.getsize(name), config.max_expansion)
-    return _joined(config, open_members, limit, [Path(name)])
+def _one_file(config: DataConfig, path: str) -> Files:
+    """Return a local file, or the members of an archive.
+
+    Args:
+        path: also of a download, whose name is that in its URL.
+    """
+    size = os.path.getsize(path)
+    limit = expanded_limit(size, config.max_expansion)
+    if open_members := members_of(path):
+        return Files(config.source, open_members, {"": Path(path)}, limit)
+    name = PurePosixPath(str(config.path).partition("?")[0]).name
+    member = Member(name, size, opener(path))
+    paths = {name: Path(path)}
+    return Files(config.source, lambda: nullcontext([member]), paths, limit, is_one=True)
 
 
-def expanded_limit(size: int, max_expansion: float) -> int:
-    """Return how many bytes a compressed file of `size` bytes may expand to."""
-    return max(MIN_EXPANDED_BYTES, int(max_expansion * size))
+def _several_files(config: DataConfig, root: Path, names: list[str]) -> Files:
+    """Return the files below `root`."""
+    paths = {name: root / name for name in sorted(names) if (root / name).is_file()}
+    members = []
+    for name, path in paths.items():
+        members.append(Member(name, path.stat().st_size, partial(unzipped, path)))
+    size = sum(member.size for member in members)
+    limit = expanded_limit(size, config.max_expansion)
+    return Files(config.source, lambda: nullcontext([*members]), paths, limit)
 
 
-def expands_too_far(source: str, limit: int) -> DataError:
-    return DataError(
-        f"{source} expands to over {limit:,} bytes; raise data.max_expansion if you "
-        "trust it, or unpack it yourself"
-    )
-
-
-def opener(path: str | Path) -> OpenBytes:
-    return lambda: open(path, "rb")
+def _open_files(config: DataConfig, files: Files, form: Form) -> Text:
+    local = [*files.paths.values()]
+    if form == "tokens":
+        is_directory = not files.is_one and "" not in files.paths
+        names = token_names(files.paths, config) if is_directory else files.paths
+        return _tokens_in(config, [str(files.paths[name]) for name in names])
+    if form != "text":
+        records = RecordFiles(files, form, config)
+        return Text(records.contents, records.hashed, None, records.records, local, form)
+    if config.column is not None:
+        raise DataError(
+            f"data.column={config.column} needs a table; {config.source} is read as text"
+        )
+    if not files.is_one:
+        return _joined(config, files)
+    looks_like = kind_of(text_head(str(local[0]), HEAD_BYTES)) if config.format == "auto" else None
+    return text_of_bytes(opener(local[0]), Contents(config.source, looks_like), local)
 
 
 def python_docs() -> str:
@@ -244,36 +273,14 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
 # Several texts in one: sorted by name, a line feed after each that has none.
 
 
-def _joined_files(config: DataConfig, root: Path, names: list[str]) -> Text:
-    """Return how to open the files below `root` as one text; gzip is decompressed."""
-    paths = {name: root / name for name in names if (root / name).is_file()}
-    if config.format == "tokens":
-        return _tokens_in(config, [str(paths[name]) for name in token_names(paths, config)])
-    sizes = {name: path.stat().st_size for name, path in paths.items()}
-
-    @contextmanager
-    def members() -> Iterator[list[Member]]:
-        yield [Member(name, sizes[name], partial(unzipped, path)) for name, path in paths.items()]
-
-    limit = expanded_limit(sum(sizes.values()), config.max_expansion)
-    return _joined(config, members, limit, list(paths.values()))
-
-
-def _joined(
-    config: DataConfig, open_members: Callable[[], Any], limit: int, files: list[Path]
-) -> Text:
-    """Return how to open all texts as one; hidden files and those that are no text are skipped.
-
-    Args:
-        open_members: a context manager of the list of members.
-        limit: bytes that all texts may have.
-    """
+def _joined(config: DataConfig, files: Files) -> Text:
+    """Return how to open all texts as one; hidden files and those that are no text are skipped."""
     contents = Contents(config.source)
 
     def pieces(is_one: bool = True) -> Iterator[bytes]:
         contents.clear()
         total = 0
-        with _errors_of(config.source), open_members() as members:
+        with errors_of(config.source), files.open_members() as members:
             members.sort(key=lambda member: member.name)
             if config.format == "auto":
                 contents.kind = kind_of_names({member.name for member in members})
@@ -281,8 +288,8 @@ def _joined(
                 begin = total
                 for piece in _member_pieces(member, config, contents, is_one):
                     total += len(piece)
-                    if total > limit:
-                        raise expands_too_far(config.source, limit)
+                    if total > files.limit:
+                        raise expands_too_far(config.source, files.limit)
                     yield piece
                 if total > begin:
                     contents.add_text(member.name, member.size)
@@ -291,7 +298,7 @@ def _joined(
         if not contents.texts:
             raise contents.none_left()
 
-    text = text_of_bytes(partial(_stream, pieces), contents, files)
+    text = text_of_bytes(partial(_stream, pieces), contents, [*files.paths.values()])
     return replace(text, records=partial(pieces, is_one=False))
 
 
@@ -303,7 +310,7 @@ def _member_pieces(
     Args:
         ends_line: add a line feed to a text that has none at its end.
     """
-    if any(map(_is_hidden, member.name.split("/"))):
+    if is_hidden(member.name):
         contents.skip(member.name, member.size, HIDDEN)
         return
     with member.open() as file:
@@ -319,18 +326,3 @@ def _member_pieces(
             chunk = file.read(CHUNK_BYTES)
             if not chunk and ends_line and last != b"\n":
                 yield b"\n"
-
-
-def _is_hidden(part: str) -> bool:
-    return part not in (".", "..") and part.startswith((".", "__MACOSX"))
-
-
-@contextmanager
-def _errors_of(source: str) -> Iterator[None]:
-    """Turn what a damaged archive raises into a DataError."""
-    try:
-        yield
-    except (DataError, OSError):
-        raise
-    except Exception as error:  # zipfile and tarfile raise many kinds
-        raise DataError(f"{source} cannot be unpacked: {str(error)[:200]}") from error

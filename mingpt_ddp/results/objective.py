@@ -20,6 +20,7 @@ TEXT_KEYS = (
     "train_split",
     "test_split",
     "split_paths",
+    "column",
 )
 TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
 MAX_TOKENIZER_BYTES = 1 << 26

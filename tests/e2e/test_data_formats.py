@@ -1,24 +1,23 @@
-"""What is no text: refused as users launch it, and taken where they say so, also on resume."""
+"""The formats of data as users launch runs: decided by content, named, and kept on resume."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 from launching import TINY, call, python_main
 from user_code_page import page_commands, page_files
 
 SMALL = [*TINY, "data.truncate=1"]
-JSONL = "".join(json.dumps({"text": f"to be {i}, or not"}) + "\n" for i in range(400))
+TEXTS = [f"to be {i}, or not" for i in range(400)]
+JSONL = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+CHATS = "".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS)
 
 
 def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
     """Also one that starts from the weights of another run."""
     (tmp_path / "docs.jsonl").write_text(JSONL)
     text = ["data=text_file", "data.path=docs.jsonl"]
-    refused = call([*python_main(), *SMALL, *text, "trainer.max_steps=2"], tmp_path)
-    assert refused.returncode == 2
-    assert "looks like JSON Lines, not text" in refused.stdout
-    assert not (tmp_path / "outputs").exists()
     for name, source in (("first", []), ("second", ["run.init_from=outputs/first"])):
         command = [*python_main(), *SMALL, *text, *source, f"run.name={name}"]
         begun = call([*command, "trainer.max_steps=2", "data.format=text"], tmp_path)
@@ -28,6 +27,27 @@ def test_a_run_on_data_as_text_goes_on_without_saying_so_again(tmp_path):
         assert "resuming from the snapshot" in done.stdout
         result = json.loads((tmp_path / "outputs" / name / "result.json").read_text())
         assert result["step"] == 4
+
+
+def test_a_run_keeps_the_format_that_its_first_start_has_decided(tmp_path):
+    """The typed configuration says auto: what it stood for is in the snapshot."""
+    (tmp_path / "docs.jsonl").write_text(JSONL)
+    (tmp_path / "other.txt").write_text(TEXTS[0] * 9)
+    command = [*python_main(), *SMALL, "data=text_file", "data.path=docs.jsonl", "run.name=a"]
+    begun = call([*command, "trainer.max_steps=2"], tmp_path)
+    assert begun.returncode == 0, begun.stdout
+    line = "data.path=docs.jsonl: read with data.format=jsonl, 400 texts of data.column=text"
+    assert line in begun.stdout
+    refused = call([*command, "trainer.max_steps=4", "data.format=text"], tmp_path)
+    assert refused.returncode == 2
+    line = "config error: data.format=text: the run has read its texts before with data.format=json"
+    assert line in refused.stdout
+    done = call([*command, "trainer.max_steps=4", "data.format=auto"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot" in done.stdout
+    other = [sys.executable, "-m", "mingpt_ddp.evaluate", "outputs/a", "data_path=other.txt"]
+    measured = call(other, tmp_path)
+    assert measured.returncode == 0, measured.stdout
 
 
 def test_sources_need_no_path(tmp_path):
@@ -41,13 +61,13 @@ def test_the_reader_of_json_lines_on_the_page(tmp_path):
     """With data.path, and with a constant of its own instead of one."""
     files = page_files("my_reader")
     code = files["my_reader/mine.py"]
-    lines = files["my_reader/data/jsonl.yaml"]
-    files["my_reader/fixed.py"] = code.replace("config.path", "'docs.jsonl'")
+    lines = files["my_reader/data/chats.yaml"]
+    files["my_reader/fixed.py"] = code.replace("config.path", "'chats.jsonl'")
     files["my_reader/data/fixed.yaml"] = lines.replace("mine.py", "fixed.py")
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
-    (tmp_path / "docs.jsonl").write_text(JSONL)
+    (tmp_path / "chats.jsonl").write_text(CHATS)
     [words] = [command[2:] for command in page_commands(-1)]
     for each in (words, [words[0], "data=fixed"]):
         done = call([*python_main(), *SMALL, *each, "trainer.max_steps=1"], tmp_path)

@@ -146,10 +146,10 @@ def cwd(tmp_path):
     (directory / "short.txt").write_text("To be, or not to be")
     (directory / "not.gz").write_bytes(b"\x1f\x8b" + TEXT.encode())
     (directory / "train.bin").write_bytes(bytes(range(60)) * 100)
-    (directory / "docs.jsonl").write_text('{"text": "to be"}\n' * 500)
+    (directory / "docs.jsonl").write_text('{"id": "a", "text": "to be"}\n' * 500)
     (directory / "shards").mkdir()
-    (directory / "shards" / "a.parquet").write_bytes(b"PAR1\x15\x04" + b"\0" * 5000)
-    (directory / "shards" / "README.md").write_text("Two shards.\n")
+    (directory / "shards" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 5000)
+    (directory / "shards" / "README.md").write_text("Two images.\n")
     (directory / "half.gz").write_bytes(gzip.compress(TEXT.encode())[:-12])
     return directory
 
@@ -338,15 +338,15 @@ CASES = [
     ),
     (
         text_file("docs.jsonl"),
-        "data error: data.path=docs.jsonl looks like JSON Lines, not text; read it with a reader",
+        "data error: data.path=docs.jsonl has several columns of strings: id, text; choose one, as",
     ),
     (
         "data=text_file data.sources=[[good.txt,1],[docs.jsonl,1]]",
-        "data error: data.sources=docs.jsonl looks like JSON Lines, not text; read it with a",
+        "data error: data.sources=docs.jsonl looks like data.format=jsonl, the first text like ",
     ),
     (
         text_file("shards"),
-        "data error: data.path=shards is mostly no text: skipped 1 Parquet ('a.parquet'), ",
+        "data error: data.path=shards is mostly no text: skipped 1 PNG ('a.png'), ",
     ),
     (text_file("nowhere.txt"), "data error: data.path=nowhere.txt: there is no such file"),
     (text_file("/dev/null"), "data error: data.path=/dev/null is not a regular file"),
@@ -370,8 +370,8 @@ CASES = [
         text_file("same.txt"),
         "data error: data.path=same.txt has one distinct character; there is nothing to learn",
     ),
-    (text_file("not.gz"), "data error: data.path=not.gz is not a whole gzip file"),
-    (text_file("half.gz"), "data error: data.path=half.gz is not a whole gzip file"),
+    (text_file("not.gz"), "data error: data.path=not.gz is not a whole compressed file"),
+    (text_file("half.gz"), "data error: data.path=half.gz is not a whole compressed file"),
     (
         text_file("good.txt") + f" data.sha256={OTHER_SHA}",
         "data error: data.path=good.txt has SHA-256 ",

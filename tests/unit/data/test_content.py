@@ -204,23 +204,25 @@ def test_what_iconv_writes_as_told_is_the_same_text(name, settings, tmp_path):
 
 def test_a_new_run_refuses_what_is_no_text(settings, tmp_path):
     """In the cache or not: the answer is the same."""
-    as_text = settings(JSONL, format="text")
-    assert prepare(as_text).length == len(JSONL)
-    for config in (as_text, settings(JSONL, cache_dir=str(tmp_path / "empty"))):
+    content = "".join(sorted({*PROSE})) + "\x01" * 30
+    as_text = settings(content, format="text")
+    assert prepare(as_text).length == len(content)
+    for config in (as_text, settings(content, cache_dir=str(tmp_path / "empty"))):
         with pytest.raises(
             DataError,
-            match=r"text.txt looks like JSON Lines, not text; read it with a reader of your own "
-            r"\(docs/your-own-model.md\), or as text with data.format=text",
+            match=r"text.txt looks like binary data with control characters, not text; read it "
+            r"with a reader of your own \(docs/your-own-model.md\), or as text with data.format=",
         ):
             prepare_all(replace(config, format="auto"))
     assert not (tmp_path / "empty").exists()
-    with pytest.raises(DataError, match="looks like JSON Lines"):
-        prepare(settings(gzip.compress(JSONL)))
+    with pytest.raises(DataError, match="looks like binary data"):
+        prepare(settings(gzip.compress(content.encode())))
 
 
 def test_text_is_still_utf8(settings):
     for content, message in (
-        (lzma.compress(JSONL), "looks like xz, not text; decompress it first"),
+        (lzma.compress(b"to be"), None),
+        (lzma.compress(PNG), "looks like PNG"),
         (PROSE.encode("utf-16-le"), "convert it: iconv -f UTF-16LE -t UTF-8"),
         (b"\xff\0ab", "is not UTF-8 at byte 0; convert it: iconv"),
         (b"ab\0ab", None),
@@ -238,11 +240,11 @@ def test_sources_and_validation_texts_are_looked_at(settings, tmp_path):
     prose = settings(PROSE)
     sources = [(str(prose.path), 1.0), (str(tmp_path / "a.jsonl"), 1.0)]
     mixed = replace(prose, path=None, sources=sources)
-    with pytest.raises(DataError, match=r"^data error: data.sources=\S+a.jsonl looks like JSON"):
+    with pytest.raises(DataError, match=r"data.sources=\S+a.jsonl looks like data.format=jsonl, "):
         prepare_all(mixed)
     assert prepare_all(replace(mixed, format="text"))[""].parts
     measured = replace(prose, tokenizer="byte", val_paths={"other": str(tmp_path / "a.jsonl")})
-    with pytest.raises(DataError, match=r"data.val_paths.other: \S+ looks like JSON"):
+    with pytest.raises(DataError, match=r"data.val_paths.other: \S+ looks like data.format=j"):
         prepare_all(measured)
     assert prepare_all(replace(measured, format="text"))["other"].length == len(JSONL)
 
@@ -297,13 +299,13 @@ def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, capl
 
 @pytest.mark.parametrize("form", [make, make_zip, make_tar])
 def test_mostly_data_is_refused(form, settings, tmp_path):
-    """Of a directory of Parquet shards the README is not the text."""
-    files = {f"train-{i:05}.parquet": PARQUET * 9 for i in range(4)}
+    """Of a directory of images the README is not the text."""
+    files = {f"{i:05}.png": PNG * 9 for i in range(4)}
     path = form(tmp_path / "shards", {"README.md": PROSE[:99].encode(), **files})
     with pytest.raises(
         DataError,
-        match=r"shards is mostly no text: skipped 4 Parquet \('train-00000.parquet', .*, \.\.\.\), "
-        r"[\d,]+ of [\d,]+ bytes; name its texts alone by a glob, or read it with a reader",
+        match=r"shards is mostly no text: skipped 4 PNG \('00000.png', .*, \.\.\.\), "
+        r"[\d,]+ of [\d,]+ bytes; name its texts alone by a glob, or extract its text first",
     ):
         prepare(settings(path))
     assert (
@@ -314,26 +316,12 @@ def test_mostly_data_is_refused(form, settings, tmp_path):
 
 def test_compressed_files_are_compared_by_their_own_size(settings, tmp_path):
     """A text that expands far is not more of them than the data beside it."""
-    text, data = gzip.compress(PROSE.encode()), gzip.compress(JSONL)
+    text, data = gzip.compress(PROSE.encode()), gzip.compress(random.randbytes(5000))
     assert len(PROSE.encode()) > len(data) > len(text)
-    path = make(tmp_path / "texts", {"a.txt.gz": text, "docs.jsonl.gz": data})
+    path = make(tmp_path / "texts", {"a.txt.gz": text, "data.gz": data})
     sizes = f"{len(data):,} of {len(data) + len(text):,} bytes"
-    with pytest.raises(DataError, match=rf"mostly no text: skipped 1 JSON Lines .*, {sizes}; "):
+    with pytest.raises(DataError, match=rf"mostly no text: skipped 1 .*, {sizes}; "):
         prepare(settings(path))
-
-
-def test_a_folder_of_save_to_disk(settings, tmp_path):
-    """However little of it is data."""
-    state = json.dumps({"note": "x" * 9000}, indent=2).encode()
-    names = ("dataset_info.json", "state.json", "data-00000-of-00001.arrow")
-    saved = dict(zip(names, (state, state, ARROW_STREAM[:99]), strict=True))
-    several = {f"train/{name}": content for name, content in saved.items()}
-    several["dataset_dict.json"] = state
-    for i, files in enumerate((saved, several)):
-        with pytest.raises(DataError, match="looks like a save_to_disk folder of Hugging Face"):
-            prepare(settings(make(tmp_path / str(i), files)))
-    (tmp_path / "0" / names[2]).unlink()
-    assert prepare(settings(tmp_path / "0"))
 
 
 def test_a_document_of_an_office(settings, tmp_path):
@@ -374,5 +362,7 @@ def test_a_run_goes_on_with_its_texts(settings, tmp_path):
     data = settings(JSONL, tokenizer="byte")
     known = prepare(replace(data, format="text"))
     assert prepare_all(data, recorded=RecordedText(known.sha256))[""] == known
-    with pytest.raises(DataError, match="looks like JSON Lines"):
-        prepare_all(data, recorded=RecordedText("0" * 64))
+    decided = prepare_all(data)[""]
+    assert decided.form == "jsonl" and decided != known
+    for recorded in (RecordedText(decided.sha256, "jsonl"), RecordedText("0" * 64)):
+        assert prepare_all(data, recorded=recorded)[""] == decided

@@ -126,7 +126,7 @@ def test_broken_gzip_is_one_line(settings, damage):
         content = whole[:-8] + b"\0\0\0\0" + whole[-4:]
     else:  # a block of a type that does not exist, right behind the header of 10 bytes
         content = whole[:10] + b"\xff" + whole[11:]
-    with pytest.raises(DataError, match="is not a whole gzip file"):
+    with pytest.raises(DataError, match="is not a whole compressed file"):
         prepare(settings(content))
 
 

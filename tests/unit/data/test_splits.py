@@ -57,7 +57,7 @@ def test_mistakes_between_splits_and_further_texts(settings):
     with pytest.raises(DataError, match=r"data.val_paths.test: .* data.split_paths; .* otherwise"):
         prepare_all(named)
     assert prepare_all(named, recorded=RecordedText("sha256")).keys() == {"", "test"}
-    for content, message in (("", "is empty"), (b"PAR1\0\0PAR1", "looks like Parquet")):
+    for content, message in (("", "is empty"), (b"\x89PNG\r\n\x1a\n", "looks like PNG")):
         settings(content)
         with pytest.raises(DataError, match=rf"data.split_paths.val=\S+ {message}"):
             prepare(replace(config, path="builtin:python_docs", split_paths={"val": config.path}))

@@ -12,22 +12,16 @@ import zipfile
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 
-from mingpt_ddp.data import texts
+from mingpt_ddp.data import archives
 from mingpt_ddp.data.prepare import prepare, prepare_all
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
+from tests.unit.data.reading import text_of
 
 FILES = {"b/2.txt": b"second\n", "a.txt": b"first", "b/10.md": "dritter: ß".encode()}
 JOINED = "first\ndritter: ß\nsecond\n"  # sorted by name, a line feed after each
-
-
-def text_of(config) -> str:
-    encoded = prepare(config)
-    tokens = np.fromfile(Path(encoded.directory) / "tokens.bin", encoded.dtype)
-    return tokenizer_from_state(encoded.tokenizer).decode(tokens.tolist())
 
 
 def make_directory(path: Path, files=FILES) -> Path:
@@ -120,7 +114,7 @@ def test_names_are_labels_only(settings, tmp_path):
 
 @pytest.mark.parametrize("make", [make_zip, lambda path, files: make_tar(path, files, "w:gz")])
 def test_bombs_are_bounded(make, settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "MIN_EXPANDED_BYTES", 1 << 16)
+    monkeypatch.setattr(archives, "MIN_EXPANDED_BYTES", 1 << 16)
     path = make(tmp_path / "bomb", {f"{i}.txt": b"a" * (1 << 20) for i in range(4)})
     with pytest.raises(DataError, match=r"expands to over [0-9,]+ bytes; .*unpack it yourself"):
         prepare(settings(path))
@@ -133,7 +127,7 @@ def gzip_bomb(path: Path) -> Path:
 
 def test_a_gzip_file_that_expands_too_far(settings, tmp_path, monkeypatch):
     """Alone, by a glob, and in a directory; nothing is left in the cache."""
-    monkeypatch.setattr(texts, "MIN_EXPANDED_BYTES", 1 << 14)
+    monkeypatch.setattr(archives, "MIN_EXPANDED_BYTES", 1 << 14)
     (tmp_path / "many").mkdir()
     bomb = gzip_bomb(tmp_path / "many" / "bomb.gz")
     for path in (bomb, tmp_path / "many", tmp_path / "many" / "*.gz"):

@@ -1,0 +1,134 @@
+"""Parquet, Arrow, Feather, folders of save_to_disk, and zstd: what pyarrow reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import zipfile
+
+import pytest
+
+from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.errors import ConfigError, DataError
+from tests.unit.data.reading import text_of
+
+pytestmark = pytest.mark.integration
+pa = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow.feather")
+TEXTS = [f"größer {i},\nor not" for i in range(3000)]
+TEXT = "".join(f"{text}\n" for text in TEXTS)
+IDS = pa.array(range(3000))
+NOTES = pa.array([[{"role": "user"}]] * 3000)
+
+
+def table(texts=None):
+    return pa.table({"id": IDS, "text": texts or pa.array(TEXTS), "notes": NOTES})
+
+
+def write(path, rows, form) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if form == "parquet":
+        pa.parquet.write_table(rows, path, row_group_size=700)
+    elif form == "feather":
+        pa.feather.write_feather(rows, path)
+    else:
+        new = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+        with pa.OSFile(str(path), "wb") as sink, new(sink, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=700)
+
+
+@pytest.mark.parametrize("form", ["parquet", "feather", "file", "stream"])
+def test_the_only_column_of_strings(form, settings, tmp_path):
+    """Recognized by content; of any type of strings."""
+    path = tmp_path / "rows"
+    kinds = [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+    for kind in kinds:
+        write(path, table(pa.array(TEXTS).cast(kind)), form)
+        assert text_of(settings(path)) == TEXT
+    encoded = prepare(settings(path))
+    assert encoded.form == "parquet"
+    assert encoded.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_shards_and_archives(settings, tmp_path, caplog):
+    rows = table()
+    for i in range(3):
+        write(tmp_path / f"rows/{i}.parquet", rows.slice(1000 * i, 1000), "parquet")
+    (tmp_path / "rows/README.md").write_text("three shards\n")
+    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in (tmp_path / "rows").iterdir():
+            archive.write(path, path.name)
+    for path in (tmp_path / "rows", tmp_path / "rows/*.parquet", tmp_path / "x.zip"):
+        assert text_of(settings(path)) == TEXT
+
+
+def test_a_folder_of_save_to_disk(settings, tmp_path):
+    """Of one split, or of several; not what `datasets` has cached there."""
+    state = json.dumps({"note": "x" * 9000}, indent=2)
+    for at, names in (("one", [""]), ("several", ["test/", "train/"])):
+        for name in names:
+            write(tmp_path / at / name / "data-00000-of-00001.arrow", table(), "stream")
+            write(tmp_path / at / name / "cache-0123.arrow", table(), "stream")
+            for part in ("state.json", "dataset_info.json"):
+                (tmp_path / at / name / part).write_text(state)
+        if len(names) > 1:
+            (tmp_path / at / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+        assert text_of(settings(tmp_path / at)) == TEXT * len(names)
+
+
+def test_what_is_wrong_is_one_line(settings, tmp_path):
+    path = tmp_path / "rows"
+    for form, lost, message in (
+        ("parquet", 100, "is damaged or cut off: Parquet magic bytes not found"),
+        ("file", 100, "is damaged or cut off: "),
+        ("stream", 3000, "is damaged or cut off after row 2,800: "),
+    ):
+        write(path, table(), form)
+        path.write_bytes(path.read_bytes()[:-lost])
+        with pytest.raises(DataError, match=f"^data error: data.path={path} {message}"):
+            prepare(settings(path))
+    write(path, pa.table({"notes": NOTES}), "parquet")
+    with pytest.raises(DataError, match=r"no column of strings; it has notes of list<"):
+        prepare(settings(path))
+    write(path, pa.table({"a": TEXTS, "b": TEXTS}), "parquet")
+    with pytest.raises(DataError, match=r"several columns of strings: a, b; choose one, as data"):
+        prepare(settings(path))
+    assert text_of(settings(path, column="b")) == TEXT
+    invalid = pa.Array.from_buffers(
+        pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")]
+    )
+    for form in ("parquet", "stream"):
+        write(path, pa.table({"a": invalid}), form)
+        with pytest.raises(DataError, match=r"damaged or cut off after row 0: .* UTF"):
+            prepare(settings(path))
+    with pytest.raises(DataError, match=r"is neither Parquet nor Arrow"):
+        prepare(settings("to be", format="parquet"))
+
+
+def test_nulls_are_skipped_and_counted(settings, tmp_path, caplog):
+    write(tmp_path / "rows", pa.table({"text": ["a", None, "", "b\n"]}), "parquet")
+    with caplog.at_level(logging.INFO):
+        assert text_of(settings(tmp_path / "rows")) == "a\nb\n"
+    assert "2 texts of data.column=text; skipped 2 rows without text" in caplog.text
+
+
+def test_zstd(settings, tmp_path):
+    """Of several frames; one that is cut off is not taken for a whole."""
+    compressed = 2 * pa.compress(TEXT.encode(), "zstd", asbytes=True)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+    assert text_of(settings(compressed)) == TEXT * 2
+    content = pa.compress(lines, "zstd", asbytes=True)
+    assert text_of(settings(content)) == TEXT
+    for cut in (compressed, content):
+        with pytest.raises(DataError, match=r"damaged or cut off|not a whole compressed file"):
+            prepare(settings(cut[:-100]))
+
+
+def test_without_pyarrow_one_line_says_what_to_install(settings, tmp_path, monkeypatch):
+    write(tmp_path / "rows", table(), "parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r"data.format=parquet needs pyarrow; pip install 'ming"):
+        prepare(settings(tmp_path / "rows"))

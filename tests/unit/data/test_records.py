@@ -1,0 +1,201 @@
+"""JSON Lines, JSON arrays and tables in CSV, alone, compressed, in directories and archives."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import hashlib
+import io
+import json
+import logging
+import lzma
+import tarfile
+import zipfile
+from dataclasses import replace
+
+import fsspec
+import pytest
+
+from mingpt_ddp.data import archives, records
+from mingpt_ddp.data.content import HEAD_BYTES
+from mingpt_ddp.data.dataset import RecordedText
+from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.errors import ConfigError, DataError
+from tests.unit.data.reading import text_of
+
+ROWS = [{"id": i, "text": f"größer {i},\nor not\n"[: -i % 2 or None]} for i in range(400)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()
+TEXT = "".join(row["text"].removesuffix("\n") + "\n" for row in ROWS)
+
+
+def table(rows=ROWS, **options) -> bytes:
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, **options)
+    writer.writerow(["id", "text"])
+    writer.writerows([row["id"], row["text"]] for row in rows)
+    return file.getvalue().encode()
+
+
+FORMS = {
+    "a.json": json.dumps(ROWS).encode(),
+    "indented.json": json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
+    "a.jsonl": LINES,
+    "windows.jsonl": b"\xef\xbb\xbf" + LINES.replace(b"}\n", b"}\r\n\r\n"),
+    "a.csv": table(),
+    "windows.csv": b"\xef\xbb\xbf" + table(delimiter=";"),
+    "a.tsv": table(delimiter="\t", lineterminator="\n"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_records_end_with_a_line_feed(name, settings, tmp_path, caplog):
+    path = tmp_path / name
+    path.write_bytes(FORMS[name])
+    with caplog.at_level(logging.INFO):
+        assert text_of(settings(path)) == TEXT
+    form = "csv" if name.endswith("sv") else "jsonl"
+    lines = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert lines == [f"read with data.format={form}, 400 texts of data.column=text"]
+    assert prepare(settings(path)).form == form
+    assert prepare(settings(path)).sha256 == hashlib.sha256(FORMS[name]).hexdigest()
+    assert prepare(settings(path, format="text")).form == "text"
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, bz2.compress, lzma.compress])
+def test_compressed_records(compress, settings, tmp_path):
+    """By their content: a download has no suffix."""
+    content = compress(LINES)
+    assert text_of(settings(content)) == TEXT
+    fsspec.filesystem("memory").pipe_file("/rows", content)
+    assert text_of(settings("", path="memory://rows")) == TEXT
+    half = settings(content[: len(content) // 2], format="jsonl")
+    with pytest.raises(DataError, match=r"text.txt is damaged or cut off: "):
+        prepare(half)
+
+
+def test_several_files_of_records(settings, tmp_path, caplog):
+    """Each table with its header; other files are skipped, empty ones too."""
+    for name, content in {
+        "rows/0.jsonl": LINES.removesuffix(b"\n"),
+        "rows/1.json.gz": gzip.compress(json.dumps(ROWS).encode()),
+        "rows/README.md": b"# read me\n",
+        "tables/0.csv": table(ROWS[:100]),
+        "tables/b/1.csv": b'text,id\n"to be, or not",1\n',
+        "tables/empty.csv": b"",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    with caplog.at_level(logging.INFO):
+        assert text_of(settings(tmp_path / "rows")) == 2 * TEXT
+    assert any("skipped 1 text ('README.md')" in record.getMessage() for record in caplog.records)
+    expected = TEXT[: TEXT.index("größer 100,")] + "to be, or not\n"
+    assert text_of(settings(tmp_path / "tables")) == expected
+    assert text_of(settings(tmp_path / "tables/**/*.csv")) == expected
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.write(tmp_path / "rows/0.jsonl", "0.jsonl")
+    with tarfile.open(tmp_path / "x.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "rows/0.jsonl", "0.jsonl")
+    for path in (tmp_path / "x.zip", tmp_path / "x.tar.xz"):
+        assert text_of(settings(path)) == TEXT
+        assert prepare(settings(path)).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(
+        DataError, match=r"tables has no files of data.format=jsonl: skipped 2 CSV "
+    ):
+        prepare(settings(tmp_path / "tables", format="jsonl"))
+    (tmp_path / "tables/z.csv").write_text("id,note\n1,a\n")
+    with pytest.raises(DataError, match=r"tables: z.csv has no column of strings data.column=text"):
+        prepare(settings(tmp_path / "tables"))
+
+
+TWO = b'{"title": "a", "text": "b", "tags": ["c"]}\n'
+NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (TWO, {}, r"has several columns of strings: title, text; choose one, as data.column=text"),
+        (TWO, {"column": "txt"}, r"data.column=txt; it has title, text, tags of arrays"),
+        (NESTED, {}, r"has no column of strings; it has messages of arrays, n of numbers"),
+        (LINES + b"{oops}\n", {}, r"text.txt line 401 is no JSON: Expecting property name"),
+        (LINES + b'["a"]\n', {}, r"text.txt line 401 is no JSON object"),
+        (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, no string"),
+        (LINES + b'{"text": "\xe4"}\n', {}, r"line 401 is not UTF-8 at byte 10"),
+        (LINES + b'{"text": "\\ud800"}\n', {}, r"line 401 has half of a surrogate pair"),
+        (json.dumps(ROWS).encode()[:-9], {}, r"text.txt object 400 is no JSON: Unterminated"),
+        (json.dumps(ROWS).encode() + b"[]", {}, r"goes on after the end of its array"),
+        (b'[{"text": "a"} {}]', {}, r"cut off or no JSON after object 1"),
+        (b"to be\n", {}, r"line 1 is no JSON: Expecting value"),
+        (b"\n", {}, r"has no column of strings; it has none"),
+        (b'{"text": ""}\n', {}, r"is empty"),
+        (b"id,text\n1,a\n2,b,c\n", {"format": "csv"}, r"line 3: a row of 3 fields, .* has 2"),
+        (b'id,text\n1,"a\n', {"format": "csv"}, r"line 2 is no CSV: unexpected end of data"),
+        (b"1,2\n3,4\n", {"format": "csv"}, r"no header with a name for each column"),
+        (TEXT.encode(), {"column": "text", "format": "auto"}, r"needs a table; \S+ is read as t"),
+    ],
+)
+def test_what_is_wrong_is_one_line(content, changes, message, settings):
+    config = settings(content, **{"format": "jsonl", **changes})
+    with pytest.raises(DataError, match=rf"^data error: (data.column=text )?.*{message}"):
+        prepare(config)
+
+
+def test_rows_without_a_text_are_skipped_and_counted(settings, caplog):
+    content = b'{"text": null}\n{"text": ""}\n\n{"id": 5}\n' + LINES
+    with caplog.at_level(logging.INFO):
+        assert text_of(settings(content)) == TEXT
+    expected = "400 texts of data.column=text; skipped 3 rows without text"
+    assert caplog.records[-1].getMessage().endswith(expected)
+
+
+def test_prose_is_never_a_table(settings, tmp_path):
+    """Without a suffix, with other numbers of commas in its lines, or without names of columns."""
+    for name, content in {
+        "prose.csv": "To be, or not to be,\nthat is the question: whether\n" * 99,
+        "numbers.csv": "1,2\n3,4\n" * 99,
+        "lines.csv": "to be\nor not to be\n" * 99,
+        "table.txt": table().decode(),
+    }.items():
+        (tmp_path / name).write_text(content, newline="")
+        assert text_of(settings(tmp_path / name)) == content
+
+
+def test_a_long_row(settings, tmp_path, monkeypatch):
+    """It is read while it is shorter than a limit, which is named."""
+    long = {"text": "to be, " * HEAD_BYTES}
+    for content in (json.dumps(long), json.dumps([long, long])):
+        monkeypatch.setattr(records, "MAX_RECORD", 1 << 29)
+        assert long["text"] in text_of(settings(content))
+        monkeypatch.setattr(records, "MAX_RECORD", HEAD_BYTES)
+        with pytest.raises(DataError, match=r"(line|object) 1 has over 262,144 bytes; divide it"):
+            prepare(settings(content, cache_dir=str(tmp_path / "new")))
+
+
+def test_records_that_expand_too_far(settings, monkeypatch):
+    monkeypatch.setattr(archives, "MIN_EXPANDED_BYTES", 1 << 14)
+    content = gzip.compress(b'{"text": "to be or not to be"}\n' * 4000)
+    with pytest.raises(DataError, match=r"expands to over [0-9,]+ bytes; raise data.max_expansion"):
+        prepare(settings(content))
+
+
+def test_texts_have_one_format(settings, tmp_path):
+    (tmp_path / "val.txt").write_text(TEXT)
+    rows = settings(LINES, val_paths={"other": str(tmp_path / "val.txt")})
+    split = replace(rows, val_paths=None, split_paths={"val": str(tmp_path / "val.txt")})
+    for config in (rows, split):
+        with pytest.raises(DataError, match=r"val.txt looks like data.format=text, .* like jsonl"):
+            prepare_all(config)
+    (tmp_path / "val.txt").write_bytes(LINES)
+    encoded = prepare_all(rows)
+    assert encoded["other"].length == encoded[""].length == len(TEXT)
+    again = prepare_all(rows, recorded=RecordedText(encoded[""].sha256, "jsonl"))
+    assert again == encoded
+
+
+def test_a_reader_has_no_format(settings):
+    with pytest.raises(ConfigError, match=r"data.reader=mine reads its text itself; leave out dat"):
+        settings("", reader="mine", format="jsonl")
+    assert settings("", reader="mine", column="text").column == "text"  # a key of its own
+    with pytest.raises(ConfigError, match=r"data.column=text needs a table"):
+        settings("", format="text", column="text")
