@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mingpt_ddp.config.components import GPTConfig
@@ -18,6 +19,7 @@ from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable
 from mingpt_ddp.training.weight_average import WeightAverage
@@ -49,7 +51,9 @@ def gpt_config(**changes) -> GPTConfig:
 
 def trainable(model, optimizer, ema: float | None = None) -> Trainable:
     """Return a model and its optimizer as a run trains them."""
-    return Trainable(model, optimizer, WeightAverage(model, ema), count_parameters(model))
+    average = WeightAverage(model, ema)
+    runtime = SimpleNamespace(device=torch.device("cpu"))
+    return Trainable(model, optimizer, average, count_parameters(model), Actions(runtime))
 
 
 def text_task(

@@ -8,6 +8,7 @@ from mingpt_ddp.config.registry import Entry, add_entry
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 EVENTS = ("step", "evaluate", "end")
 ACTIONS = ("gradients", "update", "evaluation")
+METHODS = ("__call__", "state_dict", "load_state_dict")  # of a class that acts
 
 
 def on(event: str) -> Callable[[Hook], Hook]:
@@ -26,7 +27,10 @@ def on(event: str) -> Callable[[Hook], Hook]:
 def acts(event: str) -> Callable[[Hook], Hook]:
     """Register a hook that acts, as a decorator: a function that all ranks call in every step.
 
-    It may return metrics by name, as a task's `loss` does; an exception ends the run.
+    Or a class, of which each run makes one instance, without arguments, and calls that; it has
+    `state_dict()`, which returns a dictionary of JSON values and tensors, the same on all ranks,
+    and `load_state_dict(state)`, with tensors on the run's device.
+    A hook may return metrics by name, as a task's `loss` does; an exception ends the run.
 
     Args:
         event: "gradients", after the passes and before the clipping: (step, gradients), averaged
@@ -38,8 +42,24 @@ def acts(event: str) -> Callable[[Hook], Hook]:
 
     Raises:
         ValueError: an unknown event.
+        TypeError: neither a function nor such a class.
     """
-    return _decorator("acts", "action", event, ACTIONS)
+    add = _decorator("acts", "action", event, ACTIONS)
+
+    def check_and_add(hook: Hook) -> Hook:
+        if not hasattr(hook, "__qualname__"):
+            raise TypeError(f"@acts({event!r}) takes a function or a class, not {hook!r:.100}")
+        if isinstance(hook, type):
+            missing = [method for method in METHODS if method not in dir(hook)]
+            if missing:
+                raise TypeError(
+                    f"@acts({event!r}): the class {hook.__name__} has no {missing[0]}; it needs "
+                    f"{', '.join(METHODS)}"
+                )
+        added: Hook = add(hook)
+        return added
+
+    return check_and_add
 
 
 def _decorator(name: str, kind: str, event: str, events: tuple[str, ...]) -> Any:

@@ -5,6 +5,7 @@ A snapshot is a directory `step_00001000` of
     model.safetensors      parameters and buffers        (state_dict.py)
     optimizer.safetensors  the optimizer's state         (state_dict.py)
     ema.safetensors        the average of the weights and the buffers, if trainer.ema is set
+    hooks.safetensors      the state of hooks of the user that act, if some have one; never sharded
     state.json             the train state, configuration, vocabulary   (training/train_state.py)
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
@@ -37,7 +38,9 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 KINDS = ("model", "optimizer")
-TENSOR_KINDS = (*KINDS, "ema")  # ema: only with trainer.ema
+WEIGHT_KINDS = (*KINDS, "ema")  # ema: only with trainer.ema
+HOOKS = "hooks"
+TENSOR_KINDS = (*WEIGHT_KINDS, HOOKS)  # hooks: only with hooks that have state
 OUR_KINDS = (*TENSOR_KINDS, "state", "manifest")
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -65,6 +68,7 @@ class Snapshot:
     optimizer: dict[str, Tensor]  # `<parameter>:<name>`, see state_dict.py
     state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
     ema: dict[str, Tensor] = field(default_factory=dict)  # as model, if it was read
+    hooks: dict[str, Tensor] = field(default_factory=dict)  # as `pack_state` names them
     index: Any = None  # where the tensors are, if they have not been read: see pieces.py
 
 
@@ -204,8 +208,10 @@ def _has_our_files(files: Files) -> bool:
     """Return whether a manifest lists every file of ours, and whether it may list the others."""
     present = [kind_of(name) for name in files]
     shards = max(1, present.count(KINDS[0]))
-    kinds = TENSOR_KINDS if "ema" in present else KINDS
+    kinds = WEIGHT_KINDS if "ema" in present else KINDS
     ours = {STATE}
+    if HOOKS in present:
+        ours.add(shard_name(HOOKS, 0, 1))
     for kind in kinds:
         ours.update(shard_name(kind, shard, shards) for shard in range(shards))
     if not ours <= files.keys() or files[STATE]["bytes"] > MAX_STATE_BYTES:

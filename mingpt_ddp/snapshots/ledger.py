@@ -4,9 +4,9 @@
 
     {"step": 100, "settings": "2c2620...", "model": "9f86d0...", "optimizer": "60303a..."}
 
-and `ema`, if there is one. A hash is the SHA-256 of the names, types, shapes and SHA-256s of all
-tensors of a kind: of what a snapshot holds, on however many ranks. Where ranks hold rows of tensors
-(fsdp, hsdp) there are none.
+and `ema` and `hooks`, if there are some. A hash is the SHA-256 of the names, types, shapes and
+SHA-256s of all tensors of a kind: of what a snapshot holds, on however many ranks. Where ranks hold
+rows of tensors (fsdp, hsdp) there are none.
 """
 
 import contextlib
@@ -25,7 +25,13 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.errors import reason
-from mingpt_ddp.snapshots.format import KINDS, Snapshot, directory_name, step_of
+from mingpt_ddp.snapshots.format import (
+    KINDS,
+    TENSOR_KINDS,
+    Snapshot,
+    directory_name,
+    step_of,
+)
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 from mingpt_ddp.storage.lines import append_line, read_lines
 
@@ -79,9 +85,11 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 def hash_snapshot(snapshot: Snapshot) -> Hashes:
     """Return the hashes of a snapshot that was read as a whole."""
-    hashes = {kind: hash_tensors(getattr(snapshot, kind)) for kind in KINDS}
-    if snapshot.ema:
-        hashes["ema"] = hash_tensors(snapshot.ema)
+    hashes = {}
+    for kind in TENSOR_KINDS:
+        tensors = getattr(snapshot, kind)
+        if tensors or kind in KINDS:
+            hashes[kind] = hash_tensors(tensors)
     return hashes
 
 
@@ -149,9 +157,7 @@ class Ledger:
 def _parse(line: bytes) -> Record | None:
     with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
         values = json.loads(line)
-        hashes = {kind: values[kind] for kind in KINDS}
-        if "ema" in values:
-            hashes["ema"] = values["ema"]
+        hashes = {kind: values[kind] for kind in TENSOR_KINDS if kind in (*KINDS, *values)}
         settings = values["settings"]
         are_digests = all(map(DIGEST.fullmatch, [*hashes.values(), settings]))
         step = values["step"]

@@ -28,7 +28,7 @@ from mingpt_ddp.errors import (
     UserError,
 )
 from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
-from mingpt_ddp.snapshots.format import KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
+from mingpt_ddp.snapshots.format import HOOKS, KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
 from mingpt_ddp.snapshots.ledger import Ledger, digest_settings
 from mingpt_ddp.snapshots.load import load, readable_stores
 from mingpt_ddp.snapshots.retention import apply_retention
@@ -73,7 +73,7 @@ class SnapshotManager:
         self.runtime = runtime
         self.stores = stores
         self.directory = directory
-        self._kinds = KINDS if config.trainer.ema is None else TENSOR_KINDS
+        self._kinds = (*KINDS, HOOKS) if config.trainer.ema is None else TENSOR_KINDS
         self.last_step: int | None = None  # of the newest snapshot that is committed
         self.durable_s: float | None = None  # from the start of the last save to its commit
         self._failures = 0  # in a row
@@ -122,13 +122,14 @@ class SnapshotManager:
             return None
         step = meta["step"]
         self.last_step = step if meta["own"] else None
+        hooks = group.broadcast_tensors(found.hooks if found else None)
         if not whole:
             index = group.broadcast_json(found and found.index)
-            return Snapshot(step, {}, {}, meta["state"], index=index)
+            return Snapshot(step, {}, {}, meta["state"], hooks=hooks, index=index)
         model = group.broadcast_tensors(found.model if found else None)
         optimizer = group.broadcast_tensors(found.optimizer if found else None)
         ema = group.broadcast_tensors(found.ema if found else None)
-        return Snapshot(step, model, optimizer, meta["state"], ema)
+        return Snapshot(step, model, optimizer, meta["state"], ema, hooks)
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
         """Return the snapshot with this rank's tensors of model and optimizer. A collective."""

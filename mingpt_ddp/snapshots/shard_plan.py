@@ -13,12 +13,12 @@ from torch import Tensor
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.snapshots.format import shard_name, shard_tensors
+from mingpt_ddp.snapshots.format import HOOKS, shard_name, shard_tensors
 from mingpt_ddp.snapshots.pieces import own_parts
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import PROBE
 
-TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer, ema) and name
+TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer, ema, hooks), name
 
 
 class ShardPlan:
@@ -32,6 +32,14 @@ class ShardPlan:
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
         """Return the tensors that this rank writes, by file and name."""
+        divided = {kind: named for kind, named in tensors.items() if kind != HOOKS}
+        files = self._own_files(divided)
+        if HOOKS in tensors:  # the same on all ranks
+            hooks = {shard_name(HOOKS, 0, 1): dict(tensors[HOOKS])}
+            files |= self.group.env.call_on_rank_zero(lambda: hooks) or {}
+        return files
+
+    def _own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
         rank = self.group.rank
         strategy = self.strategy
         if not strategy.is_sharded:

@@ -113,7 +113,8 @@ class StoreReader:
 
         Args:
             kinds: which tensors to read, see `files`; the others are left empty.
-            whole: False checks the tensors in chunks, and returns the index of where they are.
+            whole: False checks the tensors in chunks, and returns the index of where they are; it
+                reads those of hooks alone, which every rank needs.
 
         Raises:
             CorruptSnapshotError: it is incomplete, damaged or larger than the memory.
@@ -125,7 +126,9 @@ class StoreReader:
             del files[layout.STATE]
             if not whole:
                 self.verify(step)
-                return Snapshot(step, {}, {}, state, index=self._index(step, files))
+                hooks = {n: files.pop(n) for n in [*files] if layout.kind_of(n) == layout.HOOKS}
+                own = self._read_tensors(step, hooks)[layout.HOOKS]
+                return Snapshot(step, {}, {}, state, hooks=own, index=self._index(step, files))
             tensors = self._read_tensors(step, files)
         except StorageError as error:  # not the fault of the snapshot
             raise StorageUnavailableError(
@@ -137,7 +140,9 @@ class StoreReader:
             reason = ascii(str(error))[1:-1]
             raise CorruptSnapshotError(f"cannot be parsed: {reason[:200]}") from error
         weights = tensors["model"] or tensors["ema"]  # the latter if the model alone is read
-        return Snapshot(step, weights, tensors["optimizer"], state, tensors["ema"])
+        return Snapshot(
+            step, weights, tensors["optimizer"], state, tensors["ema"], tensors[layout.HOOKS]
+        )
 
     def _read_tensors(self, step: int, files: Files) -> dict[str, dict[str, Tensor]]:
         """Return the tensors by kind and name.

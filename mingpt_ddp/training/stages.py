@@ -42,7 +42,6 @@ from mingpt_ddp.training.preflight import (
     Recorded,
     check_directories,
     check_fits,
-    check_resumes_exactly,
     read_recorded,
     with_batch_size,
 )
@@ -66,6 +65,7 @@ from mingpt_ddp.training.train_state import (
 )
 from mingpt_ddp.training.train_step import count_steps
 from mingpt_ddp.training.trainable import Trainable, build_trainable
+from mingpt_ddp.training.trial import check_user_code
 from mingpt_ddp.training.warm_start import WarmStart, warm_start
 
 # keys of ddp that may differ between ranks
@@ -214,15 +214,11 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
         if inputs.warm is not None:
             inputs.warm.check(task)
 
-    def check_user_code() -> None:
-        batch = inputs.loader.get_batch(1, plan, 0)
-        check_resumes_exactly(runtime, task, inputs.loader, batch)
-
     group.run_on_rank_zero(check_source)
     check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
     check_fits(config, runtime, task)
     if uses_user_code(config):
-        group.run_on_rank_zero(check_user_code)
+        check_user_code(runtime, task, inputs.loader, plan)
 
 
 def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> RunRecord:

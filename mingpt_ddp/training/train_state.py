@@ -226,6 +226,8 @@ def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> Tra
         trainable.average.restart()
     load_model_state(model, snapshot.model)
     load_optimizer_state(model, trainable.optimizer, snapshot.optimizer)
+    for note in trainable.actions.load(snapshot.hooks):
+        log.warning("the snapshot has %s", note)
     if snapshot.state["scaler"]:
         scaler.load_state_dict(snapshot.state["scaler"])
     return _train_state(snapshot.state)

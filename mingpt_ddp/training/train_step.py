@@ -15,10 +15,10 @@ from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import CodeError
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class TrainStep:
         self.parallel_model = self.strategy.wrap(self.model)
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
-        self.actions = Actions(runtime)
+        self.actions = trainable.actions
         self._step = 0  # of the latest passes
         self._losses: dict[str, Tensor] = {}  # of the latest passes
 
@@ -101,7 +101,7 @@ class TrainStep:
         """Clip the gradients by norm, then by value; return their global norm before."""
         trainer = self.config.trainer
         self.runtime.scaler.unscale_(self.optimizer)
-        self._losses |= self.actions.change_gradients(self._step, self.model)
+        self._add(self.actions.change_gradients(self._step, self.model))
         norm = self.strategy.clip_grad_norm(self.parameters, trainer.grad_norm_clip)
         limit = trainer.grad_value_clip
         if limit is not None:
@@ -118,17 +118,31 @@ class TrainStep:
             lr = self.set_lr(step)
             seed_everything("update", self.config.run.seed, step)
             self.strategy.update(self.model, self.optimizer, scaler)
-            self._losses |= self.actions.change_weights(step, self.model)
+            self._add(self.actions.change_weights(step, self.model))
+            scale = scaler.get_scale() if self.actions.have_state else 0.0
             scaler.update()
+            if scale and scaler.get_scale() < scale:  # it has skipped an overflowing step
+                self.actions.discard()
             self.optimizer.zero_grad(set_to_none=True)
         self.average.update(step)
         return lr
 
     def discard(self) -> None:
-        """Drop the gradients of the passes, and leave the weights as they are."""
+        """Drop the gradients of the passes, and leave weights and hooks as they are."""
+        self.actions.discard()
         self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.broadcast_buffers(self.model)  # the forward passes have changed them
+
+    def _add(self, shares: dict[str, Tensor]) -> None:
+        """Add this rank's shares of hooks' metrics to those of the passes.
+
+        Raises:
+            CodeError: one is there already.
+        """
+        if twice := self._losses.keys() & shares.keys():
+            raise CodeError(f"a hook and another one, or the task, have a metric {min(twice)}")
+        self._losses |= shares
 
     def fetch(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank; steps count from 1."""

@@ -1,4 +1,4 @@
-"""What a run trains: the model, its optimizer, and the average of its weights."""
+"""What a run trains: the model, its optimizer, the average of its weights, hooks with state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.weight_average import WeightAverage
 
 
@@ -23,6 +24,7 @@ class Trainable:
     optimizer: Optimizer
     average: WeightAverage
     parameters: int  # a number: those of the whole model, on however many ranks
+    actions: Actions
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a snapshot by kind and name."""
@@ -30,6 +32,7 @@ class Trainable:
             "model": model_state(self.model),
             "optimizer": optimizer_state(self.model, self.optimizer),
             **self.average.state(),
+            **self.actions.tensors(),
         }
 
 
@@ -53,4 +56,4 @@ def build_trainable(
     optimizer = build_optimizer(model, config.optimizer)
     runtime.strategy.configure(optimizer)
     average = WeightAverage(model, config.trainer.ema)
-    return Trainable(model, optimizer, average, parameters)
+    return Trainable(model, optimizer, average, parameters, Actions(runtime))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
 from mingpt_ddp.training.save_schedule import SaveSchedule
@@ -48,7 +47,6 @@ class Validation:
         self.evaluator = evaluator
         self.hooks = hooks
         self.report = report
-        self.actions = Actions(context.runtime)
 
     def evaluate(self) -> Decision:
         """Evaluate this step, unless that is done; record and log the metrics."""
@@ -127,7 +125,8 @@ class Validation:
             )
             if metrics and split == "val":
                 task = self.evaluator.task
-                metrics |= self.actions.evaluate(self.state.step, model, task, taken=metrics)
+                actions = self.context.trainable.actions
+                metrics |= actions.evaluate(self.state.step, model, task, taken=metrics)
         return metrics
 
     @contextmanager

@@ -314,6 +314,11 @@ def test_a_manifest_lists_all_shards_of_every_kind(ema):
     names = [STATE, *(name.format(shard) for name in SHARDS + ema for shard in (1, 2))]
     files = {name: {"bytes": 1, "sha256": "0"} for name in names}
     assert decode_manifest(encode_manifest(8, files), 8) == files
+    hooks = {"hooks.safetensors": files[STATE]}
+    assert decode_manifest(encode_manifest(8, files | hooks), 8) == files | hooks
+    with pytest.raises(CorruptSnapshotError):  # never sharded
+        shard = {"hooks-00001-of-00002.safetensors": files[STATE]}
+        decode_manifest(encode_manifest(8, files | shard), 8)
     for missing in names:
         with pytest.raises(CorruptSnapshotError):
             decode_manifest(

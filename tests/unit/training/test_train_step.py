@@ -13,6 +13,7 @@ from multiprocess.ranks import configure
 from tasks import take_step, text_task, trainable
 from torch import Tensor, nn
 from torch.nn import functional as F
+from unit.training.test_actions import Noted
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
@@ -22,6 +23,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
 from mingpt_ddp.training import train_step as train_step_module
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep, count_steps
 
 V, T = 8, 4
@@ -147,6 +149,19 @@ def test_an_overflow_of_the_loss_scale_skips_the_update_and_lowers_the_scale():
     assert not torch.isfinite(take_step(train_step, 1).grad_norm)
     assert torch.equal(model.scores.weight, before)
     assert train_step.runtime.scaler.get_scale() == 512.0
+
+
+def test_an_overflow_of_the_loss_scale_discards_the_state_of_hooks():
+    model = Table()
+    train_step = step_of(model, "trainer.precision=fp16")
+    train_step.runtime.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    train_step.actions = Actions(train_step.runtime, [("gradients x", Noted)])
+    take_step(train_step, 1)
+    handle = model.scores.weight.register_hook(lambda gradient: gradient * float("inf"))
+    take_step(train_step, 2)
+    handle.remove()
+    take_step(train_step, 3)
+    assert train_step.actions.actions[0].hook.steps == [1, 3]
 
 
 def test_a_diagnosis_names_the_loss_or_the_gradient():

@@ -16,6 +16,7 @@ from tasks import noted_pause
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.validation import Decision, Validation
 
@@ -53,7 +54,7 @@ def validation_of(
         metrics=parts.metrics,
         interrupt=SimpleNamespace(signal_name=None),
         runtime=SimpleNamespace(group=parts.group),
-        trainable=SimpleNamespace(model="model", average=average),
+        trainable=SimpleNamespace(model="model", average=average, actions=Actions(None, ())),
     )
     return Validation(context, parts.saves, parts.evaluator, parts.hooks, parts.report), parts
 

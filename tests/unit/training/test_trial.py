@@ -26,8 +26,8 @@ from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
-from mingpt_ddp.training.preflight import check_resumes_exactly
 from mingpt_ddp.training.record_checks import with_recorded_format
+from mingpt_ddp.training.trial import check_resumes_exactly
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)

@@ -1,0 +1,168 @@
+"""Six changes for research, each one short file of a user: killed twice, they keep their bits."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import TINY, call, python_main
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from mingpt_ddp.storage.run_dir import read_result
+
+MAX_LINES = 25
+TWO_RANKS = [*TINY, "--config-dir=mine", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
+# A snapshot is committed before the next step: no kill comes before it.
+SETTINGS = [*TWO_RANKS, "trainer.eval_every=4", "snapshot.background=false", "+data.code=kill.py"]
+KILL = """
+import os, signal
+from mingpt_ddp.registry import acts
+
+@acts("update")
+def kill(step, weights):
+    if step == int(os.environ.get("KILL_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+# An auxiliary loss (of Chowdhery et al. 2022, "PaLM", section 5) with its own metric.
+AUXILIARY_LOSS = """
+from torch.nn import functional as F
+from mingpt_ddp.registry import TaskConfig, register
+from mingpt_ddp.tasks.language_model import LanguageModel
+
+@register("task", "z_loss", TaskConfig)
+class ZLoss(LanguageModel):
+    def loss(self, model, batch):
+        tokens, targets = batch
+        logits = model(tokens).float()
+        z = logits.logsumexp(dim=-1)
+        right = (logits.argmax(dim=-1) == targets).sum()
+        losses = {
+            "text": F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
+            "z": 1e-2 * z.square().mean(),
+        }
+        return losses, {"right": (right, targets.numel())}
+"""
+SCHEDULE = """
+import math
+from dataclasses import dataclass
+from mingpt_ddp.registry import ScheduleConfig, register
+
+@dataclass(frozen=True)
+class CyclicConfig(ScheduleConfig):
+    period: int = 5
+
+@register("schedule", "cyclic", CyclicConfig)
+def cyclic(step, steps, config):
+    return (1 + math.cos(2 * math.pi * step / config.period)) / 2 + step / steps / 10
+"""
+CLIP_BY_VALUE = """
+from mingpt_ddp.registry import acts
+
+@acts("gradients")
+def clip_by_value(step, gradients):
+    clipped = sum((gradient.abs() > 0.01).sum() for gradient in gradients.values())
+    for gradient in gradients.values():
+        gradient.clamp_(-0.01, 0.01)
+    return {"clipped": (clipped, sum(gradient.numel() for gradient in gradients.values()))}
+"""
+EXACT_MATCH = """
+from mingpt_ddp.registry import acts
+
+PROMPTS = ["The ", "a", "class ", "def ", "import ", "is ", "of ", "return ", "to ", "x = "]
+
+@acts("evaluation")
+def exact_match(evaluation):
+    texts = [evaluation.generate(prompt, 3) for prompt in PROMPTS]
+    assert all(len(text) == 3 for text in texts) and not evaluation.model.training
+    return {"exact_match": (sum(" " in text for text in texts), len(PROMPTS))}
+"""
+MOVING_AVERAGE = """
+from mingpt_ddp.registry import acts
+
+@acts("gradients")
+class MovingAverage:
+    def __init__(self):
+        self.averages, self.steps = {}, 0
+
+    def __call__(self, step, gradients):
+        self.steps += 1
+        for name, gradient in gradients.items():
+            average = self.averages.setdefault(name, gradient.clone())
+            gradient.copy_(average.lerp_(gradient, 0.2))
+        return {"averaged": self.steps}
+
+    def state_dict(self):
+        return {"averages": self.averages, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.averages, self.steps = state["averages"], state["steps"]
+"""
+PROJECTION = """
+from mingpt_ddp.registry import acts
+
+@acts("update")
+def project(step, weights):
+    matrices = [weight for weight in weights.values() if weight.dim() == 2]
+    for weight in matrices:
+        weight.div_(weight.norm(dim=1, keepdim=True).clamp(min=0.1) / 0.1)
+    return {"longest": max(weight.norm(dim=1).max() for weight in matrices)}
+"""
+CODE = "+task.code=mine.py"
+CHANGES = {
+    "auxiliary loss": (AUXILIARY_LOSS, ["task=z_loss"], "train_right"),
+    "schedule": (SCHEDULE, ["+optimizer.code=mine.py", "optimizer.schedule=cyclic"], "lr"),
+    "clipping by value": (CLIP_BY_VALUE, [CODE], "train_clipped"),
+    "exact match": (EXACT_MATCH, [CODE], "val_exact_match"),
+    "moving average": (MOVING_AVERAGE, [CODE], "train_averaged"),
+    "moving average, zero1": (MOVING_AVERAGE, [CODE, "ddp.strategy=zero1"], "train_averaged"),
+    "projection": (PROJECTION, [CODE], "train_longest"),
+}
+
+
+# The others take the same path: the hook acts on other tensors, or is none.
+QUICK = ("auxiliary loss", "exact match", "moving average")
+
+
+def case(change: str) -> Any:
+    marks = [] if change in QUICK else [pytest.mark.slow]
+    return pytest.param(change, id=change, marks=marks)
+
+
+def train(cwd: Path, overrides: list[str], kill_at: int = 0) -> Any:
+    command = [*python_main(), *SETTINGS, "run.name=run", *overrides]
+    return call(command, cwd, KILL_AT=str(kill_at))
+
+
+def sha256(run: Path) -> str:
+    """Return that of model, optimizer and hooks after the last step."""
+    files = sorted((run / "snapshots" / "step_00000012").glob("*.safetensors"))
+    assert len(files) >= 2
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@pytest.mark.parametrize("change", [case(change) for change in CHANGES])
+def test_a_change_keeps_its_bits_when_it_is_killed_twice(change, tmp_path):
+    code, overrides, column = CHANGES[change]
+    assert len(code.strip().splitlines()) <= MAX_LINES
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.py").write_text(code)
+    (tmp_path / "mine" / "kill.py").write_text(KILL)
+    (tmp_path / "mine" / "task").mkdir()
+    (tmp_path / "mine" / "task" / "z_loss.yaml").write_text("name: z_loss\ncode: mine.py\n")
+    done = train(tmp_path, overrides)
+    assert done.returncode == 0, done.stdout
+    killed = [*overrides, "run.root=killed"]
+    assert train(tmp_path, killed, kill_at=7).returncode != 0
+    assert train(tmp_path, killed, kill_at=10).returncode != 0
+    done = train(tmp_path, killed)
+    assert done.returncode == 0, done.stdout
+    assert "snapshot of step 8 " in done.stdout
+    runs = [tmp_path / root / "run" for root in ("outputs", "killed")]
+    assert sha256(runs[0]) == sha256(runs[1])
+    series = [dict(read_history(run / METRICS).series(column)) for run in runs]
+    assert series[0] == series[1]
+    assert len({*series[0].values()}) > 1 or change == "exact match"
+    assert read_result(runs[0])["step"] == 12

@@ -1,0 +1,191 @@
+"""Hooks with state: it is discarded, rolled back and saved with the steps of the run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from tasks import text_task
+from torch import Tensor
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.snapshots.hook_state import unpack_states
+from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.training.action_trial import check_actions
+from mingpt_ddp.training.actions import Actions
+from mingpt_ddp.training.run import run
+from mingpt_ddp.training.trainable import build_trainable
+
+SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
+LIMITS = ["trainer.max_steps=12", "snapshot.every_steps=4", "trainer.eval_every=4"]
+
+
+class Noted:
+    """Note the steps; gradients of step 7 are no numbers."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.total = torch.zeros(())
+
+    def __call__(self, step: int, gradients: dict[str, Tensor]) -> None:
+        self.steps.append(step)
+        for gradient in gradients.values():
+            self.total += gradient.sum()
+            if step == 7:
+                gradient.fill_(torch.nan)
+
+    def state_dict(self) -> Any:
+        return {"steps": self.steps, "total": self.total}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.steps, self.total = state["steps"], state["total"]
+
+
+def config_of(*overrides: str) -> Config:
+    return from_mapping(configure(*SETTINGS, *overrides))
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_the_state_of_a_discarded_step_is_discarded(policy, tmp_path, monkeypatch):
+    monkeypatch.setitem(BUILDERS["action"], "gradients mine.Noted", Noted)
+    more = [f"run.root={tmp_path}", "run.name=run", f"trainer.on_nonfinite={policy}"]
+    config = config_of(*LIMITS, "data.truncate=0.02", *more)
+    runtime = Runtime(config, DistEnv())
+    run(config, runtime, {})
+    runtime.close()
+    found = load(str(tmp_path / "run"), ("hooks",))
+    [state] = unpack_states(found.hooks, torch.device("cpu")).values()
+    assert state["steps"] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    assert state["total"].isfinite()
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return Runtime(config_of("trainer.max_steps=10", "model.n_layer=1"), DistEnv())
+
+
+def change(actions: Actions, step: int, values: list[float]) -> None:
+    model = torch.nn.Linear(len(values), 1, bias=False)
+    model.weight.grad = torch.tensor([values])
+    actions.change_gradients(step, model)
+
+
+def test_a_discarded_step_without_a_copy_is_refused_where_it_matters(runtime):
+    """With trainer.on_nonfinite=stop the run ends: there is no copy to go back to."""
+    actions = Actions(runtime, [("gradients x", Noted)])
+    change(actions, 1, [1.0])
+    actions.discard()
+    with pytest.raises(ConfigError, match=r"needs trainer\.on_nonfinite=skip"):
+        change(actions, 2, [1.0])
+
+
+def test_a_snapshot_of_other_hooks(runtime):
+    """Without the state of a hook, that begins anew; also after a rollback."""
+    saved = Actions(runtime, [("update x", Noted)])
+    actions = Actions(runtime, [("gradients x", Noted)])
+    change(actions, 1, [1.0])
+    assert actions.load(saved.state()) == [
+        "no state of the hook gradients Noted, which begins with its first one",
+        "state of the hook update Noted, which is not registered any more",
+    ]
+    assert actions.actions[0].hook.steps == []
+    with pytest.raises(CodeError, match=r"Noted of .* another hook has this name"):
+        Actions(runtime, [("update x", Noted), ("update y", Noted)])
+
+
+def test_random_numbers_of_a_hook_are_keyed(runtime):
+    drawn: list[float] = []
+
+    def noise(step: int, gradients: dict[str, Tensor]) -> None:
+        drawn.append(float(torch.rand(())))
+
+    actions = Actions(runtime, [("gradients x", noise)])
+    for step in (1, 2, 1):
+        change(actions, step, [1.0])
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+class Forgetful(Noted):
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load nothing."""
+
+    def __call__(self, step: int, gradients: dict[str, Tensor]) -> None:
+        self.steps.append(step)
+        for gradient in gradients.values():
+            gradient.mul_(len(self.steps))
+
+
+class Lossy(Noted):
+    def load_state_dict(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+class Shared(Noted):
+    steps: list[int] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+
+
+class NoJSON(Noted):
+    def state_dict(self) -> Any:
+        return {"steps": {*self.steps}}
+
+
+generator = torch.Generator().manual_seed(0)
+
+
+def unkeyed(step: int, gradients: dict[str, Tensor]) -> None:
+    for gradient in gradients.values():
+        gradient.add_(torch.rand((), generator=generator))
+
+
+def clashing(step: int, gradients: dict[str, Tensor]) -> Any:
+    return {"accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (Noted, None),
+        (Forgetful, "the same step again gives another result; keep what it remembers"),
+        (unkeyed, "the same step again gives another result; keep what it remembers"),
+        (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns another state"),
+        (Shared, "its first state depends on an earlier run; set it in __init__"),
+        (NoJSON, r"state_dict\(\)\['steps'\] cannot be saved: it holds set"),
+        (clashing, "the task or another hook has a metric accuracy, too"),
+    ],
+)
+def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
+    task = text_task(runtime.strategy.config)
+    model = build_trainable(runtime, task).model
+    gradients = {name: torch.ones_like(each) for name, each in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(BUILDERS["action"], "gradients mine.hook", hook)
+        taken = {"train": ["accuracy"], "val": []}
+        if message is None:
+            check_actions(runtime, task, gradients, taken)
+            return
+        with pytest.raises(CodeError, match=message) as caught:
+            check_actions(runtime, task, gradients, taken)
+    where = rf"test_actions\.py:\d+: {hook.__qualname__} of @acts\('gradients'\)"
+    assert re.search(where, str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_state_needs_all_weights(runtime, monkeypatch):
+    monkeypatch.setitem(BUILDERS["action"], "gradients mine.hook", Noted)
+    monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
+    task = text_task(runtime.strategy.config)
+    with pytest.raises(ConfigError, match="has state, which needs all weights on every rank"):
+        check_actions(runtime, task, {}, {"train": [], "val": []})
