@@ -29,6 +29,7 @@ MAX_RECORDS = 10_000  # the newest are kept
 MAX_BYTES = 1 << 26  # of all of them
 MAX_RECORD_BYTES = 1 << 14  # of one; longer ones are not kept
 SETTLED_NS = 2_000_000_000  # the longest tick of a clock, that of FAT
+MARGIN_NS = 10_000_000  # of a sleep, whose seconds are rounded
 SMALL_BYTES = 1 << 18  # files that are read as fast as they are looked up
 # What untrusted JSON of another shape raises.
 INVALID = (ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError)
@@ -69,7 +70,7 @@ def file_status(files: Iterable[Path]) -> list[Any] | None:
 def settle(path: Path) -> None:
     """Wait until a file that has just been written is recorded once it is read."""
     age_ns = time.time_ns() - path.stat().st_ctime_ns
-    time.sleep(max(0, SETTLED_NS - age_ns + 1) / 1e9)
+    time.sleep(max(0, SETTLED_NS + MARGIN_NS - age_ns) / 1e9)
 
 
 class FileRecords:

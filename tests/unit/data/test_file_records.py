@@ -141,6 +141,18 @@ def test_a_file_written_within_two_seconds_is_read_again(settings, hashed):
     assert start(config, hashed) == ["text", "tokens"]
 
 
+def test_long_tokens_are_recorded_when_they_are_written(settings, hashed, monkeypatch):
+    """The encoding waits until they are two seconds old."""
+    monkeypatch.setattr(text_cache, "LONG_BYTES", 0)
+    slept_ns = [0]
+    now = file_records.time.time_ns
+    monkeypatch.setattr(file_records.time, "time_ns", lambda: now() + sum(slept_ns))
+    monkeypatch.setattr(file_records.time, "sleep", lambda s: slept_ns.append(int(s * 1e9)))
+    config = settings(TEXT)
+    start(config, hashed)
+    assert start(config, hashed) == ["text"]
+
+
 @pytest.mark.usefixtures("later")
 def test_tokens_that_were_written_to_are_encoded_again(settings, hashed):
     config = settings(TEXT)
