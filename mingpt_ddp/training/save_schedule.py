@@ -155,8 +155,12 @@ class SaveSchedule:
         waits = time.monotonic() < until  # else it only asks, which is no reason to wait for a GPU
         with self._stall() if waits else contextlib.nullcontext():
             can_start = self.manager.wait(until=until)
-        if can_start:
-            self.save()
+        if not can_start:
+            return
+        with self._stall():
+            self.manager.save(self._capture())
+            if not self.snapshot_config.background:
+                self.manager.wait()
 
     def save(self) -> None:
         """Start to save this step, after the save in progress."""
