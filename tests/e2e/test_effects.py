@@ -19,7 +19,9 @@ from mingpt_ddp.snapshots.load import load
 TOLERANCE = 1e-4
 STEPS = 6
 TEXT = ["data.path={texts}/text.txt", "model=gpt_nano", "data.block_size=16"]
+TOY = ["experiment=toy"]
 DIGITS = ["task=classification", "model=convnet", "data=digits"]
+DEFAULTS = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
 # Another value of each key. Nothing else is changed, except what a value needs to be valid.
 OTHERS = {
     "run.name": ["run.name=other"],
@@ -108,9 +110,11 @@ def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
 
 def settings(key: str) -> tuple[str, ...]:
     """Return what a run has besides another value of a key."""
-    base = DIGITS if key in ("data.num_workers", "data.pin_memory") else TEXT
-    defaults = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
-    return (*base, *defaults, *SHARED.get(key, []))
+    if key in ("data.num_workers", "data.pin_memory"):
+        return (*DIGITS, *DEFAULTS)
+    if key == "trainer.compile":  # a layer of a text model takes half a minute more
+        return (*TOY, *DEFAULTS)
+    return (*TEXT, *DEFAULTS, *SHARED.get(key, []))
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +145,20 @@ def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbe
         pytest.skip("torch.compile needs g++")
     words = [*settings(key), *OTHERS[key]]
     found = train([word.format(texts=texts, tmp=tmp_path) for word in words], tmp_path)
-    expected = undisturbed(settings(key))
+    check_same(found, undisturbed(settings(key)), TOLERANCE if changes == "rounding" else 0.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++")
+def test_a_text_model_is_compiled(texts, undisturbed, tmp_path):
+    settings = (*TEXT, *DEFAULTS, "model.n_layer=1")
+    words = [*settings, "trainer.compile=true"]
+    found = train([word.format(texts=texts, tmp=tmp_path) for word in words], tmp_path)
+    check_same(found, undisturbed(settings), TOLERANCE)
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     assert found.keys() == expected.keys()
-    tolerance = TOLERANCE if changes == "rounding" else 0.0
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance, msg=name)
 

@@ -35,9 +35,12 @@ SETTINGS = [
     f"trainer.verify_every={EVERY}",
     "snapshot.every_steps=4",
     "snapshot.keep_last=100",
+    "tracker.tensorboard=false",
 ]
 CANONICAL = ["ddp.reduction=canonical"]
-TENSOR_PARALLEL = ["ddp.tensor_parallel=2", "model.dropout=0", "model.n_head=2"]
+SHORT = ["trainer.max_steps=12"]
+HSDP = ["ddp.strategy=hsdp", *SHORT]
+TENSOR_PARALLEL = ["ddp.tensor_parallel=2", "model.dropout=0", "model.n_head=2", *SHORT]
 # Overrides, the number of ranks, and what flips on which rank after which step; "staged": in the
 # snapshot of that step. The bit is a low one: no loss shows it.
 CASES: dict[str, tuple[list[str], int, tuple[str, int, int] | None]] = {
@@ -60,13 +63,16 @@ CASES: dict[str, tuple[list[str], int, tuple[str, int, int] | None]] = {
     "stop3": (["trainer.on_nonfinite=stop"], 3, ("weights", 2, 13)),
     "often3": ([], 3, ("weights", 2, -9)),  # again after each return
     "canonical3": (CANONICAL, 3, ("optimizer", 1, 6)),
-    "hsdp4": (["ddp.strategy=hsdp"], 4, ("weights", 3, 6)),
-    "undisturbed_hsdp4": (["ddp.strategy=hsdp"], 4, None),
+    "hsdp4": (HSDP, 4, ("weights", 3, 6)),
+    "undisturbed_hsdp4": (HSDP, 4, None),
     "tensor4": (TENSOR_PARALLEL, 4, ("weights", 3, 6)),
     "undisturbed_tensor4": (TENSOR_PARALLEL, 4, None),
     "zero1_staged3": (["ddp.strategy=zero1"], 3, ("staged", 1, 8)),
     "undisturbed_zero1_3": (["ddp.strategy=zero1"], 3, None),
 }
+
+SLOW = pytest.mark.slow
+SLOW_CASES = ("undisturbed4", "weights4", "optimizer4")  # as on three ranks
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -136,39 +142,53 @@ def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return, for a number of ranks, the errors of each rank by run, and the root of the runs."""
+    """Return, for a run, the errors of each rank by run, and the root of the runs.
+
+    All runs of its number of ranks are trained in turn, the slow ones by themselves.
+    """
     top = tmp_path_factory.mktemp("copies")
 
     @functools.cache
-    def train(ranks: int) -> tuple[list[dict[str, str]], Path]:
-        root = top / f"ranks{ranks}"
-        cases = {name: words for name, (words, number, _) in CASES.items() if number == ranks}
+    def train(ranks: int, is_slow: bool) -> tuple[list[dict[str, str]], Path]:
+        root = top / f"ranks{ranks}-{is_slow}"
+        cases = {}
+        for name, (words, number, _) in CASES.items():
+            if number == ranks and (name in SLOW_CASES) == is_slow:
+                cases[name] = words
         configs = []
         for name, words in cases.items():
             configs.append(configure(*SETTINGS, *words, f"run.root={root}", f"run.name={name}"))
         errors = run_ranks(ranks, train_all, root / "ranks", names=[*cases], configs=configs)
         return errors, root
 
-    return train
+    return lambda name: train(CASES[name][1], name in SLOW_CASES)
 
 
 def check(trained, name: str, undisturbed: str | None = None) -> str:
     """Check that a run ended as an undisturbed one; return its log."""
     ranks = CASES[name][1]
-    errors, root = trained(ranks)
+    errors, root = trained(name)
     assert [of_rank[name] for of_rank in errors] == [""] * ranks
     assert digests(root / name) == digests(root / (undisturbed or f"undisturbed{ranks}"))
     return (root / name / "main.rank0.log").read_text()
 
 
-@pytest.mark.parametrize("name", ["undisturbed2", "undisturbed3", "undisturbed4"])
+@pytest.mark.parametrize(
+    "name", ["undisturbed2", "undisturbed3", pytest.param("undisturbed4", marks=SLOW)]
+)
 def test_equal_copies_are_not_reported(trained, name):
     assert "copy" not in check(trained, name)
 
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("weights3", 1), ("weights4", 3), ("of_rank_zero3", 0), ("optimizer3", 2), ("ema3", 1)],
+    [
+        ("weights3", 1),
+        pytest.param("weights4", 3, marks=SLOW),
+        ("of_rank_zero3", 0),
+        ("optimizer3", 2),
+        ("ema3", 1),
+    ],
 )
 def test_the_odd_one_of_three_is_named(trained, name, rank):
     log = check(trained, name)
@@ -184,6 +204,7 @@ def test_both_of_two_are_named(trained, name):
     assert "one of the ranks 0, 1 holds a damaged copy of " in check(trained, name)
 
 
+@SLOW
 def test_optimizer_state_on_four_ranks(trained):
     assert "rank 1 holds another copy than the others of optimizer " in check(trained, "optimizer4")
 
@@ -194,7 +215,7 @@ def test_a_damaged_staged_copy_is_never_committed(trained, name):
     step = CASES[name][2][2]
     assert "rank 0 staged a damaged copy of model token_embedding.weight, in the " in log
     assert f"snapshot of step {step}; all copies were equal at step " in log
-    assert committed(trained(CASES[name][1])[1] / name) == [4, 8, 11, 12, 16, 20, 22]
+    assert committed(trained(name)[1] / name) == [4, 8, 11, 12, 16, 20, 22]
 
 
 def test_damage_in_the_last_step_is_undone(trained):
@@ -202,7 +223,7 @@ def test_damage_in_the_last_step_is_undone(trained):
 
 
 def test_damage_before_the_first_snapshot_ends_the_run(trained):
-    errors, root = trained(3)
+    errors, root = trained("before_a_snapshot3")
     assert len({of_rank["before_a_snapshot3"] for of_rank in errors}) == 1
     assert (
         "all copies were equal at step 0, and there is no snapshot yet"
@@ -212,7 +233,7 @@ def test_damage_before_the_first_snapshot_ends_the_run(trained):
 
 
 def test_stop(trained):
-    errors, root = trained(3)
+    errors, root = trained("stop3")
     assert [of_rank["stop3"] for of_rank in errors] == [errors[0]["stop3"]] * 3
     assert errors[0]["stop3"].startswith(
         "TrainingError: training error: rank 2 holds another copy than the others of "
@@ -222,7 +243,7 @@ def test_stop(trained):
 
 
 def test_memory_that_is_damaged_again_and_again_ends_the_run(trained):
-    errors, root = trained(3)
+    errors, root = trained("often3")
     assert "it has happened repeatedly; test the memory" in errors[0]["often3"]
     log = (root / "often3" / "main.rank0.log").read_text()
     assert log.count("went back to the snapshot of step 8") == 3
