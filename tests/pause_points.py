@@ -5,8 +5,9 @@ every process.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from launching import TINY, Job, open_files, wait_for
 
@@ -85,6 +86,19 @@ PATCHES["mingpt_ddp.distributed.signals"] = report_signals
 """
 
 
+# Ranks stop before a step: `HELD` has these by step.
+HOLD = """
+def hold(trainer):
+    original = trainer.Trainer._train
+    def train(self, step):
+        if <held>.get(step) == int(os.environ.get("RANK", "0")):
+            pause(f"step{step}")
+        return original(self, step)
+    trainer.Trainer._train = train
+PATCHES["mingpt_ddp.training.trainer"] = hold
+"""
+
+
 def patches(text: str, **values: Any) -> str:
     for name, value in values.items():
         text = text.replace(f"<{name}>", str(value))
@@ -129,6 +143,34 @@ class PausedJob:
 
     def wait(self) -> int:
         return self.job.wait()
+
+
+class HeldJob(PausedJob):
+    """A launch in which a rank stops before a step, until it is killed; only once over all
+    attempts. Snapshots are written meanwhile.
+    """
+
+    settings: ClassVar[list[str]] = []
+
+    def __init__(self, command: list[str], cwd: Path, held: dict[int, int], **extra: str) -> None:
+        """
+        Args:
+            held: the rank that stops, by step.
+        """
+        super().__init__(command, cwd, patches(HOLD, held=held), **extra)
+        self.held = held
+
+    def wait_for_step(self, step: int, is_saved: Callable[[], Any]) -> None:
+        """Wait until the rank has stopped before the step, and there is a snapshot."""
+        self.wait_until(f"step{step}", self.held[step])
+        wait_for(is_saved, what=f"a snapshot before step {step}")
+
+
+def kill_before(step: int, command: list[str], cwd: Path, is_saved: Callable[[], Any]) -> None:
+    """Launch a run, and SIGKILL all of it while it waits before a step, after a snapshot."""
+    held = HeldJob(command, cwd, {step: 0})
+    held.wait_for_step(step, is_saved)
+    held.job.kill_tree()
 
 
 def worker(job: Job, rank: int) -> int:

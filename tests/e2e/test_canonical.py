@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, last_step, python_main, torchrun, wait_for
+from launching import ROOT, TINY, call, committed, python_main, torchrun
 from netns_hosts import HostsUnavailable, TwoHosts
+from pause_points import kill_before
 from snapshot_helpers import digests
 
 STEPS = 60
@@ -66,10 +67,7 @@ def test_killed_between_other_numbers_of_ranks(case, tmp_path):
         (torchrun(2), 36),
     )
     for command, step in starts:
-        job = Job([*command, *settings], killed)
-        wait_for(lambda step=step: last_step(run) >= step, what=f"step {step}")
-        job.kill_tree()
-    assert last_step(run) < STEPS
+        kill_before(step + 1, [*command, *settings], killed, lambda: committed(run))
     done = call([*torchrun(3), *settings], killed)
     assert done.returncode == 0, done.stdout
     assert "results may differ" not in done.stdout

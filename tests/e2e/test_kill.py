@@ -8,7 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from launching import TINY, Job, committed, is_running, last_step, python_main, torchrun, wait_for
+from launching import TINY, committed, is_running, python_main, torchrun, wait_for
+from pause_points import HeldJob
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -26,7 +27,6 @@ SETTINGS += [
     "trainer.patience=9",
     "optimizer.weight_decay_schedule=linear",
 ]
-# Slow enough to be killed in mid-run: a step takes 10 ms or more.
 SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24"]
 PATHS = {
     "plain": ["model=gpt_nano", "optimizer=adamw", "trainer.precision=fp32"],
@@ -42,12 +42,12 @@ PATHS["tensor_parallel"] = [
 ]
 
 
-def start(path: str, ranks: int, cwd: Path) -> Job:
+def start(path: str, ranks: int, cwd: Path, held: dict[int, int] | None = None) -> HeldJob:
     keys = {override.partition("=")[0] for override in PATHS[path]}
     settings = [override for override in SETTINGS if override.partition("=")[0] not in keys]
     forked = [*python_main(), f"ddp.nproc_per_node={ranks}"]
     launcher = torchrun(ranks, "--max_restarts=2") if path == "plain" else forked
-    return Job([*launcher, *PATHS[path], *settings, "run.name=run"], cwd)
+    return HeldJob([*launcher, *PATHS[path], *settings, "run.name=run"], cwd, held or {})
 
 
 def weights(run: Path) -> dict[str, bytes]:
@@ -56,20 +56,15 @@ def weights(run: Path) -> dict[str, bytes]:
 
 
 def one_step_per_quarter(seed: str) -> list[int]:
-    """Return a random step in each quarter of the run, the same for the same seed."""
+    """Return a random step in each quarter of the run, the same for the same seed.
+
+    Each is after the first snapshot.
+    """
     generator, quarter = random.Random(seed), STEPS // 4
-    return [generator.randint(first + 3, first + quarter - 3) for first in range(0, STEPS, quarter)]
-
-
-def reached(run: Path, step: int, attempt: int):
-    """Whether this attempt (from 0) has taken this step, and there is a snapshot to resume from."""
-
-    def is_reached() -> bool:
-        log = run / "main.rank0.log"
-        resumed = log.exists() and log.read_text().count("resuming from the snapshot") >= attempt
-        return resumed and last_step(run) >= step and bool(committed(run))
-
-    return is_reached
+    steps = []
+    for first in range(0, STEPS, quarter):
+        steps.append(generator.randint(max(first + 3, 9), first + quarter - 3))
+    return steps
 
 
 SLOW = pytest.mark.slow
@@ -88,24 +83,26 @@ SLOW = pytest.mark.slow
 def test_killed_in_every_way(path, ranks, tmp_path):
     """A worker, which its parent restarts, twice; then the parent alone; then all processes."""
     (tmp_path / "uninterrupted").mkdir()
-    uninterrupted = start(path, ranks, tmp_path / "uninterrupted")
+    uninterrupted = start(path, ranks, tmp_path / "uninterrupted").job
     assert uninterrupted.wait() == 0, uninterrupted.text()
 
     run, steps = tmp_path / "outputs" / "run", one_step_per_quarter(f"{path} {ranks}")
-    job = start(path, ranks, tmp_path)
+    is_saved = lambda: committed(run)  # noqa: E731
+    held = start(path, ranks, tmp_path, {steps[0]: 0, steps[1]: 1, steps[2]: 0})
+    job = held.job
     for attempt in (0, 1):
-        wait_for(reached(run, steps[attempt], attempt), what=f"step {steps[attempt]}")
+        held.wait_for_step(steps[attempt], is_saved)
         before = job.workers()
-        job.kill_worker(attempt % ranks)
+        job.kill_worker(attempt)
         wait_for(lambda: not any(map(is_running, before)), what="the end of the attempt")  # noqa: B023
-    wait_for(reached(run, steps[2], 2), what=f"step {steps[2]}")
+    held.wait_for_step(steps[2], is_saved)
     orphans = job.kill_agent()
     assert len(orphans) == ranks
     wait_for(lambda: not any(map(is_running, orphans)), what="the end of the orphans")
-    job = start(path, ranks, tmp_path)
-    wait_for(reached(run, steps[3], 3), what=f"step {steps[3]}")
-    job.kill_tree()
-    job = start(path, ranks, tmp_path)
+    held = start(path, ranks, tmp_path, {steps[3]: 0})
+    held.wait_for_step(steps[3], is_saved)
+    held.job.kill_tree()
+    job = start(path, ranks, tmp_path).job
     assert job.wait() == 0, job.text()
 
     assert weights(run) == weights(tmp_path / "uninterrupted" / "outputs" / "run")

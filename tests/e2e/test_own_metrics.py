@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launching import Job, call, committed, last_step, python_main, wait_for
+from launching import call, committed, python_main
+from pause_points import kill_before
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from user_code_page import page_files
 
@@ -93,10 +94,8 @@ def test_metrics_survive_a_kill(tmp_path):
     ranks = "ddp.nproc_per_node=2"
     whole, killed = project(tmp_path / "whole"), project(tmp_path / "killed")
     assert train(whole, ranks).returncode == 0
-    job = Job([*python_main(), *SETTINGS, ranks], killed)
     run = killed / "outputs" / "run"
-    wait_for(lambda: last_step(run) >= 6 and committed(run), what="step 6")
-    job.kill_tree()
+    kill_before(7, [*python_main(), *SETTINGS, ranks], killed, lambda: committed(run))
     done = train(killed, ranks)
     assert done.returncode == 0, done.stdout
     assert rows(run) == rows(whole / "outputs" / "run")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from launching import TINY, Job, call, committed, last_step, python_main, wait_for
+from launching import TINY, call, committed, python_main
+from pause_points import kill_before
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
@@ -66,10 +67,9 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     rates = dict(read_history(run / METRICS).series("lr"))
     assert rates[6] == pytest.approx(0.5 * (1 + 6 / 40 / 10))
     assert rates[3] == pytest.approx(0.5 * (3 / 40 / 10))
-    job = Job([*python_main(), "--config-dir=conf", *SETTINGS, *more, "run.root=killed"], project)
+    command = [*python_main(), "--config-dir=conf", *SETTINGS, *more, "run.root=killed"]
     killed = project / "killed" / "run"
-    wait_for(lambda: last_step(killed) >= 8 and committed(killed), what="step 8")
-    job.kill_tree()
+    kill_before(9, command, project, lambda: committed(killed))
     done = train(project, *more, "run.root=killed")
     assert done.returncode == 0, done.stdout
     assert weights(killed) == weights(run)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fault_proxy import Fault, FaultProxy, Rule
 from launching import TINY, Job, call, last_step, python_main, wait_for
+from pause_points import kill_before
 from store_limits import UNAVAILABLE, with_limits
 
 from mingpt_ddp.snapshots.format import CorruptSnapshotError
@@ -131,12 +132,7 @@ def verified_steps(path: str) -> list[int]:
 
 def test_killed_run_resumes_and_leaks_no_credentials(aws, seaweed, path, tmp_path, local_weights):
     command = [*TWO_RANKS, *SETTINGS, f"snapshot.path={path}"]
-    job = Job(command, tmp_path)
-    wait_for(
-        lambda: last_step(tmp_path / "outputs/run") >= 20 and committed(tmp_path), what="step 20"
-    )
-    job.kill_tree()
-    assert last_step(tmp_path / "outputs/run") < STEPS
+    kill_before(21, command, tmp_path, lambda: verified_steps(path))
     done = call(command, tmp_path)
     assert done.returncode == 0, done.stdout
     assert "resuming from the snapshot" in done.stdout

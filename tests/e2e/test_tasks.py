@@ -16,10 +16,9 @@ from launching import (
     call,
     children,
     committed,
-    last_step,
     python_main,
-    wait_for,
 )
+from pause_points import HeldJob
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -59,11 +58,11 @@ def test_killed_with_augmentation_and_loader_processes(tmp_path):
     train(tmp_path / "uninterrupted", "data.num_workers=2", ranks=2)
     command = [*python_main(), *CONVNET, "ddp.nproc_per_node=2", "data.num_workers=1"]
     run = tmp_path / "outputs" / "run"
-    job = Job(command, tmp_path)
-    wait_for(lambda: last_step(run) >= 18 and committed(run), what="step 18")
-    job.kill_worker(1)
-    wait_for(lambda: last_step(run) >= 36, what="step 36")
-    job.kill_tree()
+    held = HeldJob(command, tmp_path, {19: 1, 37: 0})
+    held.wait_for_step(19, lambda: committed(run))
+    held.job.kill_worker(1)
+    held.wait_for_step(37, lambda: committed(run))
+    held.job.kill_tree()
     job = Job(command, tmp_path)
     assert job.wait() == 0, job.text()
     assert final(tmp_path) == final(tmp_path / "uninterrupted")
@@ -83,11 +82,13 @@ def test_a_killed_loader_process(tmp_path):
     train(tmp_path / "uninterrupted", ranks=2)
     command = [*python_main(), *CONVNET, "ddp.nproc_per_node=2", "data.num_workers=1"]
     run = tmp_path / "outputs" / "run"
-    job = Job(command, tmp_path)
-    wait_for(lambda: last_step(run) >= 18 and committed(run), what="step 18")
+    held = HeldJob(command, tmp_path, {19: 0})
+    held.wait_for_step(19, lambda: committed(run))
+    job = held.job
     loaders = [pid for rank in job.workers() for pid in children(rank)]
     assert len(loaders) == 2
     os.kill(loaders[1], signal.SIGKILL)
+    held.resume()
     assert job.wait() == 0, job.text()
     assert "Traceback" not in job.text()
     assert re.search(

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, committed, last_step, python_main, wait_for
+from launching import ROOT, TINY, call, committed, python_main
+from pause_points import kill_before
 
 from mingpt_ddp.storage.run_dir import read_result
 
@@ -64,9 +65,7 @@ def test_killed_and_resumed_it_is_the_same_byte_for_byte(trained, tmp_path):
     """
     cwd = texts(tmp_path / "killed")
     run = cwd / "outputs/run"
-    job = Job([*python_main(), *SETTINGS], cwd)
-    wait_for(lambda: bool(committed(run)) and last_step(run) >= 7, what="step 7")
-    job.kill_tree()
+    kill_before(8, [*python_main(), *SETTINGS], cwd, lambda: committed(run))
     assert not (run / "result.json").exists()
     shutil.rmtree(cwd / "cache")
     done = call([*python_main(), *SETTINGS], cwd)

@@ -9,7 +9,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from launching import ROOT, TINY, Job, call, committed, last_step, python_main, wait_for
+from launching import ROOT, TINY, call, committed, python_main
+from pause_points import kill_before
 from user_code_page import PAGE, page_commands, page_files
 
 from mingpt_ddp.cli.export_command import ExportConfig, export
@@ -18,7 +19,7 @@ from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30
 SETTINGS = {
-    "model.n_hidden": "96",  # slow enough to be killed in mid-run
+    "model.n_hidden": "24",
     "data.block_size": "64",
     "trainer.batch_size": "24",
     "trainer.max_epochs": "null",
@@ -85,15 +86,9 @@ def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, 
     differently.
     """
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
-    job = Job(
-        [*TWO_RANKS, *train(**elsewhere, **{"--config-dir": str(project / "my_project")})], tmp_path
-    )
     run = tmp_path / "outputs" / "victim"
-    wait_for(
-        lambda: (last_step(run) >= 15 and committed(run)) or job.process.poll(), what="step 15"
-    )
-    assert job.process.poll() is None, job.text()
-    job.kill_tree()
+    args = train(**elsewhere, **{"--config-dir": str(project / "my_project")})
+    kill_before(16, [*TWO_RANKS, *args], tmp_path, lambda: committed(run))
     args = [arg for arg in train(**elsewhere) if not arg.startswith("--config-dir")]
     args += [f"hydra.searchpath=[{project / 'my_project'}]", "ddp.nproc_per_node=2"]
     done = call([*python_main(), *args], tmp_path)

@@ -8,7 +8,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launching import ROOT, WITH_TOY, Job, call, committed, last_step, python_main, wait_for
+from launching import ROOT, WITH_TOY, call, committed, python_main
+from pause_points import kill_before
 from user_code_page import page_commands, page_files
 
 from mingpt_ddp.cli.export_command import ExportConfig, export
@@ -73,10 +74,9 @@ def test_the_task_is_learnt_and_measured(trained, project):
 
 
 def test_killed_in_mid_epoch(trained, project, tmp_path):
-    job = Job([*TWO_RANKS, *arguments(f"run.root={tmp_path}", "data.num_workers=1")], project)
+    command = [*TWO_RANKS, *arguments(f"run.root={tmp_path}", "data.num_workers=1")]
     run = tmp_path / "tags"
-    wait_for(lambda: last_step(run) >= 60 and committed(run), what="step 60")
-    job.kill_tree()
+    kill_before(61, command, project, lambda: committed(run))
     done = call(
         [*python_main(), *arguments(f"run.root={tmp_path}", "ddp.nproc_per_node=2")], project
     )
