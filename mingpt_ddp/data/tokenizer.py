@@ -206,6 +206,7 @@ def tokenizer_from_state(state: Any) -> Tokenizer:
     vocabulary = state["vocabulary"]
     if not isinstance(vocabulary, str):
         raise ValueError("expected a vocabulary")
+    vocabulary.encode()  # END, and any other lone surrogate, is no character
     end = _end_of(state)
     if end is not None:
         vocabulary = vocabulary[:end] + END + vocabulary[end:]
