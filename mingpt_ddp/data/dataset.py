@@ -27,6 +27,7 @@ class EncodedText:
     # tokens by split and source; []: split by the configuration
     parts: list[list[int]] = field(default_factory=list)
     form: Form = "text"  # in which the source was read, as data.format; never auto
+    by_name: bool = False  # the names of its files say their splits
     # where the tokens of these parts lie; []: in tokens.bin
     files: list[TokenFile] = field(default_factory=list)
 
@@ -44,6 +45,7 @@ class RecordedText:
 
     sha256: str
     form: Form = "text"
+    by_name: bool = False
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:

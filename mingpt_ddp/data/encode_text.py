@@ -58,10 +58,10 @@ class Part:
     end: int
 
 
-def splits_texts(config: DataConfig, tokenizer: Tokenizer | None) -> bool:
+def is_divided(sources: list[Source], config: DataConfig, tokenizer: Tokenizer | None) -> bool:
     """Return whether each text is divided before it is encoded: not if it is one, of characters."""
     name = tokenizer.name if tokenizer else config.tokenizer
-    return name != CharTokenizer.name or bool(config.sources or config.split_paths)
+    return name != CharTokenizer.name or bool(config.sources) or len(sources) > 1
 
 
 def encode(
@@ -77,7 +77,7 @@ def encode(
     All training parts come first, then the other splits.
     """
     lengths, distinct = _count(sources)
-    divided = splits_texts(config, tokenizer)
+    divided = is_divided(sources, config, tokenizer)
     splits = [[Part(sources[0], 0, lengths[0])]]
     if divided:
         splits = divide(sources, lengths, config)

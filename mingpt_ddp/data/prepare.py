@@ -6,19 +6,16 @@ from functools import partial
 from typing import Any
 
 from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig, Form
+from mingpt_ddp.data.chosen_tokenizer import check_same_tokenizer, given_tokenizer, with_end
 from mingpt_ddp.data.contents import Counts
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
-from mingpt_ddp.data.download import exists
-from mingpt_ddp.data.encode_text import Source, encode, splits_texts
+from mingpt_ddp.data.encode_text import Source, encode, is_divided
 from mingpt_ddp.data.file_records import Sha256, digest_of, file_status
 from mingpt_ddp.data.locate_tokens import locate
-from mingpt_ddp.data.text_cache import TextCache, combined, sha256_of
+from mingpt_ddp.data.text_cache import TextCache, sha256_of, sha256_of_splits
 from mingpt_ddp.data.texts import Text, open_source, reading_keys
-from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer, read_tokenizer, tokenizer_from_state
-from mingpt_ddp.data.tokenizer_base import END_NAME
-from mingpt_ddp.errors import ConfigError, DataError, UserError
-
-TRAINED = ("char", "byte", "bpe")  # other values of data.tokenizer are paths
+from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
+from mingpt_ddp.errors import DataError, UserError
 
 ONE_TEXT: dict[str, Any] = {  # keys of data for one of several texts
     "sources": None,
@@ -65,17 +62,20 @@ def prepare_all(
     cache = cache or TextCache(config)
     try:
         if tokenizer is not None:
-            _check_same_tokenizer(config, tokenizer)
+            check_same_tokenizer(config, tokenizer)
         if recorded is None:
             _check_val_paths(config)
-        tokenizer = tokenizer or _given_tokenizer(config)
+        tokenizer = tokenizer or given_tokenizer(config)
         form = recorded.form if recorded else None
-        sources = _open_all(config, cache, form)
+        by_name = recorded.by_name if recorded else config.split_paths is None
+        sources = _open_all(config, cache, form, by_name)
         is_new = recorded is None or _sha256_of(sources) != recorded.sha256
         if recorded is not None and is_new:  # other texts, of which nothing is recorded
             sources = _open_all(config, cache)
         form = sources[0].text.form
-        encoded = {"": _prepare(sources, config, tokenizer, cache, is_new)}
+        by_name = config.split_paths is None and any(source.split for source in sources)
+        of_training = _prepare(sources, config, tokenizer, cache, is_new)
+        encoded = {"": replace(of_training, by_name=by_name)}
         tokenizer = tokenizer_from_state(encoded[""].tokenizer)
         for name, path in (config.val_paths or {}).items():
             text = replace(config, path=path, truncate=1.0, **ONE_TEXT)
@@ -103,18 +103,6 @@ def _check_val_paths(config: DataConfig) -> None:
             )
 
 
-def _check_same_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer file that has changed since the snapshot, if it is still there."""
-    path = config.tokenizer
-    if path in TRAINED or not exists(path):
-        return
-    if _ended(read_tokenizer(path), config).state() != tokenizer.state():
-        raise DataError(
-            f"data.tokenizer={path} differs from that of the snapshot; restore it, or choose "
-            "another run.name"
-        )
-
-
 def prepare(
     config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
 ) -> EncodedText:
@@ -130,8 +118,8 @@ def prepare(
             `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
     """
     cache = cache or TextCache(config)
-    tokenizer = tokenizer or _given_tokenizer(config)
-    sources = _open_all(config, cache)
+    tokenizer = tokenizer or given_tokenizer(config)
+    sources = _open_all(config, cache, by_name=config.split_paths is None)
     encoded = _prepare(sources, config, tokenizer, cache, is_new=True)
     cache.keep_records()
     return encoded
@@ -150,7 +138,7 @@ def _prepare(
             source.text.contents.refuse()
         source.text.contents.report()
     if tokenizer is not None:
-        tokenizer = _ended(tokenizer, config)
+        tokenizer = with_end(tokenizer, config)
     encoded = _find_or_encode(sources, config, tokenizer, cache)
     for source in sources:
         source.text.contents.report_form()
@@ -166,7 +154,7 @@ def _find_or_encode(
         return locate(sources, config, tokenizer, cache, sha256)
     key = sha256
     # the encoding depends on more
-    if splits_texts(config, tokenizer) or tokenizer or config.end_token:
+    if is_divided(sources, config, tokenizer) or tokenizer or config.end_token:
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
         shares = [config.truncate, config.train_split, config.test_split]
         key = digest_of([sha256, chosen, *shares, *["end_token"] * config.end_token])
@@ -183,79 +171,45 @@ def _find_or_encode(
             return encode(sources, config, tokenizer, directory, sha256, cache)
 
 
-def _given_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """Return the tokenizer that the configuration names; None: it is learnt from the text.
-
-    Raises:
-        ConfigError: token ids come with another tokenizer, or without one and without the size of
-            their vocabulary.
-    """
-    if config.tokenizer not in TRAINED:
-        return read_tokenizer(config.tokenizer)
-    if config.format != "tokens":
-        return None
-    if config.tokenizer != "char":  # the default, which stands for none here
-        raise ConfigError(
-            f"data.tokenizer={config.tokenizer} encodes texts; with data.format=tokens name the "
-            "tokenizer.json that has made the tokens, or leave it out and give data.vocab_size"
-        )
-    if config.vocab_size is None:
-        raise ConfigError(
-            "data.format=tokens needs data.vocab_size=N, the number of token ids, or "
-            "data.tokenizer=PATH, the tokenizer.json that has made them"
-        )
-    return NoTokenizer(config.vocab_size)
-
-
-def _ended(tokenizer: Tokenizer, config: DataConfig) -> Tokenizer:
-    """Return a tokenizer with the token that ends a document, if `data.end_token` says so.
-
-    Raises:
-        ConfigError: no token of given ids ends a document.
-    """
-    if not config.end_token:
-        return tokenizer
-    is_known = not isinstance(tokenizer, NoTokenizer)
-    ended = tokenizer.with_end() if is_known else tokenizer
-    is_own = is_known and ended.vocab_size == tokenizer.vocab_size
-    if config.format == "tokens" and not is_own:
-        raise ConfigError(
-            "data.end_token=true: with data.format=tokens name a data.tokenizer that has "
-            f"{END_NAME} or </s>, as the tokens have, or leave it out"
-        )
-    return ended
-
-
 def _sha256_of(sources: list[Source]) -> str:
-    digests: list[Any] = []
-    for source in sources:
-        digests.append({source.split: source.sha256} if source.split else source.sha256)
-    return combined(digests)
+    return sha256_of_splits([(source.split, source.sha256) for source in sources])
 
 
-def _open_all(config: DataConfig, cache: TextCache, form: Form | None = None) -> list[Source]:
+def _open_all(
+    config: DataConfig, cache: TextCache, form: Form | None = None, by_name: bool = False
+) -> list[Source]:
     """Open the one text, or those of `data.sources`, and those of `data.split_paths`.
 
     What is new must look like a text, or like data of one format.
 
     Args:
         form: what `data.format=auto` stood for when a run began; None: it is decided now.
+        by_name: let names of files say their splits.
+
+    Raises:
+        DataError: as `prepare`.
     """
     if config.format != "auto":
         form = config.format
     given = config.split_paths or {}
-    opened = []
+    opened: list[Source] = []
     if config.sources is None:
-        opened.append(_open(config, cache, form))
+        opened += _open(config, cache, form, by_name)
     for path, weight in config.sources or ():
         # one source: each of thousands of configurations is validated
         one = replace(config, path=path, sources=[(path, weight)])
-        opened.append(_open(one, cache, form))
+        opened += _open(one, cache, form, by_name)
+    if config.test_split and any(source.split for source in opened):
+        raise DataError(
+            f"{config.source} has files whose names say their splits; leave out "
+            f"data.test_split={config.test_split}, or set data.split_paths={{}} to divide all"
+        )
     if "val" in given:
         opened = [replace(source, split="train") for source in opened]
     for name in sorted(given, reverse=True):  # val, test
         values = {**vars(config), **ONE_TEXT, "path": given[name], "split": name}
-        opened.append(replace(_open(SplitConfig(**values), cache, form), split=name))
+        [text] = _open(SplitConfig(**values), cache, form)
+        opened.append(replace(text, split=name))
     _check_same_form(opened, opened[0].text.form)
     return opened
 
@@ -269,20 +223,24 @@ def _check_same_form(sources: list[Source], form: Form) -> None:
             )
 
 
-def _open(config: DataConfig, cache: TextCache, form: Form | None) -> Source:
-    """Find a text and its SHA-256.
+def _open(
+    config: DataConfig, cache: TextCache, form: Form | None, by_name: bool = False
+) -> list[Source]:
+    """Find a text, or those of its splits, and their SHA-256.
 
     Args:
         form: None: it is new, and its format that of its content.
     """
-    hash_text = partial(_checked_sha256, config, cache)
+
+    def hash_texts(texts: dict[str, Text]) -> str:
+        return _sha256_of(_hashed(config, cache, texts))
+
     try:
-        text = open_source(config, cache.root, cache.records, hash_text, form)
-        if form is None:
-            text.contents.refuse()  # before all of it is read
-        sha256 = hash_text(text)
-        check_unchanged = partial(_check_unchanged, config, cache, text, sha256)
-        return Source(config, text, sha256, check_unchanged)
+        texts = open_source(config, cache.root, cache.records, hash_texts, form, by_name)
+        for text in texts.values():
+            if form is None:
+                text.contents.refuse()  # before all of it is read
+        return _hashed(config, cache, texts)
     except FileNotFoundError as error:
         raise DataError(f"{config.source}: there is no such file") from error
     except UserError:
@@ -308,7 +266,8 @@ def _sha256(config: DataConfig, cache: TextCache, text: Text, again: bool = Fals
     def read() -> Reading:
         return Reading(sha256_of(text), text.contents.counts())
 
-    key = [reading_keys(config), text.form, [*map(os.path.abspath, text.files or ())]]
+    part = text.contents.source.removeprefix(config.source)
+    key = [reading_keys(config), text.form, part, [*map(os.path.abspath, text.files or ())]]
     found = cache.records.get(key, state, read, Reading, again)
     text.contents.restore(found.counts)
     return found.sha256
@@ -321,12 +280,17 @@ def _check_unchanged(config: DataConfig, cache: TextCache, text: Text, sha256: s
         raise DataError(f"{config.source} changed while being read; run again")
 
 
-def _checked_sha256(config: DataConfig, cache: TextCache, text: Text) -> str:
-    """Return the SHA-256 of a text; raise DataError if it differs from `data.sha256`."""
-    sha256 = _sha256(config, cache, text)
+def _hashed(config: DataConfig, cache: TextCache, texts: dict[str, Text]) -> list[Source]:
+    """Return texts with their SHA-256; raise DataError if it differs from `data.sha256`."""
+    sources = []
+    for split, text in texts.items():
+        sha256 = _sha256(config, cache, text)
+        check_unchanged = partial(_check_unchanged, config, cache, text, sha256)
+        sources.append(Source(config, text, sha256, check_unchanged, split))
+    sha256 = _sha256_of(sources)
     if config.sha256 not in (None, sha256):
         raise DataError(
             f"{config.source} has SHA-256 {sha256}, not data.sha256={config.sha256}; "
             "set data.sha256=null to use it anyway"
         )
-    return sha256
+    return sources

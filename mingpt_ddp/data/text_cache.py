@@ -191,6 +191,15 @@ def sha256_of(text: Text) -> str:
     return combined([file_sha256(open_bytes) for open_bytes in text.hashed()])
 
 
+def sha256_of_splits(digests: list[tuple[str, str]]) -> str:
+    """Return the SHA-256 of texts together.
+
+    Args:
+        digests: of each its split, "" if it is divided, and its SHA-256.
+    """
+    return combined([{split: sha256} if split else sha256 for split, sha256 in digests])
+
+
 def combined(digests: list[Any]) -> str:
     return str(digests[0]) if len(digests) == 1 else digest_of(digests)
 

@@ -30,6 +30,7 @@ from mingpt_ddp.data.contents import Contents
 from mingpt_ddp.data.download import download_path, fetch, open_filesystem
 from mingpt_ddp.data.file_records import FileRecords
 from mingpt_ddp.data.record_files import RecordFiles, look_at
+from mingpt_ddp.data.split_names import by_split
 from mingpt_ddp.data.token_files import TokenFile, find_tokens, token_names
 from mingpt_ddp.errors import DataError
 
@@ -85,34 +86,48 @@ def open_source(
     config: DataConfig,
     cache: Path,
     records: FileRecords,
-    hash_text: Callable[[Text], str],
+    hash_texts: Callable[[dict[str, Text]], str],
     form: Form | None,
-) -> Text:
-    """Return how to read a text; download a remote file into the cache first.
+    by_name: bool,
+) -> dict[str, Text]:
+    """Return how to read a text, as ""; download a remote file into the cache first.
+
+    Files whose names say their splits become several: `val` and `test`, and `train`, or "" without
+    a `val`.
 
     Args:
         records: of the versions of downloads.
-        hash_text: called with the text of a download before it is kept; raises to refuse it.
+        hash_texts: called with the text of a download before it is kept; raises to refuse it.
         form: in which it is read; None: that of its content.
+        by_name: let names of files say their splits.
 
     Raises:
         DataError: there is no text there.
     """
 
-    def open_files(files: Files) -> Text:
-        return _open_files(config, files, form or look_at(files))
+    def open_files(files: Files) -> dict[str, Text]:
+        chosen = form or look_at(files)
+        shards = by_split(files) if by_name else {}
+        if not shards or (form is None and {*map(look_at, shards.values())} != {chosen}):
+            return {"": _open_files(config, files, chosen)}
+        texts = {}
+        for split, of_split in shards.items():
+            text = _open_files(config, of_split, chosen)
+            text.contents.source = f"{config.source} ({split})"
+            texts[split if split != "train" or "val" in shards else ""] = text
+        return texts
 
     def hash_download(path: Path) -> str:
-        return hash_text(open_files(_one_file(config, str(path))))
+        return hash_texts(open_files(_one_file(config, str(path))))
 
     if config.reader is not None:
         pieces = partial(_stream, lambda: _read_pieces(config))
-        return text_of_bytes(pieces, Contents(config.source), _files_of_reader(config))
+        return {"": text_of_bytes(pieces, Contents(config.source), _files_of_reader(config))}
     assert config.path is not None
     if config.path == BUILTIN:
         content = python_docs().encode()
         bytes_of_it = partial(_stream, lambda: iter([content]))
-        return text_of_bytes(bytes_of_it, Contents(config.source), files=[])
+        return {"": text_of_bytes(bytes_of_it, Contents(config.source), files=[])}
     target = download_path(config.path, cache)
     if target.exists() and config.sha256 and _accepts(hash_download, target):
         return open_files(_one_file(config, str(target)))

@@ -118,7 +118,8 @@ class LanguageModel(Task):
                     f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
                     "does not know; resume it with the version that has written it"
                 )
-            recorded = RecordedText(recorded_sha256(kept), form)
+            by_name = kept["text"].get("by_name") is True
+            recorded = RecordedText(recorded_sha256(kept), form, by_name)
         is_given = "tokenizer" in kept
         if isinstance(config.data, DataConfig) and "vocabulary" in kept:  # else the text's own
             is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
@@ -173,6 +174,8 @@ class LanguageModel(Task):
         text: dict[str, Any] = {"sha256": self.text.sha256, "length": self.text.length}
         if self.text.form != "text":  # as in earlier versions
             text["format"] = self.text.form
+        if self.text.by_name:
+            text["by_name"] = True
         return {**self.dataset.tokenizer.state(), "text": text}
 
     def extend(self, state: dict[str, Any]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mingpt_ddp.data.dataset import RecordedText, TextDataset
@@ -64,3 +68,80 @@ def test_mistakes_between_splits_and_further_texts(settings):
     missing = settings("ab" * 50, split_paths={"val": "nowhere.txt"})
     with pytest.raises(DataError, match=r"data.split_paths.val=nowhere.txt: there is no such"):
         prepare(missing)
+
+
+SHARDS = {
+    "README.md": "what they are",
+    "train-00000-of-00002.txt": "to be ",
+    "train-00001-of-00002.txt": "or not " * 20,
+    "validation-00000-of-00001.txt": "is the question",
+    "test.txt": "he asked",
+}
+
+
+def shards(directory, files=SHARDS):
+    for name, content in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(content)
+    return directory
+
+
+@pytest.mark.parametrize("form", ["directory", "zip", "glob", "nested"])
+def test_names_of_files_say_their_splits(form, settings, tmp_path, log_lines):
+    files = {f"data/{name}": text for name, text in SHARDS.items()} if form == "nested" else SHARDS
+    path = shards(tmp_path / "shards", files)
+    if form == "zip":
+        path = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", path))
+    config = settings(path / "*.*" if form == "glob" else path)
+    [encoded] = prepare_all(config).values()
+    expected = ["to be \n" + "or not " * 20 + "\n", "is the question\n", "he asked\n"]
+    assert split_texts(encoded, config) == expected
+    assert encoded.by_name
+    lines = [line for line in log_lines if "(val): reads 1 file" in line]
+    assert len(lines) == 1 and "validation-00000-of-00001.txt" in lines[0]
+    recorded = RecordedText(encoded.sha256, by_name=True)
+    assert prepare_all(config, recorded=recorded)[""] == encoded
+    with pytest.raises(DataError, match=r"names say their splits; leave out data.test_split=0.05"):
+        prepare(replace(config, test_split=0.05))
+    # as a run of an earlier version, and if one asks for it
+    whole = prepare(replace(config, split_paths={}))
+    assert not whole.by_name and whole.parts == [] and whole.sha256 != encoded.sha256
+    assert prepare_all(config, recorded=RecordedText(whole.sha256))[""] == whole
+    assert prepare(replace(config, sha256=encoded.sha256)).directory == encoded.directory
+    with pytest.raises(DataError, match=f"has SHA-256 {encoded.sha256}, not"):
+        prepare(replace(config, sha256=whole.sha256))
+
+
+def test_shares_of_shards_without_a_validation_split(settings, tmp_path):
+    files = {"my_train_1.txt": "ab" * 50, "my_test_1.txt": "abab"}
+    config = settings(shards(tmp_path / "shards", files), train_split=0.8)
+    assert split_texts(prepare(config), config)[1:] == ["ab" * 10 + "\n", "abab\n"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train-1.txt", "train-2.txt"],
+        ["train-1.txt", "test-1.txt", "other.txt"],
+        ["validation-1.txt", "test-1.txt"],
+        ["trains.txt", "tests.txt"],
+        ["train.py", "test.py", "model.py"],
+    ],
+    ids=str,
+)
+def test_names_that_say_no_splits(names, settings, tmp_path):
+    config = settings(shards(tmp_path / "shards", dict.fromkeys(names, "to be")))
+    assert prepare(config).parts == []
+
+
+def test_directories_say_the_splits_of_records_and_of_tokens(settings, tmp_path):
+    lines = "".join(json.dumps({"text": f"to be {i}"}) + "\n" for i in range(9))
+    config = settings(shards(tmp_path / "a", {"train/1.jsonl": lines, "val/1.jsonl": lines[:60]}))
+    encoded = prepare(config)
+    assert (encoded.form, [*map(len, split_texts(encoded, config))]) == ("jsonl", [72, 24, 0])
+    (tmp_path / "b").mkdir()
+    for name, count in (("fineweb_train_1.npy", 40), ("fineweb_val_0.npy", 7)):
+        np.save(tmp_path / "b" / name, np.arange(count, dtype=np.uint16))
+    tokens = replace(config, path=str(tmp_path / "b"), format="tokens", vocab_size=50)
+    data = TextDataset(prepare(tokens), tokens)
+    assert (len(data.train), len(data.val), len(data.test)) == (40, 7, 0)
