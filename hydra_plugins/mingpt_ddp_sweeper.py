@@ -1,23 +1,11 @@
-"""The sweeper of mingpt_ddp, where Hydra looks for sweepers: it imports this at every start."""
+"""The sweeper of mingpt_ddp, where Hydra looks for sweepers.
 
-from dataclasses import dataclass, field
+It imports this at every start of every application, so that nothing may be registered here.
+"""
 
-from hydra.core.config_store import ConfigStore
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
-
-
-@dataclass
-class JobSweeperConf:
-    """The keys of `hydra.sweeper`, as Hydra's own sweeper has them; the others are in `sweep`."""
-
-    _target_: str = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
-    max_batch_size: int | None = None
-    params: dict[str, str] | None = field(default_factory=dict)
-
-
-ConfigStore.instance().store(group="hydra/sweeper", name="mingpt_ddp", node=JobSweeperConf)
 
 
 class JobSweeper(Sweeper):

@@ -81,6 +81,16 @@ def copy_source(target: Path) -> None:
         shutil.copy(ROOT / name, target)
 
 
+def write_application(directory: Path) -> None:
+    """Write the Hydra application of docs/python.md to a directory."""
+    page = (ROOT / "docs" / "python.md").read_text()
+    section = page.partition("## In a Hydra application of your own")[2]
+    (directory / "conf").mkdir()
+    for name, language in (("conf/config.yaml", "yaml"), ("app.py", "py")):
+        block = section.partition(f"```{language}\n")[2].partition("```")[0]
+        (directory / name).write_text(block)
+
+
 class Job:
     """A launch in the background, with helpers to inspect it and to kill parts of it."""
 

@@ -159,7 +159,7 @@ def _closest_preset(
     found = []
     for path in sorted((config_directory() / group).glob("*.yaml")):
         values = {**defaults, **yaml.safe_load(path.read_text())}
-        if f"/schema/{group}/{choice or 'text'}" not in values.pop("defaults", ()):
+        if f"/schema/{group}/{choice or 'text'}@_here_" not in values.pop("defaults", ()):
             continue
         differing = sum(values.get(key, ...) != value for key, value in keys.items())
         if choice:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
     from torch import nn
 
     from mingpt_ddp.data.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ ERROR = re.compile(r"\b(\w+ error|error): (.*)")  # a line of a command
 
 
 def train(
-    overrides: Iterable[str] = (), nproc: int | Literal["gpu"] | None = None
+    overrides: Iterable[str] | DictConfig = (), nproc: int | Literal["gpu"] | None = None
 ) -> dict[str, Any]:
     """Train as the train command does, in processes of its own, and print what it prints.
 
@@ -37,7 +38,8 @@ def train(
     raises KeyboardInterrupt. The training ends with the calling process, even if that is killed.
 
     Args:
-        overrides: as on the command line, `key=value` and options of Hydra.
+        overrides: as on the command line, `key=value` and options of Hydra; or the composed
+            configuration of another Hydra application, or its node that holds the groups.
         nproc: local processes that train together; None: as `ddp.nproc_per_node` says, by default
             one.
 
@@ -47,6 +49,9 @@ def train(
     Raises:
         UserError: its one line says what went wrong.
     """
+    from omegaconf import DictConfig
+
+    from mingpt_ddp.cli.application import application_words
     from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
     from mingpt_ddp.distributed.fork_server import import_path
     from mingpt_ddp.errors import ConfigError, RunError, command
@@ -54,12 +59,15 @@ def train(
 
     if isinstance(overrides, str):
         raise ConfigError(f"train takes a list of overrides: train([{overrides!r:.100}])")
-    words = [*overrides]
-    if nproc is not None:
-        words.append(f"ddp.nproc_per_node={nproc}")
-    if {"-m", "--multirun"} & {*words}:
-        raise ConfigError(f"train runs one job; start a sweep with {command()} -m")
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
+        if isinstance(overrides, DictConfig):
+            words = application_words(overrides, Path(name))
+        else:
+            words = [*overrides]
+        if nproc is not None:
+            words.append(f"ddp.nproc_per_node={nproc}")
+        if {"-m", "--multirun"} & {*words}:
+            raise ConfigError(f"train runs one job; start a sweep with {command()} -m")
         file = Path(name, "directory")
         environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
         environ |= {CALLER: str(os.getpid()), DIRECTORY_FILE: str(file)}

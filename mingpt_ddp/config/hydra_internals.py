@@ -1,4 +1,4 @@
-"""What is touched of Hydra without its promise."""
+"""What is touched of Hydra and OmegaConf without their promise."""
 
 import argparse
 import contextlib
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hydra._internal import utils
+from omegaconf import DictConfig
 
 from mingpt_ddp.errors import ConfigError
 
@@ -38,3 +39,8 @@ def own_parser() -> Iterator[None]:
         yield
     finally:
         hydra_utils.argparse = argparse
+
+
+def full_key(cfg: DictConfig) -> str:
+    """Return the dotted key of a node in the configuration that it is part of; "" for all of it."""
+    return str(cfg._get_full_key(None))

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-nam
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
 PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in a sweep's jobs: the metric that they return
 OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
 FLAGS = (
@@ -55,11 +57,21 @@ FLAGS = (
 )
 
 
+@dataclass
+class JobSweeperConf:
+    """The keys of `hydra.sweeper`, as Hydra's own sweeper has them; the others are in `sweep`."""
+
+    _target_: str = SWEEPER
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = field(default_factory=dict)
+
+
 def _store_defaults() -> None:
     """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
 
-    conf/config.yaml begins with `schema`, the groups that have one dataclass. Presets of the other
-    groups begin with their own, as in `defaults: [/schema/model/gpt]`, or `[/schema/data/text]`.
+    conf/mingpt_ddp.yaml begins with `schema`, the groups that have one dataclass. Presets of the
+    other groups begin with their own, as in `defaults: [/schema/model/gpt@_here_]`, or that of
+    `data/text`. Without `@_here_` it is for groups at the top of a configuration alone.
     """
     store = ConfigStore.instance().store
     single = {}
@@ -74,6 +86,7 @@ def _store_defaults() -> None:
             package = f"_global_.{group}"
             store(group=f"schema/{group}", name=name or "text", package=package, node=node)
     store(name="schema", node=single)
+    store(group="hydra/sweeper", name="mingpt_ddp", node=JobSweeperConf)
 
 
 _store_defaults()
@@ -82,7 +95,7 @@ _store_defaults()
 def config_directory() -> Path:
     """Return conf/ of the checkout, or its copy in an installed package."""
     package = Path(__file__).resolve().parents[1]
-    installed = package / "conf"
+    installed = (package / "conf").resolve()  # in a checkout a link
     return installed if installed.is_dir() else package.parent / "conf"
 
 

@@ -17,7 +17,6 @@ from mingpt_ddp.results.objective import LOSS, Objective
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.sources import is_study
 
-SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
 BITS = ("bits_per_byte", "bits_per_char")
 # numbers of result.json
 MEASURED = (
@@ -35,7 +34,7 @@ MEASURED = (
 
 def has_own_sweeper(config: DictConfig) -> bool:
     """Return whether the jobs are ours to run: no other sweeper has been chosen."""
-    return bool(config.hydra.sweeper._target_ == SWEEPER)
+    return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
 def check_schedule(

@@ -14,7 +14,17 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PATIENCE_S, ROOT, TINY, Job, call, read, workers
+from launching import (
+    PATIENCE_S,
+    ROOT,
+    TINY,
+    Job,
+    call,
+    python_main,
+    read,
+    workers,
+    write_application,
+)
 
 sys.path.append(str(ROOT / "scripts"))
 from notebook import NOTEBOOK, PAGE, notebook
@@ -91,6 +101,25 @@ def test_the_page_as_a_notebook(tmp_path, monkeypatch):
         output.get("text", "") for cell in book.cells for output in cell.get("outputs", [])
     )
     check_page(printed, tmp_path)
+
+
+def test_an_application_of_ones_own_from_a_checkout(tmp_path):
+    """Its own sweeper trains jobs, which main.py knows by the same names."""
+    write_application(tmp_path)
+    words = [f"gpt.{word}" for word in TINY[1:] if not word.startswith("trainer.max_epochs")]
+    swept = call(
+        [sys.executable, "app.py", "-m", "rate=1e-3,3e-4", *words],
+        tmp_path,
+        PYTHONPATH=str(ROOT),
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert swept.returncode == 0, swept.stdout
+    jobs = re.findall(r"^baseline (0\.\d+) (\S+) (\d\.\d+)$", swept.stdout, re.MULTILINE)
+    assert [job[0] for job in jobs] == ["0.001", "0.0003"]
+    assert len({job[2] for job in jobs}) == 2
+    again = call([*python_main(), *TINY, "optimizer.lr=3e-4"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert "complete: the snapshot of step 12 " in again.stdout, again.stdout
+    assert {Path(job[1]) for job in jobs} == {*tmp_path.glob("outputs/python_docs-*")}
 
 
 def start(cwd: Path, *words: str) -> tuple[Job, int]:

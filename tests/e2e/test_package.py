@@ -16,7 +16,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from launching import ROOT, call, copy_source
+from launching import ROOT, TINY, call, copy_source, write_application
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -100,6 +100,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
 
 
+def install(wheel: Path, directory: Path) -> str:
+    """Install a wheel into a new environment that has the packages of this one; return python."""
+    venv.create(directory, symlinks=True)
+    (site,) = directory.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return str(directory / "bin" / "python")
+
+
 def contents(wheel: Path) -> dict[str, int]:
     """Return the checksum of each file of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
@@ -164,24 +174,28 @@ def test_uv_installs_a_checkout(tmp_path):
     assert " + mingpt-ddp" in done.stdout and " + hydra-core" in done.stdout
 
 
+def test_an_application_of_ones_own(built, tmp_path):
+    write_application(tmp_path)
+    words = [f"gpt.{word}" for word in TINY[1:]]
+    done = call([install(built[1], tmp_path / "env"), "app.py", *words], tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "\nbaseline 0.001 " in done.stdout
+
+
 def test_mypy_checks_a_users_script(built, tmp_path):
     """It finds nothing in a typed script, and what is wrong in wrong calls.
 
     Without py.typed it would find neither.
     """
     pytest.importorskip("mypy")
-    venv.create(tmp_path / "env", symlinks=True)
-    site = next(tmp_path.glob("env/lib/python*/site-packages"))
-    with zipfile.ZipFile(built[1]) as archive:
-        archive.extractall(site)
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    python = install(built[1], tmp_path / "env")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text("\n".join(["import mingpt_ddp", *WRONG]) + "\n")
     options = [
         "--strict",
         "--no-error-summary",
         "--python-executable",
-        str(tmp_path / "env" / "bin" / "python"),
+        python,
     ]
     checked = call(
         [sys.executable, "-m", "mypy", *options, "script.py", "wrong.py"], tmp_path, timeout=500

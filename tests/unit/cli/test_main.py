@@ -18,7 +18,6 @@ from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS, main
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.errors import command
-from mingpt_ddp.sweeps.schedule import SWEEPER
 
 PACKAGE = ROOT / "mingpt_ddp"
 MODULES = [
@@ -196,4 +195,4 @@ def test_setup_names_the_console_command_and_the_sweeper():
     names = setup["options.entry_points"]
     assert names["console_scripts"].split() == ["mingpt-ddp", "=", "mingpt_ddp.cli.main:main"]
     module, _, cls = names["hydra.plugins"].split()[-1].partition(":")
-    assert f"{module}.{cls}" == SWEEPER and hasattr(import_module(module), cls)
+    assert f"{module}.{cls}" == hydra_utils.SWEEPER and hasattr(import_module(module), cls)

@@ -399,8 +399,9 @@ def test_no_preset_repeats_a_default(group):
     for path in (CONF / group).glob("*.yaml"):
         values = yaml.safe_load(path.read_text())
         (node,) = values.pop("defaults", ["/schema"])
+        preset = node.removesuffix("@_here_").split("/")[-1]
         _, classes = GROUPS[group]
-        name = node.split("/")[-1] if "/schema/" in node and node != "/schema/data/text" else None
+        name = preset if node.startswith("/schema/") and preset != "text" else None
         fields = {field.name: field.default for field in dataclasses.fields(classes[name])}
         repeated = [
             key

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.config.hydra_utils import SWEEPER, VERSION_BASE, config_directory
 from mingpt_ddp.distributed import rendezvous
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
@@ -21,7 +21,7 @@ from mingpt_ddp.storage.run_dir import SWEEP
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile
 from mingpt_ddp.sweeps import schedule
 from mingpt_ddp.sweeps.live_table import LiveTable
-from mingpt_ddp.sweeps.schedule import SWEEPER, check_schedule, plan_slots
+from mingpt_ddp.sweeps.schedule import check_schedule, plan_slots
 from mingpt_ddp.sweeps.sources import Grid, LockStep
 from mingpt_ddp.sweeps.sweep import Sweep
 
