@@ -265,7 +265,7 @@ class _ArrayText:
         self._at += 1
         return character
 
-    def take_object(self, where: str) -> dict[str, Any]:
+    def take_row(self, where: str) -> dict[str, Any]:
         """
         Raises:
             DataError: there is no whole object, or a longer one than MAX_RECORD.
@@ -306,7 +306,7 @@ def _array(file: io.BufferedReader, where: str) -> Iterator[tuple[int, dict[str,
         if number and text.take() != ",":
             raise DataError(f"{where} is cut off or no JSON after object {number}")
         number += 1
-        yield number, text.take_object(f"{where} object {number}")
+        yield number, text.take_row(f"{where} object {number}")
     text.take()
     if text.peek():
         raise DataError(f"{where} goes on after the end of its array")

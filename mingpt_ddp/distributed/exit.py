@@ -327,8 +327,11 @@ def process_exit() -> Iterator[None]:
     """Exit after the body of a script that trains, with the exit code that main.py would have.
 
     An error is one line. A normal shutdown of the interpreter sometimes aborts in a background
-    thread of torch, which torchrun counts as a failure: this one is os._exit.
+    thread of torch, which torchrun counts as a failure: this one is os._exit. A rank that torchrun
+    has started exits when torchrun dies.
     """
+    if has_parent_launcher():
+        die_with_parent()
     exits = ProcessExit()
     logs.to_console(exits.env)
     try:

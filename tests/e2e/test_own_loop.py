@@ -10,7 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launching import ROOT, call, python_main
+from launching import ROOT, Job, call, is_running, python_main, wait_for
 
 from mingpt_ddp import loop
 
@@ -88,6 +88,16 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stdout
     outputs = tmp_path / "outputs"
     assert hashes(outputs / "example") == hashes(outputs / "main")
+
+
+def test_the_ranks_die_with_torchrun(tmp_path):
+    script = tmp_path / "own_loop.py"
+    script.write_text(SCRIPT.replace(f"= {STEPS}", "= 10**6"))
+    job = Job([*launcher(2), str(script)], tmp_path, PYTHONPATH=str(ROOT))
+    wait_for(lambda: "step 10:" in job.text(), what="step 10")
+    ranks = job.kill_agent()
+    assert len(ranks) == 2
+    wait_for(lambda: not any(map(is_running, ranks)), what="the end of the ranks")
 
 
 def test_the_page_documents_what_the_loop_may_import():

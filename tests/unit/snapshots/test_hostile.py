@@ -621,12 +621,13 @@ def test_an_error_is_one_printable_line(key, tmp_path, valid_files, monkeypatch,
     assert line.isprintable() and len(line) <= 1000
 
 
-def test_a_surrogate_can_be_printed(tmp_path, valid_files, monkeypatch, capsys):
-    """JSON can hold a surrogate, which UTF-8 cannot."""
+def test_a_surrogate_is_refused(tmp_path, valid_files, monkeypatch, capsys):
+    """JSON can hold a surrogate, which is no character: one of them marks the end of a document."""
     state = {**json.loads(valid_files[STATE]), "vocabulary": "\ud800" * len(VOCABULARY)}
     url = write_snapshot(tmp_path, {**valid_files, STATE: json.dumps(state).encode()})
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}", "max_new_tokens=2"])
     with pytest.raises(SystemExit) as left:
         sample_module.main()
-    assert left.value.code == 0
-    assert capsys.readouterr().out == "\\ud800" * 2 + "\n"
+    assert left.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "the snapshot has an invalid state: " in line and line.isprintable()
