@@ -500,7 +500,7 @@ def test_values_of_another_type_are_refused(values, tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({**(known if "model_type" in values else {}), **values})
     )
-    with pytest.raises(SnapshotError, match="cannot be used: |has an invalid state: "):
+    with pytest.raises(SnapshotError, match=r"cannot be used: |has an invalid state: "):
         read_initial_weights(str(tmp_path))
 
 
