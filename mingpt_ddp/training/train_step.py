@@ -118,11 +118,12 @@ class TrainStep:
             lr = self.set_lr(step)
             seed_everything("update", self.config.run.seed, step)
             self.strategy.update(self.model, self.optimizer, scaler)
-            self._add(self.actions.change_weights(step, self.model))
-            scale = scaler.get_scale() if self.actions.have_state else 0.0
+            scale = scaler.get_scale() if self.actions.actions else 0.0
             scaler.update()
             if scale and scaler.get_scale() < scale:  # it has skipped an overflowing step
                 self.actions.discard()
+            else:
+                self._add(self.actions.change_weights(step, self.model))
             self.optimizer.zero_grad(set_to_none=True)
         self.average.update(step)
         return lr

@@ -151,17 +151,22 @@ def test_an_overflow_of_the_loss_scale_skips_the_update_and_lowers_the_scale():
     assert train_step.runtime.scaler.get_scale() == 512.0
 
 
-def test_an_overflow_of_the_loss_scale_discards_the_state_of_hooks():
+def test_hooks_have_no_part_in_a_step_whose_loss_scale_overflows():
+    updated = []
+
+    def note(step: int, weights: dict[str, Tensor]) -> None:
+        updated.append(step)
+
     model = Table()
     train_step = step_of(model, "trainer.precision=fp16")
     train_step.runtime.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    train_step.actions = Actions(train_step.runtime, [("gradients x", Noted)])
+    train_step.actions = Actions(train_step.runtime, [("gradients x", Noted), ("update y", note)])
     take_step(train_step, 1)
     handle = model.scores.weight.register_hook(lambda gradient: gradient * float("inf"))
     take_step(train_step, 2)
     handle.remove()
     take_step(train_step, 3)
-    assert train_step.actions.actions[0].hook.steps == [1, 3]
+    assert train_step.actions.actions[0].hook.steps == updated == [1, 3]
 
 
 def test_a_diagnosis_names_the_loss_or_the_gradient():
