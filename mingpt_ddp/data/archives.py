@@ -14,12 +14,12 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from mingpt_ddp.data.content import COMPRESSED, HEAD_BYTES
+from mingpt_ddp.data.content import COMPRESSED, HEAD_BYTES, Kind
 from mingpt_ddp.errors import ConfigError, DataError, UserError
 
 GZIP = b"\x1f\x8b"
@@ -45,6 +45,8 @@ class Files:
     Attributes:
         paths: of local files by the names of members; that of an archive as "".
         limit: bytes that they may have, decompressed and as text.
+        kinds: of the members of which the head has been read, by name and size, because an archive
+            may have a name twice.
     """
 
     source: str  # for messages
@@ -52,6 +54,7 @@ class Files:
     paths: dict[str, Path]
     limit: int
     is_one: bool = False
+    kinds: dict[tuple[str, int], Kind] = field(default_factory=dict)
 
 
 def expanded_limit(size: int, max_expansion: float) -> int:

@@ -66,11 +66,36 @@ def look_at(files: Files) -> Form:
         if kind := kind_of_names({member.name for member in members}):
             sizes[kind.form] = 1
             members = []
-        for member in members:
-            if not is_hidden(member.name):
-                sizes[_kind_of_member(member).form] += member.size
+        for member, kind in zip(members, _kinds_of(files, members), strict=True):
+            sizes[kind.form] += member.size
     forms: list[Form] = [form for form in get_args(Form) if form in sizes]
     return max(forms, key=sizes.__getitem__, default="text")
+
+
+def kind_of_one(files: Files) -> Kind | None:
+    """Return what a single file looks like; None: text."""
+    with files.open_members() as members:
+        [kind] = _kinds_of(files, members)
+    return None if kind == TEXT else kind
+
+
+def _kinds_of(files: Files, members: list[Member]) -> list[Kind]:
+    """Return the kinds of the members, HIDDEN for a hidden one among several.
+
+    Each head is read once, in the order of the archive: a step back in a compressed archive
+    decompresses it again from its beginning.
+
+    Args:
+        members: open ones of the files, in this order.
+    """
+    kinds = []
+    for member in members:
+        key = member.name, member.size
+        if key not in files.kinds:
+            is_skipped = is_hidden(member.name) and not files.is_one
+            files.kinds[key] = HIDDEN if is_skipped else _kind_of_member(member)
+        kinds.append(files.kinds[key])
+    return kinds
 
 
 def _kind_of_member(member: Member) -> Kind:
@@ -147,8 +172,10 @@ class RecordFiles:
         if self._files.is_one:
             yield from members
             return
-        for member in sorted(members, key=lambda member: member.name):
-            kind = self._kind(member)
+        kinds = _kinds_of(self._files, members)
+        ordered = sorted(zip(members, kinds, strict=True), key=lambda pair: pair[0].name)
+        for member, by_head in ordered:
+            kind = self._kind(member, by_head)
             if member.size and kind.form == self._form:
                 self.contents.add_text(member.name, member.size)
                 yield member
@@ -157,8 +184,8 @@ class RecordFiles:
         if not self.contents.texts:
             raise self.contents.none_left()
 
-    def _kind(self, member: Member) -> Kind:
-        if is_hidden(member.name) or NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
+    def _kind(self, member: Member, by_head: Kind) -> Kind:
+        if by_head == HIDDEN or NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
             return HIDDEN
         is_csv = self._form == "csv" and COMPRESSION.sub("", member.name).endswith(TABLES)
-        return CSV if is_csv else _kind_of_member(member)
+        return CSV if is_csv else by_head

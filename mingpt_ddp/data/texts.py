@@ -22,14 +22,13 @@ from mingpt_ddp.data.archives import (
     expands_too_far,
     members_of,
     opener,
-    text_head,
     unzipped,
 )
 from mingpt_ddp.data.content import HEAD_BYTES, HIDDEN, is_hidden, is_utf8, kind_of, kind_of_names
 from mingpt_ddp.data.contents import Contents
 from mingpt_ddp.data.download import download_path, fetch, open_filesystem
 from mingpt_ddp.data.file_records import FileRecords
-from mingpt_ddp.data.record_files import RecordFiles, look_at
+from mingpt_ddp.data.record_files import RecordFiles, kind_of_one, look_at
 from mingpt_ddp.data.split_names import by_split
 from mingpt_ddp.data.token_files import TokenFile, find_tokens, token_names
 from mingpt_ddp.errors import DataError
@@ -203,7 +202,7 @@ def _open_files(config: DataConfig, files: Files, form: Form) -> Text:
         )
     if not files.is_one:
         return _joined(config, files)
-    looks_like = kind_of(text_head(str(local[0]), HEAD_BYTES)) if config.format == "auto" else None
+    looks_like = kind_of_one(files) if config.format == "auto" else None
     return text_of_bytes(opener(local[0]), Contents(config.source, looks_like), local)
 
 

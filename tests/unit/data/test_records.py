@@ -108,6 +108,33 @@ def test_several_files_of_records(settings, tmp_path, caplog):
         prepare(settings(tmp_path / "tables"))
 
 
+def test_a_compressed_archive_is_not_decompressed_for_each_member(settings, tmp_path, monkeypatch):
+    path = tmp_path / "x.tar.gz"
+    content = json.dumps(20 * ROWS).encode()
+    assert len(content) > HEAD_BYTES
+    with tarfile.open(path, "w:gz") as archive:
+        for i in range(5):
+            info = tarfile.TarInfo(f"{i}.json")
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    rewinds = []
+    opened = []
+
+    class Noted(gzip.GzipFile):
+        def seek(self, offset, whence=io.SEEK_SET):
+            if whence == io.SEEK_SET and offset < self.tell():
+                rewinds.append(offset)
+            return super().seek(offset, whence)
+
+    def decompress(file):
+        opened.append(file)
+        return Noted(fileobj=file)
+
+    monkeypatch.setitem(archives.DECOMPRESSORS, "gzip", decompress)
+    assert text_of(settings(path)) == 100 * TEXT
+    assert len(rewinds) <= len(opened) < 10  # after the list of its members
+
+
 TWO = b'{"title": "a", "text": "b", "tags": ["c"]}\n'
 NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
 
