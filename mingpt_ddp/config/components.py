@@ -268,7 +268,11 @@ class DataConfig(UserCodeConfig):
         is_tokens = self.format == "tokens"
         size = self.vocab_size
         needs_size = self.tokenizer == "bpe" or (is_tokens and self.tokenizer == "char")
-        check(size is None or needs_size, f"data.vocab_size={size} needs data.tokenizer=bpe")
+        check(
+            size is None or needs_size,
+            f"data.vocab_size={size} needs data.tokenizer=bpe, or data.format=tokens without a "
+            "data.tokenizer",
+        )
         is_too_small = self.tokenizer == "bpe" and size is not None and size < MIN_BPE
         check(not is_too_small, f"data.vocab_size={size} of bpe must be {MIN_BPE} or more")
         check(self.dtype is None or is_tokens, f"data.dtype={self.dtype} needs data.format=tokens")

@@ -33,9 +33,10 @@ class EncodedText:
 
     def memmap(self) -> Any:
         """Return the tokens, memory-mapped: an array, or Shards of several files."""
+        if len(self.files) > 1:
+            return Shards(self.files, self.dtype)
         if self.files:
-            arrays = [file.memmap() for file in self.files]
-            return arrays[0] if len(arrays) == 1 else Shards(arrays)
+            return self.files[0].memmap()
         return np.memmap(Path(self.directory) / "tokens.bin", dtype=self.dtype, mode="r")
 
 

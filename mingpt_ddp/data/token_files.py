@@ -9,7 +9,7 @@ import fsspec
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.data.content import HEAD_BYTES, is_utf8
+from mingpt_ddp.data.content import CONTROLS, FORMATS, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
@@ -20,7 +20,10 @@ NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 HEADER = np.dtype("int32")
 HEADER_BYTES = 256 * HEADER.itemsize
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # version and type by magic number
+# the first two bytes of a pickle, alone, are a token like others
+NO_TOKENS = {kind: pattern for kind, pattern in FORMATS.items() if kind.name != "a pickle"}
 HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test)(?![a-z])")  # names of splits
+HEAD_BYTES = 1 << 12  # of a file, which are looked at: there may be thousands of files
 SCANNED = 1 << 22  # tokens looked at together
 
 
@@ -123,9 +126,8 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
             f"{name} has no header that says of which type its tokens are; give "
             "data.dtype=uint16 (nanoGPT) or uint32"
         )
-    elif is_utf8(head) and head:
-        raise DataError(f"{name} looks like text, not tokens; leave data.format out")
     else:
+        _check_head(head, name)
         itemsize = np.dtype(dtype).itemsize
         if size % itemsize:
             raise DataError(
@@ -143,6 +145,16 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     if found.length == 0:
         raise DataError(f"{name} has no tokens")
     return found
+
+
+def _check_head(head: bytes, name: str) -> None:
+    """Refuse what is no headerless file of tokens."""
+    has_controls = len(head.translate(None, CONTROLS)) < len(head)
+    if head and is_utf8(head) and not has_controls:
+        raise DataError(f"{name} looks like text, not tokens; leave data.format out")
+    for kind, pattern in NO_TOKENS.items():
+        if re.match(pattern, head, re.DOTALL):
+            raise DataError(f"{name} looks like {kind.name}, not tokens; {kind.advice}")
 
 
 def _npy_tokens(path: str, name: str) -> TokenFile:

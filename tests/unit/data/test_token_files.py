@@ -88,6 +88,7 @@ NO_IDS[7] = -1
         (BIN + b"x", {"dtype": "uint16"}, r"2,001 bytes, no multiple of the 2 of data.dtype"),
         (b"", {"dtype": "uint16"}, "has no tokens"),
         (LINE.encode() * 9, {"dtype": "uint16"}, "looks like text, not tokens; leave data.format"),
+        (b"PAR1" + BIN, {"dtype": "uint16"}, "looks like Parquet, not tokens; read it with"),
         (BIN, {"dtype": "uint16", "vocab_size": 50000}, r"0 .. 49999: 5\d+ at token \d+ of "),
         (NO_IDS, {}, r"has an id that is none of 0 .. 50256: -1 at token 7 of .*tokens.npy; raise"),
         (header(20240520, 1, 999) + BIN, {}, "3,024 bytes, and 3,022 by its header"),
