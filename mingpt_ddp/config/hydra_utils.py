@@ -32,6 +32,7 @@ from mingpt_ddp.config.hydra_internals import own_parser
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.validation import field_types
 from mingpt_ddp.errors import ConfigError, with_commands
 
 # Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
@@ -187,7 +188,24 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     sources = hydra.runtime.config_sources
     directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
     with attribute_errors_to_user_code():
-        return from_mapping(run_code(values, directories, hydra.runtime.choices))
+        values = run_code(values, directories, hydra.runtime.choices)
+        _drop_defaults_of_other_tasks(values.get("task"), typed)
+        return from_mapping(values)
+
+
+def _drop_defaults_of_other_tasks(task: Any, typed: set[str]) -> None:
+    """Drop what the preset of another task has at its default, and the task of task.name lacks.
+
+    A key that is typed is refused later.
+    """
+    cls = GROUPS["task"][1].get(str(task.get("name"))) if isinstance(task, dict) else None
+    if cls is None:
+        return
+    known = known_keys()
+    for key in {*task} - {*field_types(cls)}:
+        name = f"task.{key}"
+        if name in known and name not in typed and task[key] == known[name].default:
+            del task[key]
 
 
 def _refuse_retired(values: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.supervised import Classification, Regression
 from mingpt_ddp.tasks.task import Mean, Task
 
-__all__ = ["Mean", "Task", "build_task"]
+__all__ = ["LanguageModel", "Mean", "Task", "build_task"]
 
 BUILDERS["task"].update(
     language_model=LanguageModel, classification=Classification, regression=Regression

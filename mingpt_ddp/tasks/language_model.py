@@ -223,8 +223,11 @@ class LanguageModel(Task):
             self.dataset.val = self.dataset.whole
             self.dataset.test = self.dataset.whole
 
-    def _in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Replace the text's ids in tokens and targets (B, T) by the model's, where they differ."""
+    def in_ids_of_model(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Replace the text's ids in tokens and targets (B, T) by the model's, where they differ.
+
+        They do after a start from weights of another text; a `loss` of your own begins with this.
+        """
         if self._ids is None:
             return batch
         tokens, targets = batch
@@ -232,7 +235,7 @@ class LanguageModel(Task):
         return self._ids[tokens], self._ids[targets]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        tokens, targets = self._in_ids_of_model(batch)  # each (B, T)
+        tokens, targets = self.in_ids_of_model(batch)  # each (B, T)
         smoothing = getattr(self.config.task, "label_smoothing", 0.0)
         if smoothing:
             logits = model(tokens)  # (B, T, V)
@@ -241,7 +244,7 @@ class LanguageModel(Task):
         return loss
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
-        tokens, targets = self._in_ids_of_model(batch)  # each (B, T)
+        tokens, targets = self.in_ids_of_model(batch)  # each (B, T)
         logits = model(tokens)  # (B, T, V)
         n = targets.numel()
         correct = (logits.argmax(dim=-1) == targets).sum()
@@ -263,9 +266,12 @@ class LanguageModel(Task):
         texts = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
         if "bits_per_byte" in metrics:
             texts.append(f"{metrics['bits_per_byte']:.4f} bits per byte")
-        texts.append(f"accuracy {metrics['accuracy']:.4f}")
+        hidden = {"loss", *self.comparable}
+        for split in self.val_texts:
+            prefix = split.removeprefix("val_")
+            hidden |= {f"{prefix}_{name}" for name in ("accuracy", *self.comparable)}
         for name, value in metrics.items():
-            if name.endswith("_loss"):
+            if name not in hidden:
                 texts.append(f"{name} {value:.4f}")
         return ", ".join(texts)
 

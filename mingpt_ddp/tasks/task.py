@@ -49,7 +49,8 @@ class Task:
         if not isinstance(config.data, DatasetConfig):
             raise ConfigError(
                 f"task.name={config.task.name} needs a dataset of yours "
-                f"(docs/your-own-model.md); {config.data.label} is a text"
+                f"(docs/your-own-model.md); {config.data.label} is a text, whose task is "
+                "language_model or derives from mingpt_ddp.tasks.LanguageModel"
             )
         built: list[Datasets] = []
 

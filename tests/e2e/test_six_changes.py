@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from launching import TINY, call, python_main
+from user_code_page import page_commands, page_files
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.storage.run_dir import read_result
@@ -26,25 +27,6 @@ def kill(step, weights):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
-# An auxiliary loss (of Chowdhery et al. 2022, "PaLM", section 5) with its own metric.
-AUXILIARY_LOSS = """
-from torch.nn import functional as F
-from mingpt_ddp.registry import TaskConfig, register
-from mingpt_ddp.tasks.language_model import LanguageModel
-
-@register("task", "z_loss", TaskConfig)
-class ZLoss(LanguageModel):
-    def loss(self, model, batch):
-        tokens, targets = batch
-        logits = model(tokens).float()
-        z = logits.logsumexp(dim=-1)
-        right = (logits.argmax(dim=-1) == targets).sum()
-        losses = {
-            "text": F.cross_entropy(logits.flatten(0, 1), targets.flatten()),
-            "z": 1e-2 * z.square().mean(),
-        }
-        return losses, {"right": (right, targets.numel())}
-"""
 SCHEDULE = """
 import math
 from dataclasses import dataclass
@@ -111,8 +93,9 @@ def project(step, weights):
     return {"longest": max(weight.norm(dim=1).max() for weight in matrices)}
 """
 CODE = "+task.code=mine.py"
+AUXILIARY_LOSS = page_files("my_loss")["my_loss/mine.py"]
 CHANGES = {
-    "auxiliary loss": (AUXILIARY_LOSS, ["task=z_loss"], "train_right"),
+    "auxiliary loss": (AUXILIARY_LOSS, page_commands(2)[0][3:], "train_log_z"),
     "schedule": (SCHEDULE, ["+optimizer.code=mine.py", "optimizer.schedule=cyclic"], "lr"),
     "clipping by value": (CLIP_BY_VALUE, [CODE], "train_clipped"),
     "exact match": (EXACT_MATCH, [CODE], "val_exact_match"),
@@ -150,8 +133,6 @@ def test_a_change_keeps_its_bits_when_it_is_killed_twice(change, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.py").write_text(code)
     (tmp_path / "mine" / "kill.py").write_text(KILL)
-    (tmp_path / "mine" / "task").mkdir()
-    (tmp_path / "mine" / "task" / "z_loss.yaml").write_text("name: z_loss\ncode: mine.py\n")
     done = train(tmp_path, overrides)
     assert done.returncode == 0, done.stdout
     killed = [*overrides, "run.root=killed"]

@@ -188,6 +188,15 @@ CASES = [
         "optimizer=sgd optimizer.betas=[0.9,0.95]",
         "config error: optimizer.betas is not a key of the chosen optimizer",
     ),
+    (
+        "task.name=regression task.label_smoothing=0.0",
+        "config error: task.label_smoothing is not a key of the chosen task",
+    ),
+    (
+        "task.name=regression",  # without that key of the preset
+        "config error: task.name=regression needs a dataset of yours (docs/your-own-model.md); "
+        "python_docs is a text, whose task is language_model or derives from mingpt_ddp.tasks.",
+    ),
     ("+nosuch=1", "config error: nosuch is not a key"),
     # Names of the keys in other programs
     (

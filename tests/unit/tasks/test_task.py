@@ -120,9 +120,11 @@ def test_text(one_thread):
     assert {*task.comparable} < means.keys()
     expected = (
         f"({bits:.4f} bits) per character, {bits:.4f} bits per byte, accuracy 0.7500, "
-        "wiki_loss 2.5000"
+        "wiki_loss 2.5000, exact_match 0.3000"
     )
-    assert task.describe(means | {"wiki_loss": 2.5}).endswith(expected)
+    task.val_texts = {"val_wiki": x}
+    means |= {"wiki_loss": 2.5, "wiki_accuracy": 0.5, "exact_match": 0.3}  # the last of a hook
+    assert task.describe(means).endswith(expected)
     task.dataset.tokenizer = CharTokenizer("abcdefgß")
     metrics = task.metrics(Model(), (x, torch.tensor([[1, 2, 3, 7]])))
     assert [int(metrics[name][1]) for name in ("loss", "bits_per_char", "bits_per_byte")] == [
