@@ -119,7 +119,7 @@ class _Trial:
         if action.event == "evaluation":
             metrics = actions.evaluate(step, self.model, self.task)
         else:
-            self._reset()
+            self._reset(step)
             named = dict(self.model.named_parameters())
             if action.event == "gradients":
                 metrics = actions.change_gradients(step, self.model)
@@ -127,18 +127,39 @@ class _Trial:
             else:
                 metrics = actions.change_weights(step, self.model)
                 changed = {n: p.detach() for n, p in named.items()}
+        self._refuse_alias(action)
         sha256 = sha256_of_tensors(changed | actions.state()) if self.is_exact else ""
         names = {name.removeprefix(SUM).removeprefix(COUNT) for name in metrics}
         return Outcome(label=action.label, event=action.event, metrics=sorted(names), sha256=sha256)
 
+    def _refuse_alias(self, action: Action) -> None:
+        """Refuse a state that has the storage of a weight or gradient: the next step changes it.
+
+        Raises:
+            CodeError: names the hook.
+        """
+        own = {each.untyped_storage().data_ptr() for each in action.state().values()}
+        for parameter in self.model.parameters():
+            for kind, tensor in (("weight", parameter), ("gradient", parameter.grad)):
+                if tensor is not None and tensor.untyped_storage().data_ptr() in own:
+                    raise CodeError(
+                        f"{action.label} would not resume exactly: its state holds a {kind} "
+                        "itself; keep a clone() of it"
+                    )
+
     @torch.no_grad()
-    def _reset(self) -> None:
+    def _reset(self, step: int) -> None:
+        """Set the weights and gradients of a step in place, as training does."""
         for (name, parameter), weights in zip(
             self.model.named_parameters(), self.weights, strict=True
         ):
-            parameter.copy_(weights)
+            parameter.copy_(weights).div_(step)
             gradient = self.gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(gradient).div_(step)
 
 
 def _refuse_twice(outcomes: list[Outcome], taken: dict[str, list[str]]) -> None:

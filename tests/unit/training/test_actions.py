@@ -142,6 +142,35 @@ class NoJSON(Noted):
         return {"steps": {*self.steps}}
 
 
+class Held(Noted):
+    def __init__(self) -> None:
+        self.last: dict[str, Tensor] = {}
+
+    def __call__(self, step: int, tensors: dict[str, Tensor]) -> None:
+        for name, last in self.last.items():
+            tensors[name].add_(last)
+        self.last = dict(tensors)
+
+    def state_dict(self) -> Any:
+        return {"last": self.last}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.last = state["last"]
+
+
+class HeldWeights(Held):
+    event = "update"
+
+
+class ClonedLate(Held):
+    def state_dict(self) -> Any:
+        return {"last": {name: each.clone() for name, each in self.last.items()}}
+
+
+class ClonedWeights(ClonedLate):
+    event = "update"
+
+
 generator = torch.Generator().manual_seed(0)
 
 
@@ -163,6 +192,10 @@ def clashing(step: int, gradients: dict[str, Tensor]) -> Any:
         (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns another state"),
         (Shared, "its first state depends on an earlier run; set it in __init__"),
         (NoJSON, r"state_dict\(\)\['steps'\] cannot be saved: it holds set"),
+        (Held, r"its state holds a gradient itself; keep a clone\(\) of it"),
+        (HeldWeights, r"its state holds a weight itself; keep a clone\(\) of it"),
+        (ClonedLate, "the same step again gives another result; keep what it remembers"),
+        (ClonedWeights, "the same step again gives another result; keep what it remembers"),
         (clashing, "the task or another hook has a metric accuracy, too"),
     ],
 )
@@ -170,15 +203,16 @@ def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
     task = text_task(runtime.strategy.config)
     model = build_trainable(runtime, task).model
     gradients = {name: torch.ones_like(each) for name, each in model.named_parameters()}
+    event = getattr(hook, "event", "gradients")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(BUILDERS["action"], "gradients mine.hook", hook)
+        patched.setitem(BUILDERS["action"], f"{event} mine.hook", hook)
         taken = {"train": ["accuracy"], "val": []}
         if message is None:
             check_actions(runtime, task, gradients, taken)
             return
         with pytest.raises(CodeError, match=message) as caught:
             check_actions(runtime, task, gradients, taken)
-    where = rf"test_actions\.py:\d+: {hook.__qualname__} of @acts\('gradients'\)"
+    where = rf"test_actions\.py:\d+: {hook.__qualname__} of @acts\('{event}'\)"
     assert re.search(where, str(caught.value))
     assert "\n" not in str(caught.value)
 
