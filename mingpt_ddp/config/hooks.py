@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.registry import Entry, add_entry
+from mingpt_ddp.config.registry import BUILDERS, Entry, add_entry
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 EVENTS = ("step", "evaluate", "end")
@@ -19,7 +19,7 @@ def on(event: str) -> Callable[[Hook], Hook]:
             validation split); "end": (result,), the content of result.json.
 
     Raises:
-        ValueError: an unknown event.
+        ValueError: an unknown event, or another hook of it has the name.
     """
     return _decorator("on", "hook", event, EVENTS)
 
@@ -41,7 +41,7 @@ def acts(event: str) -> Callable[[Hook], Hook]:
             With fsdp and tensor parallelism a tensor is this rank's part.
 
     Raises:
-        ValueError: an unknown event.
+        ValueError: an unknown event, or another hook of it has the name.
         TypeError: neither a function nor such a class.
     """
     add = _decorator("acts", "action", event, ACTIONS)
@@ -67,7 +67,12 @@ def _decorator(name: str, kind: str, event: str, events: tuple[str, ...]) -> Any
         raise ValueError(f"@{name}({event!r}): the event must be one of {', '.join(events)}")
 
     def add(hook: Hook) -> Hook:
-        add_entry(Entry(kind, f"{event} {hook.__module__}.{hook.__qualname__}", None, hook))
+        key = f"{event} {hook.__module__}.{hook.__qualname__}"
+        if BUILDERS[kind].get(key, hook) is not hook:
+            raise ValueError(
+                f"@{name}({event!r}) has two hooks {hook.__qualname__}; give them two names"
+            )
+        add_entry(Entry(kind, key, None, hook))
         return hook
 
     return add

@@ -283,8 +283,12 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
         # compile, unlike import, writes no __pycache__ to the user's directory
         with attribute_errors_to_user_code():
             exec(_compile(content, path), module.__dict__)
-    finally:
-        _files[path].entries.extend(_entries[first:])
+    except BaseException:  # the next job of the sweep is to see it, too
+        del _files[path]
+        for entry in _entries[first:]:
+            entry.remove()
+        raise
+    _files[path].entries.extend(_entries[first:])
     return found
 
 

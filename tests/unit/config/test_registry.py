@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import nullcontext
 
 import pytest
 
@@ -160,6 +161,35 @@ def test_the_name_of_a_communication_hook_is_taken(tmp_path):
         match=r"mine.py:4: ValueError: @register\('comm_hook', 'fp16', ...\): the name is taken",
     ):
         run_code({"data": {"code": "mine.py"}}, [tmp_path])
+
+
+TWO_HOOKS = """
+from mingpt_ddp.registry import acts, on
+
+@acts("update")
+@acts("gradients")
+def _(step, tensors):
+    return {}
+
+@DECORATOR
+def _(*values):
+    return {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "is_refused"),
+    [('acts("gradients")', True), ('acts("evaluation")', False), ('on("step")', False)],
+)
+def test_two_hooks_of_an_event_have_two_names(decorator, is_refused, tmp_path):
+    """Every job of a sweep sees that; the file registers its hooks again for each."""
+    (tmp_path / "mine.py").write_text(TWO_HOOKS.replace("DECORATOR", decorator))
+    refused = r"mine\.py:9: ValueError: @acts\('gradients'\) has two hooks _; give them two names$"
+    for _ in range(2):
+        with pytest.raises(CodeError, match=refused) if is_refused else nullcontext():
+            run_code({"task": {"code": "mine.py"}}, [tmp_path])
+        assert len(BUILDERS["action"]) + len(BUILDERS["hook"]) == (0 if is_refused else 3)
+    run_code({}, [])
 
 
 @pytest.mark.parametrize(
