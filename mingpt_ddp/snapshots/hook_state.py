@@ -30,26 +30,44 @@ def pack_state(name: str, state: Any) -> dict[str, Tensor]:
 
     def plain(value: Any, path: list[str | int]) -> Any:
         """Return a value without tensors, for which null stands."""
-        if isinstance(value, Tensor) and value.dtype in DTYPES:
+        if isinstance(value, Tensor) and value.dtype in DTYPES and _is_dense(value):
             tensors[json.dumps(path)] = value
             return None
-        if isinstance(value, dict) and all(type(key) is str for key in value):
+        if isinstance(value, dict):
+            for key in value:
+                if type(key) is not str:
+                    raise _error(path, f"a key is {type(key).__name__}")
             return {key: plain(each, [*path, key]) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(each, [*path, index]) for index, each in enumerate(value)]
         if type(value) in PLAIN:
             return value
         kind = getattr(value, "dtype", type(value).__name__)
-        raise CodeError(
-            f"state_dict()[{path[1]!r}] cannot be saved: it holds {kind}; use JSON values, with "
-            "text as keys, and tensors of a standard type"
-        )
+        if isinstance(value, Tensor) and not _is_dense(value):
+            kind = "a sparse, nested or meta tensor"
+        raise _error(path, f"it holds {kind}")
 
-    text = json.dumps(plain(state, [name])).encode()
+    try:
+        text = json.dumps(plain(state, [name])).encode()
+    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        raise CodeError(f"state_dict() cannot be saved as JSON: {error}") from error
     # a longer number or list should need no new staging buffers
     size = max(LEAST_BYTES, 1 << (len(text) - 1).bit_length())
     tensors[json.dumps([name])] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
     return tensors
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+
+
+def _error(path: list[str | int], reason: str) -> CodeError:
+    """Return an error that names the key of the first level, if the value is below one."""
+    where = "".join(f"[{key!r:.100}]" for key in path[1:2])
+    return CodeError(
+        f"state_dict(){where} cannot be saved: {reason}; use JSON values, with text as keys, and "
+        "dense tensors of a standard type"
+    )
 
 
 def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:

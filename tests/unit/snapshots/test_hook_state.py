@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -44,13 +45,23 @@ def test_a_longer_number_needs_no_larger_file():
     assert len(sizes) == 1
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         (None, "must return a dictionary, not NoneType"),
         ({"a": {"b": {1}}}, "state_dict()['a'] cannot be saved: it holds set"),
-        ({"a": {1: 2}}, "state_dict()['a'] cannot be saved: it holds dict"),
+        ({"a": {1: 2}}, "state_dict()['a'] cannot be saved: a key is int"),
+        ({1: 2}, "state_dict() cannot be saved: a key is int"),
         ({"a": torch.ones(1, dtype=torch.complex64)}, "it holds torch.complex64"),
+        ({"a": torch.eye(2).to_sparse()}, "['a'] cannot be saved: it holds a sparse, nested or"),
+        ({"a": torch.ones(1, device="meta")}, "it holds a sparse, nested or meta tensor"),
+        ({"a": torch.nested.nested_tensor([torch.ones(1)])}, "it holds a sparse, nested or meta"),
+        ({"a": 10**5000}, "state_dict() cannot be saved as JSON: Exceeds the limit (4300 digits)"),
+        ({"a": ENDLESS}, "state_dict() cannot be saved as JSON: maximum recursion depth"),
     ],
 )
 def test_what_is_neither_json_nor_a_tensor_is_refused(state, message):
