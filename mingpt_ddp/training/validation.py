@@ -126,6 +126,8 @@ class Validation:
             if metrics and split == "val":
                 task = self.evaluator.task
                 actions = self.context.trainable.actions
+                if actions.have_state:
+                    self.saves.wait_for_staging()  # it would copy what the hooks change
                 metrics |= actions.evaluate(self.state.step, model, task, taken=metrics)
         return metrics
 

@@ -217,3 +217,15 @@ def test_averaged_weights_wait_for_the_staging_of_a_snapshot(decay):
             f"evaluator.{used}",
             "average_out",
         ]
+
+
+@pytest.mark.parametrize("have_state", [False, True])
+def test_hooks_with_state_wait_for_the_staging_of_a_snapshot(have_state):
+    """It would copy what they change: a step that is skipped does not wait for it."""
+    validation, parts = validation_of()
+    parts.actions.have_state = have_state
+    parts.actions.evaluate.return_value = {}
+    validation.context.trainable.actions = parts.actions
+    validation.evaluate()
+    before = names(parts)[: names(parts).index("actions.evaluate")]
+    assert ("saves.wait_for_staging" in before) is have_state
