@@ -212,8 +212,7 @@ def run_code(
         CodeError: a file raised an exception; names the file and line.
         ConfigError: a file does not exist, or its SHA-256 differs from the configuration.
     """
-    # from an earlier job of the sweep; not registered for this one
-    for file in _files.values():
+    for file in _files.values():  # of earlier jobs of the sweep
         for entry in file.entries:
             entry.remove()
     values = dict(values)
@@ -275,8 +274,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses looks it up there
     if str(path.parent) not in sys.path:
-        # at the end, so that files there cannot shadow installed packages
-        sys.path.append(str(path.parent))
+        sys.path.append(str(path.parent))  # last: files there shadow no installed packages
     _files[path] = UserFile(found, [])
     first = len(_entries)
     try:

@@ -71,7 +71,7 @@ class Action:
             with attribute_errors_to_user_code():
                 return pack_state(self.name, self.hook.state_dict())
         except CodeError as error:
-            raise CodeError(f"{self.label}: {error}") from error
+            raise CodeError(f"{self.label}: {error.args[0]}") from error
 
 
 class Actions:

@@ -191,7 +191,7 @@ def clashing(step: int, gradients: dict[str, Tensor]) -> Any:
         (unkeyed, "the same step again gives another result; keep what it remembers"),
         (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns another state"),
         (Shared, "its first state depends on an earlier run; set it in __init__"),
-        (NoJSON, r"state_dict\(\)\['steps'\] cannot be saved: it holds set"),
+        (NoJSON, r"@acts\('gradients'\): state_dict\(\)\['steps'\] cannot be saved: it holds set"),
         (Held, r"its state holds a gradient itself; keep a clone\(\) of it"),
         (HeldWeights, r"its state holds a weight itself; keep a clone\(\) of it"),
         (ClonedLate, "the same step again gives another result; keep what it remembers"),
