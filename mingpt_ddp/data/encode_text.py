@@ -293,14 +293,22 @@ def divide(sources: list[Source], lengths: list[int], config: DataConfig) -> lis
     """Return the training, the validation and the test parts of all texts.
 
     `data.truncate` shortens those to train on.
+
+    Raises:
+        DataError: nothing is left of them.
     """
     splits: dict[str, list[Part]] = {"train": [], "val": [], "test": []}
+    is_left = False
     for source, length in zip(sources, lengths, strict=True):
         bounds = split_bounds(length, config)
+        if source.split in ("", "train") and bounds[-1]:
+            is_left = True
         if source.split:
             end = bounds[-1] if source.split == "train" else length
             splits[source.split].append(Part(source, 0, end))
             continue
         for split, (begin, end) in zip(splits.values(), pairwise(bounds), strict=True):
             split.append(Part(source, begin, end))
+    if not is_left:
+        raise DataError(f"data.truncate={config.truncate} leaves nothing to train on; raise it")
     return [*splits.values()]

@@ -157,7 +157,9 @@ def _find_or_encode(
     if is_divided(sources, config, tokenizer) or tokenizer or config.end_token:
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
         shares = [config.truncate, config.train_split, config.test_split]
-        key = digest_of([sha256, chosen, *shares, *["end_token"] * config.end_token])
+        # files of one text, or by their names, may have the digest of several or given texts
+        division = [bool(config.sources), config.split_paths is None, [s.split for s in sources]]
+        key = digest_of([sha256, chosen, *shares, config.end_token, division])
     form = sources[0].text.form
     if form != "text":
         key = digest_of([key, form, config.column])

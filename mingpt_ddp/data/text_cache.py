@@ -187,7 +187,7 @@ def _hash_of(path: Path) -> Hash:
 
 
 def sha256_of(text: Text) -> str:
-    """Return the SHA-256 of a text's bytes; of several files with records, the digest of theirs."""
+    """Return the SHA-256 of a text's bytes; of several files or documents, the digest of theirs."""
     return combined([file_sha256(open_bytes) for open_bytes in text.hashed()])
 
 

@@ -4,10 +4,11 @@ import codecs
 import glob
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -35,7 +36,7 @@ from mingpt_ddp.errors import DataError
 
 BUILTIN = "builtin:python_docs"
 CHUNK_BYTES = HEAD_BYTES  # so that the first chunk of a text is a head for kind_of
-READING = 1  # raise it if the same files are read as another text
+READING = 2  # raise it if the same files are read as another text
 # Keys of data that do not say how a text is read, unless a reader of the user's does it.
 READ_LATER = {
     *("name", "sha256", "cache_dir", "verify", "sources", "val_paths", "split_paths", "split"),
@@ -49,7 +50,7 @@ class Text:
     """A text that can be read again: as bytes in UTF-8, or as records, each a document.
 
     Attributes:
-        hashed: opens what its SHA-256 is of: all of it, or several files, each by itself.
+        hashed: opens what its SHA-256 is of: all, or files or documents, to read one by one.
         open: its bytes; None: it has records.
         records: iterates over its documents as strings; with `open`, of several files, over their
             bytes, with an empty piece after each; None: it is one document.
@@ -59,7 +60,7 @@ class Text:
     """
 
     contents: Contents  # known once it has been read
-    hashed: Callable[[], list[OpenBytes]]
+    hashed: Callable[[], Iterable[OpenBytes]]
     open: OpenBytes | None = None
     records: Callable[[], Iterator[Any]] | None = None
     files: list[Path] | None = None
@@ -312,8 +313,15 @@ def _joined(config: DataConfig, files: Files) -> Text:
         if not contents.texts:
             raise contents.none_left()
 
+    def documents() -> Iterator[OpenBytes]:
+        rest = pieces(is_one=False)
+        for first in rest:
+            yield partial(_stream, partial(chain, [first], takewhile(bool, rest)))
+
     text = text_of_bytes(partial(_stream, pieces), contents, [*files.paths.values()])
-    return replace(text, records=partial(pieces, is_one=False))
+    text = replace(text, records=partial(pieces, is_one=False))
+    # where they end matters if tokens say it
+    return replace(text, hashed=documents) if config.end_token else text
 
 
 def _member_pieces(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tarfile
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
+from mingpt_ddp.data.file_records import digest_of
 from mingpt_ddp.data.prepare import prepare, prepare_all
 from mingpt_ddp.data.tokenizer import (
     ByteTokenizer,
@@ -72,11 +75,34 @@ def test_each_file_of_a_directory_is_a_document(name, settings, tmp_path):
     assert tokenizer.token_sizes[tokens_of(encoded)].sum() == len("".join(DOCUMENTS).encode())
     assert prepare_all(config) == texts  # from the cache
     plain = prepare(joined)
-    assert (plain.sha256, tokens_of(plain)) != (encoded.sha256, tokens_of(encoded))
-    assert plain.sha256 == encoded.sha256
+    assert plain.sha256 != encoded.sha256  # of where documents end, too
+    assert (
+        plain.sha256 == sha256("".join([*DOCUMENTS[:-1], "\n", DOCUMENTS[-1]]).encode()).hexdigest()
+    )
     assert tokenizer_from_state(plain.tokenizer).end is None
     if name == "bpe":
         assert tokenizer.vocab_size == size
+
+
+def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_path):
+    lines = ["one\n", "two\n", "three\n"]
+    texts = {"whole": ["".join(lines)], "two": ["".join(lines[:2]), lines[2]], "three": lines}
+    encoded = {}
+    for name, documents in texts.items():
+        (tmp_path / name).mkdir()
+        for i, document in enumerate(documents):
+            (tmp_path / name / f"{i}.txt").write_text(document)
+        config = settings(tmp_path / name, tokenizer="byte", end_token=True)
+        encoded[name] = prepare(config)
+        assert tokens_of(encoded[name]).count(256) == len(documents)
+        assert prepare(config) == encoded[name]
+    assert len({text.sha256 for text in encoded.values()}) == 3
+    digests = [sha256(line.encode()).hexdigest() for line in lines]
+    assert encoded["three"].sha256 == digest_of(digests)  # as that of several files of records
+    with tarfile.open(tmp_path / "three.tar", "w") as archive:
+        archive.add(tmp_path / "three", "three")
+    packed = replace(config, path=str(tmp_path / "three.tar"))
+    assert prepare(packed) == encoded["three"]
 
 
 def test_every_tokenizer_sees_the_same_validation_text(settings, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def test_given_splits(name, settings, tmp_path):
     (tmp_path / "test.txt").write_text("zum Prüfer")
     changed = prepare(config)
     assert changed.sha256 != encoded.sha256 and changed.directory != encoded.directory
+
+
+def test_a_share_too_small_for_a_token_is_refused(settings, tmp_path):
+    config = settings("ab" * 50, tokenizer="byte", truncate=1e-9)
+    given = replace(config, split_paths={"val": config.path})
+    sources = replace(config, tokenizer="char", path=None, sources=[(config.path, 1.0)])
+    for one in (config, given, sources):
+        with pytest.raises(DataError, match=r"data.truncate=1e-09 leaves nothing to train on"):
+            prepare(one)
+    assert not [*(tmp_path / "cache").glob("*-*")]
 
 
 def test_given_splits_of_several_sources(settings, tmp_path):
@@ -145,3 +156,24 @@ def test_directories_say_the_splits_of_records_and_of_tokens(settings, tmp_path)
     tokens = replace(config, path=str(tmp_path / "b"), format="tokens", vocab_size=50)
     data = TextDataset(prepare(tokens), tokens)
     assert (len(data.train), len(data.val), len(data.test)) == (40, 7, 0)
+
+
+def test_other_divisions_of_the_same_files_are_encoded_by_themselves(settings, tmp_path):
+    for name in ("train-a", "val-b"):
+        (tmp_path / "records").mkdir(exist_ok=True)
+        rows = [json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(20)]
+        (tmp_path / f"records/{name}.jsonl").write_text("".join(rows))
+    a, b = (str(tmp_path / f"records/{name}.jsonl") for name in ("train-a", "val-b"))
+    with tarfile.open(tmp_path / "records.tar", "w") as archive:
+        archive.add(tmp_path / "records", "records")
+    packed = str(tmp_path / "records.tar")
+    directory = settings(tmp_path / "records", tokenizer="byte", split_paths={})
+    sources = replace(directory, path=None, sources=[(a, 1.0), (b, 1.0)])
+    by_name = replace(directory, path=packed, split_paths=None)
+    given = replace(directory, path=packed, split_paths={"val": packed})
+    for one, other in ((directory, sources), (by_name, given)):
+        caches = [replace(other, cache_dir=str(tmp_path / f"new{len(one.path)}")), other]
+        encoded = prepare(one)
+        fresh, cached = map(prepare, caches)
+        assert cached.sha256 == encoded.sha256 and cached.directory != encoded.directory
+        assert cached.parts == fresh.parts != encoded.parts

@@ -59,6 +59,8 @@ def test_headerless_tokens_are_split_at_their_end(ids):
     config = ids(BIN, dtype="uint16", test_split=0.05)
     assert splits(config) == [part.tolist() for part in np.split(IDS, [900, 950])]
     assert everything(replace(config, truncate=0.5)) == IDS[:500].tolist()
+    with pytest.raises(DataError, match=r"data.truncate=1e-09 leaves nothing to train on"):
+        prepare(replace(config, truncate=1e-9))
     assert everything(ids(IDS.astype(np.uint32).tobytes(), dtype="uint32")) == IDS.tolist()
 
 
