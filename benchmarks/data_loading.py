@@ -29,7 +29,7 @@ from trainers import MODERN, ON, OURS, SETTINGS, Setting, ours
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
 from mingpt_ddp.data.dataset import TextDataset
-from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.prepare import prepare_all
 
 HEADER = [
     "context",
@@ -120,7 +120,7 @@ def main() -> None:
                 truncate=1.0,
                 cache_dir=scratch,
             )
-            corpus = TextDataset(prepare(config), config)
+            corpus = TextDataset(prepare_all(config)[""], config)
             text = corpus.tokenizer.decode(corpus.train.tolist())
             measure = partial(batches_per_s, shape=(batch, context), seconds=chosen.seconds)
             sources = {

@@ -5,7 +5,7 @@ two, three and four bytes, split by the reader's chunks at every possible offset
 with the imports of main.py, then
 
 1. do nothing else: the memory of the imports alone,
-2. encode the text with mingpt_ddp.data.prepare.prepare,
+2. encode the text with mingpt_ddp.data.prepare.prepare_all,
 3. find it in the cache, like every later start,
 4. fetch batches from it: the first, which shuffles the epoch's windows, then many.
 
@@ -94,11 +94,11 @@ def imports(text: Path, tokenizer: str) -> dict[str, float]:
 
 def encode(text: Path, tokenizer: str) -> dict[str, float]:
     config = data_config(text, tokenizer)
-    from mingpt_ddp.data.prepare import prepare
+    from mingpt_ddp.data.prepare import prepare_all
     from mingpt_ddp.data.tokenizer import tokenizer_from_state
 
     begin = time.perf_counter()
-    encoded = prepare(config)
+    encoded = prepare_all(config)[""]
     seconds = time.perf_counter() - begin
     speed = text.stat().st_size / 1e6 / seconds
     figures = {
@@ -112,10 +112,10 @@ def fetch(text: Path, tokenizer: str) -> dict[str, float]:
     config = data_config(text, tokenizer)
     from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
     from mingpt_ddp.data.dataset import TextDataset
-    from mingpt_ddp.data.prepare import prepare
+    from mingpt_ddp.data.prepare import prepare_all
 
     loader = TokenLoader(
-        TextDataset(prepare(config), config).train, CONTEXT, config.stride, BATCH, seed=1
+        TextDataset(prepare_all(config)[""], config).train, CONTEXT, config.stride, BATCH, seed=1
     )
     plan = BatchPlan(BATCH, BATCH, world_size=1)
     begin = time.perf_counter()

@@ -55,9 +55,14 @@ def prepare_all(
     The tokenizer of the training text encodes all of them.
 
     Args:
+        tokenizer: the one of a snapshot; None: that of `data.tokenizer`.
+        cache: notes what is added; None: that of `data.cache_dir`.
         recorded: of a snapshot, which goes on with its texts.
 
-    Other Args and Raises: as `prepare`.
+    Raises:
+        ConfigError: the tokenizer needs a library that is not installed.
+        DataError: a text cannot be read, does not look like a text, has another SHA-256 than
+            `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
     """
     cache = cache or TextCache(config)
     try:
@@ -101,28 +106,6 @@ def _check_val_paths(config: DataConfig) -> None:
                 f"data.val_paths.{name}: to replace the {name} split of data.path by this text, "
                 "give it as data.split_paths; to measure it besides, name it otherwise"
             )
-
-
-def prepare(
-    config: DataConfig, tokenizer: Tokenizer | None = None, cache: TextCache | None = None
-) -> EncodedText:
-    """Find the text of a new run in the cache, or fetch and encode it.
-
-    Args:
-        tokenizer: the one of a snapshot; None: that of `data.tokenizer`.
-        cache: notes what is added; None: that of `data.cache_dir`.
-
-    Raises:
-        ConfigError: the tokenizer needs a library that is not installed.
-        DataError: a text cannot be read, does not look like a text, has another SHA-256 than
-            `data.sha256`, or cannot be encoded; or there are no two distinct characters to learn.
-    """
-    cache = cache or TextCache(config)
-    tokenizer = tokenizer or given_tokenizer(config)
-    sources = _open_all(config, cache, by_name=config.split_paths is None)
-    encoded = _prepare(sources, config, tokenizer, cache, is_new=True)
-    cache.keep_records()
-    return encoded
 
 
 def _prepare(
@@ -189,7 +172,7 @@ def _open_all(
         by_name: let names of files say their splits.
 
     Raises:
-        DataError: as `prepare`.
+        DataError: as `prepare_all`.
     """
     if config.format != "auto":
         form = config.format

@@ -21,7 +21,7 @@ from torch import Tensor
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.data.dataset import TextDataset
-from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
@@ -126,7 +126,7 @@ def max_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def initial(trained) -> dict[str, Tensor]:
     """The initial weights, which all these runs share."""
     config = from_mapping(settings(trained(1)["root"]))
-    corpus = TextDataset(prepare(config.data), config.data)
+    corpus = TextDataset(prepare_all(config.data)[""], config.data)
     seed_everything(config.run.seed)
     return build_model(
         config.model, corpus.tokenizer.vocab_size, config.data.block_size

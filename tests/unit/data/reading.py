@@ -1,4 +1,4 @@
-"""What has been encoded, decoded."""
+"""What is read and encoded of a text, and decoded again."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.prepare import prepare_all
+from mingpt_ddp.data.text_cache import TextCache
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
+
+
+def prepare(config: DataConfig, cache: TextCache | None = None) -> EncodedText:
+    return prepare_all(config, cache=cache)[""]
 
 
 def text_of(config: DataConfig) -> str:

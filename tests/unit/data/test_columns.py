@@ -10,9 +10,8 @@ import zipfile
 
 import pytest
 
-from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.errors import ConfigError, DataError
-from tests.unit.data.reading import text_of
+from tests.unit.data.reading import prepare, text_of
 
 pytestmark = pytest.mark.integration
 pa = pytest.importorskip("pyarrow")

@@ -30,8 +30,9 @@ from safetensors.numpy import save
 
 from mingpt_ddp.data.content import HEAD_BYTES, kind_of
 from mingpt_ddp.data.dataset import RecordedText
-from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.errors import DataError
+from tests.unit.data.reading import prepare
 
 PROSE = "Zwölf Boxkämpfer jagen Viktor, \U0001f600 quer über den Sylter Deich.\n" * 200
 ROWS = [{"id": i, "text": f"to be {i}\nor not"} for i in range(300)]

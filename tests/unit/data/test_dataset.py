@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mingpt_ddp.data.dataset import TextDataset
-from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.errors import DataError
+from tests.unit.data.reading import prepare
 
 LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
 

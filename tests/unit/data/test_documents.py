@@ -15,7 +15,7 @@ import pytest
 from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.file_records import digest_of
-from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -24,6 +24,7 @@ from mingpt_ddp.data.tokenizer import (
 )
 from mingpt_ddp.data.tokenizer_base import END, END_NAME
 from mingpt_ddp.errors import ConfigError
+from tests.unit.data.reading import prepare
 
 NAMES = ["char", "byte", "bpe"]
 FILES = {

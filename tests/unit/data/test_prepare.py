@@ -23,9 +23,9 @@ from launching import PATIENCE_S
 from mingpt_ddp.config import registry
 from mingpt_ddp.data import encode_text, texts
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.texts import python_docs
 from mingpt_ddp.errors import DataError
+from tests.unit.data.reading import prepare
 
 BOM = b"\xef\xbb\xbf"
 LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
@@ -256,7 +256,7 @@ CONCURRENT = """
 import json, os, sys
 from dataclasses import asdict
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.data.prepare import prepare
+from mingpt_ddp.data.prepare import prepare_all
 config = DataConfig(**json.loads(sys.argv[1]))
 waiting, starting = os.pipe()
 children = []
@@ -265,7 +265,7 @@ for _ in range(4):
         os.close(starting)
         os.read(waiting, 1)  # until all have been forked
         # in one write, also where output is not buffered
-        os.write(1, json.dumps(asdict(prepare(config))).encode() + b"\\n")
+        os.write(1, json.dumps(asdict(prepare_all(config)[""])).encode() + b"\\n")
         os._exit(0)
     children.append(child)
 os.close(starting)

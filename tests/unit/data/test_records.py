@@ -20,9 +20,9 @@ import pytest
 from mingpt_ddp.data import archives, records
 from mingpt_ddp.data.content import HEAD_BYTES
 from mingpt_ddp.data.dataset import RecordedText
-from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.errors import ConfigError, DataError
-from tests.unit.data.reading import text_of
+from tests.unit.data.reading import prepare, text_of
 
 ROWS = [{"id": i, "text": f"größer {i},\nor not\n"[: -i % 2 or None]} for i in range(400)]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS).encode()

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from mingpt_ddp.data.dataset import RecordedText, TextDataset
-from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.errors import ConfigError, DataError
+from tests.unit.data.reading import prepare
 
 
 def split_texts(encoded, config) -> list[str]:

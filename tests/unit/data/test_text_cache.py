@@ -11,10 +11,10 @@ import pytest
 from launching import wait_for
 
 from mingpt_ddp.data import text_cache
-from mingpt_ddp.data.prepare import prepare
 from mingpt_ddp.data.text_cache import LOCK, TextCache
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.storage import lock
+from tests.unit.data.reading import prepare
 
 TEXT = "to be or not to be\n" * 20
 

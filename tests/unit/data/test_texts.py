@@ -15,10 +15,10 @@ import fsspec
 import pytest
 
 from mingpt_ddp.data import archives
-from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
-from tests.unit.data.reading import text_of
+from tests.unit.data.reading import prepare, text_of
 
 FILES = {"b/2.txt": b"second\n", "a.txt": b"first", "b/10.md": "dritter: ß".encode()}
 JOINED = "first\ndritter: ß\nsecond\n"  # sorted by name, a line feed after each

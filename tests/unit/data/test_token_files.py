@@ -15,9 +15,10 @@ import pytest
 from mingpt_ddp.data import locate_tokens
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.file_records import RECORDS
-from mingpt_ddp.data.prepare import prepare, prepare_all
+from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
+from tests.unit.data.reading import prepare
 
 IDS = np.random.default_rng(1).integers(0, 50257, 1000)
 BIN = IDS.astype(np.uint16).tobytes()
