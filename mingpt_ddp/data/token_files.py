@@ -49,6 +49,15 @@ class TokenFile:
         return replace(self, offset=offset, length=end - begin)
 
 
+@dataclass(frozen=True)
+class Largest:
+    """The largest token id of files; a negative one counts as a number beyond all ids."""
+
+    id: int
+    file: int  # its index
+    position: int  # in the file, of the first that is so large
+
+
 def cut(files: list[TokenFile], begin: int, end: int) -> list[TokenFile]:
     """Return the tokens begin .. end - 1 of files that follow each other."""
     parts = []
@@ -65,14 +74,12 @@ def find_tokens(paths: list[str], config: DataConfig) -> list[TokenFile]:
     """Find the tokens of files that follow each other.
 
     Raises:
-        DataError: one has none, or their type is unknown, is not `data.dtype`, or differs.
+        DataError: one has none, or their type is unknown or is not `data.dtype`.
     """
     files: list[TokenFile] = []
     for path in paths:
         name = config.source if len(paths) == 1 else f"{config.source}: {path}"
-        file = _read(path, name, config.dtype)
-        check_same_type(files[:1], file, name)
-        files.append(file)
+        files.append(_read(path, name, config.dtype))
     return files
 
 
@@ -92,16 +99,6 @@ def token_names(names: Iterable[str], config: DataConfig) -> list[str]:
             "former by a glob, the others in data.split_paths"
         )
     return tokens
-
-
-def check_same_type(first: list[TokenFile], file: TokenFile, name: str) -> None:
-    """Refuse tokens of another type than those of the first file, if there is one."""
-    for other in first:
-        if file.dtype != other.dtype:
-            raise DataError(
-                f"{name} has tokens of {file.dtype}, {other.path} of {other.dtype}; write all of "
-                "one type"
-            )
 
 
 def _read(path: str, name: str, dtype: str | None) -> TokenFile:
@@ -187,21 +184,15 @@ def _header(head: bytes, name: str) -> TokenFile | None:
     return TokenFile("", dtype, HEADER_BYTES, length)
 
 
-def largest_id(files: list[TokenFile]) -> int:
-    """Return the largest token id; a negative one counts as a number beyond all ids."""
-    return max(int(tokens.max()) for file in files for _, tokens in _chunks(file))
-
-
-def unknown_id(files: list[TokenFile], vocab_size: int) -> str:
-    """Say where the first token is that is no id of the vocabulary."""
-    for file in files:
+def find_largest(files: list[TokenFile]) -> Largest:
+    found = Largest(-1, 0, 0)
+    for index, file in enumerate(files):
         for begin, tokens in _chunks(file):
-            unknown = tokens >= vocab_size
-            if unknown.any():
-                position = int(unknown.argmax())
-                token = tokens[position].astype(file.dtype)
-                return f"{token} at token {begin + position:,} of {file.path}"
-    raise ValueError("all tokens are known")
+            position = int(tokens.argmax())
+            token = int(tokens[position])
+            if token > found.id:
+                found = Largest(token, index, begin + position)
+    return found
 
 
 def _chunks(file: TokenFile) -> Iterator[tuple[int, Ints]]:
