@@ -87,6 +87,11 @@ def json_table(file: io.BufferedReader, where: str) -> Table:
                     f"{where} {unit} {number}: {column} is one of {JSON_TYPES[type(value)]}, "
                     "no string"
                 )
+            if value and _has_surrogate(value):
+                raise DataError(
+                    f"{where} {unit} {number}: {column} has half of a surrogate pair, which UTF-8 "
+                    "cannot hold; remove it"
+                )
             yield value
 
     return Table([*strings], {k: v for k, v in types.items() if k not in strings}, values)
@@ -171,6 +176,15 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+def _has_surrogate(text: str) -> bool:
+    """Return whether UTF-8 cannot hold a text; JSON can, by an escape."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _is_number(cell: str) -> bool:
     try:
         float(cell or 0)
@@ -222,23 +236,9 @@ def _lines(file: io.BufferedReader, where: str) -> Iterator[tuple[int, dict[str,
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} line {number} is no JSON: {error}") from error
-        yield number, _checked(row, line, f"{where} line {number}")
-
-
-def _checked(row: Any, source: str, where: str) -> dict[str, Any]:
-    """Refuse what is no object, or has half of a surrogate pair, which UTF-8 cannot hold."""
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is no JSON object")
-    if "\\u" in source:
-        try:
-            for value in row.values():
-                if isinstance(value, str):
-                    value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where} has half of a surrogate pair, which UTF-8 cannot hold; remove it"
-            ) from error
-    return row
+        if not isinstance(row, dict):
+            raise DataError(f"{where} line {number} is no JSON object")
+        yield number, row
 
 
 class _ArrayText:
@@ -272,6 +272,7 @@ class _ArrayText:
         """
         while self.peek() == "{":
             try:
+                row: dict[str, Any]
                 row, end = json.JSONDecoder().raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if len(self._text) - self._at > MAX_RECORD:
@@ -281,8 +282,8 @@ class _ArrayText:
                 continue
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is no JSON: {error}") from error
-            begin, self._at = self._at, end
-            return _checked(row, self._text[begin:end], where)
+            self._at = end
+            return row
         raise DataError(f"{where} is no JSON object")
 
     def _extend(self) -> bool:

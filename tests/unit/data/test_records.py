@@ -149,7 +149,7 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
         (LINES + b'["a"]\n', {}, r"text.txt line 401 is no JSON object"),
         (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, no string"),
         (LINES + b'{"text": "\xe4"}\n', {}, r"line 401 is not UTF-8 at byte 10"),
-        (LINES + b'{"text": "\\ud800"}\n', {}, r"line 401 has half of a surrogate pair"),
+        (LINES + b'{"text": "\\ud800"}\n', {}, r"line 401: text has half of a surrogate pair"),
         (json.dumps(ROWS).encode()[:-9], {}, r"text.txt object 400 is no JSON: Unterminated"),
         (json.dumps(ROWS).encode() + b"[]", {}, r"goes on after the end of its array"),
         (b'[{"text": "a"} {}]', {}, r"cut off or no JSON after object 1"),
@@ -169,7 +169,7 @@ def test_what_is_wrong_is_one_line(content, changes, message, settings):
 
 
 def test_rows_without_a_text_are_skipped_and_counted(settings, caplog):
-    content = b'{"text": null}\n{"text": ""}\n\n{"id": 5}\n' + LINES
+    content = b'{"text": null}\n{"text": ""}\n\n' + LINES + b'{"id": 5, "title": "\\ud800"}\n'
     with caplog.at_level(logging.INFO):
         assert text_of(settings(content)) == TEXT
     expected = "400 texts of data.column=text; skipped 3 rows without text"
