@@ -104,6 +104,13 @@ def decompressed(file: Any) -> Any:
     return io.BufferedReader(DECOMPRESSORS[names[0]](file), HEAD_BYTES) if names else file
 
 
+def _all_streams(opened: Callable[[Any], Any], file: Any) -> Any:
+    """Let a bad stream after a good one raise; the standard library takes it for the end."""
+    decompressing = opened(file)
+    decompressing._buffer.raw._trailing_error = ()
+    return decompressing
+
+
 def _zstd(file: Any) -> Any:
     """Return a zstd file, decompressed; other libraries take one that is cut off for a whole."""
     return import_pyarrow("zstd").CompressedInputStream(file, "zstd")
@@ -124,8 +131,8 @@ def import_pyarrow(what: str) -> Any:
 
 DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
     "gzip": lambda file: gzip.GzipFile(fileobj=file),
-    "bzip2": bz2.BZ2File,
-    "xz": lzma.LZMAFile,
+    "bzip2": partial(_all_streams, bz2.BZ2File),
+    "xz": partial(_all_streams, lzma.LZMAFile),
     "zstd": _zstd,
 }
 DAMAGES = (OSError, EOFError, zlib.error, lzma.LZMAError)  # of compressed files

@@ -78,6 +78,10 @@ WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with a BOM 
 AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")  # in an array of objects
 LONGEST_LITERAL = 6  # characters: \u0000
 ARRAY = re.compile(r"\[\s*(?=\{)")
+# by the names that files and directories have for them, in lower case
+SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
+    ("val", "valid", "validation", "dev"), "val"
+)
 
 
 def kind_of(head: bytes) -> Kind | None:

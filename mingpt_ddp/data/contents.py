@@ -67,6 +67,7 @@ class Contents:
         self.kind = kind
         self.form = form
         self.records = Records()
+        self.note = ""  # for the log
         self.clear()
 
     def clear(self) -> None:
@@ -128,6 +129,8 @@ class Contents:
             log.info("%s: reads %s: %s", self.source, files, _shown(self.texts.items()))
         if self.skipped:
             log.warning("%s: skipped %s", self.source, self._shown_skipped())
+        if self.note:
+            log.warning("%s: %s", self.source, self.note)
 
     def report_form(self) -> None:
         """Log in which format files have been read, and what of their rows."""

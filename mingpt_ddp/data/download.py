@@ -1,10 +1,11 @@
 """Files at fsspec URLs: local ones as they are, others downloaded once into the user's cache."""
 
+import glob
 import hashlib
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import fsspec
@@ -111,3 +112,11 @@ def read_file(url: str, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(f"it has more than {limit:,} bytes")
     return content
+
+
+def matches(pattern: str) -> tuple[Path, list[str]]:
+    """Return the directory that a glob begins with, and the names that match below it."""
+    parts = PurePath(pattern).parts
+    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+    root = Path(*parts[:fixed])
+    return root, glob.glob(os.path.join(*parts[fixed:]), root_dir=root, recursive=True)

@@ -98,6 +98,18 @@ def _kinds_of(files: Files, members: list[Member]) -> list[Kind]:
     return kinds
 
 
+def kinds_in(files: Files, members: list[Member], form: Form) -> list[Kind]:
+    """Return the kinds of the members if several are read in one format."""
+    kinds = []
+    for member, kind in zip(members, _kinds_of(files, members), strict=True):
+        if NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
+            kind = HIDDEN
+        elif form == "csv" and COMPRESSION.sub("", member.name).endswith(TABLES):
+            kind = kind if kind == HIDDEN else CSV
+        kinds.append(kind)
+    return kinds
+
+
 def _kind_of_member(member: Member) -> Kind:
     name = COMPRESSION.sub("", member.name)
     suffix = PurePosixPath(name).suffix
@@ -172,10 +184,9 @@ class RecordFiles:
         if self._files.is_one:
             yield from members
             return
-        kinds = _kinds_of(self._files, members)
+        kinds = kinds_in(self._files, members, self._form)
         ordered = sorted(zip(members, kinds, strict=True), key=lambda pair: pair[0].name)
-        for member, by_head in ordered:
-            kind = self._kind(member, by_head)
+        for member, kind in ordered:
             if member.size and kind.form == self._form:
                 self.contents.add_text(member.name, member.size)
                 yield member
@@ -183,9 +194,3 @@ class RecordFiles:
                 self.contents.skip(member.name, member.size, kind)
         if not self.contents.texts:
             raise self.contents.none_left()
-
-    def _kind(self, member: Member, by_head: Kind) -> Kind:
-        if by_head == HIDDEN or NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
-            return HIDDEN
-        is_csv = self._form == "csv" and COMPRESSION.sub("", member.name).endswith(TABLES)
-        return CSV if is_csv else by_head

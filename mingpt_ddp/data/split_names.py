@@ -3,50 +3,117 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 
+from mingpt_ddp.config.components import Form
 from mingpt_ddp.data.archives import Files, Member, errors_of
-from mingpt_ddp.data.content import is_hidden
-from mingpt_ddp.data.record_files import NO_RECORDS
+from mingpt_ddp.data.content import SPLITS, is_hidden
+from mingpt_ddp.data.contents import Share
+from mingpt_ddp.data.record_files import NO_RECORDS, kinds_in, look_at
+from mingpt_ddp.data.token_files import TOKEN_SUFFIXES
 
-SPLITS = {"train": "train", "validation": "val", "val": "val", "test": "test"}
-NAMED = re.compile(r"(?:^|[-_.])(train|validation|val|test)[-_.]")
+NAMED = re.compile(rf"(?:^|[-_.])({'|'.join(SPLITS)})[-_.]", re.IGNORECASE)
 
 
-def by_split(files: Files) -> dict[str, Files]:
-    """Return the files of each split, `train` first; {} if their names do not say it.
+@dataclass(frozen=True)
+class Division:
+    """What the names of files say.
 
-    They do if there are files to train on and others, and no file without a split has an end of its
-    name that one of theirs has. So a README among them belongs to no split.
+    Attributes:
+        files: those of each split, `train` first; {}: all of them are one text.
+        note: for the log: which are left out, or trained on in spite of their names.
     """
-    found: dict[str, set[str]] = {"train": set(), "val": set(), "test": set()}
-    others = set()
+
+    files: dict[str, Files] = field(default_factory=dict)
+    note: str = ""
+
+
+def by_split(files: Files, form: Form, by_content: bool) -> Division:
+    """Divide files by their names, or say why not.
+
+    They are divided if there are files to train on and others, these have most of the bytes that
+    would be read, and no file without a split has an end of its name that one of theirs has. So a
+    README among them belongs to no split, and a `train.sh` among texts makes none.
+
+    Args:
+        form: in which they are read.
+        by_content: their content has decided it.
+    """
+    if files.is_one:
+        return Division()
+    found: dict[str, list[Member]] = {"train": [], "val": [], "test": [], "": []}
     with errors_of(files.source), files.open_members() as members:
-        paths = [PurePosixPath(member.name) for member in members]
-    for path in paths:
-        if is_hidden(str(path)) or NO_RECORDS.fullmatch(path.name):
-            continue
-        split = _split_of(path)
-        if split is None:
-            others.add(path.suffix)
+        for member in members:
+            if not (is_hidden(member.name) or NO_RECORDS.fullmatch(_path(member).name)):
+                found[_split_of(_path(member))].append(member)
+        unnamed = found.pop("")
+        held_out = found["val"] + found["test"]
+        if not held_out:
+            return Division()
+        shards = {split: _among(files, named) for split, named in found.items() if named}
+        ends = {_path(member).suffix for named in found.values() for member in named}
+        same = [member.name for member in unnamed if _path(member).suffix in ends]
+        read = _names_read(files, members, form, by_content)
+        others = [member for member in unnamed if member.name in read]
+        if not found["train"]:
+            why = "no file is named train"
+        elif same:
+            why = f"{same[0]!r} has the same extension and no split in its name"
+        elif _size(found["train"] + held_out) <= _size(others):
+            why = "most bytes are in files without a split in their names"
+        elif by_content and {*map(look_at, shards.values())} != {form}:
+            why = "the splits have different formats"
         else:
-            found[split].add(str(path))
-    ends = {PurePosixPath(name).suffix for named in found.values() for name in named}
-    if not found["train"] or not (found["val"] or found["test"]) or others & ends:
-        return {}
-    return {split: _among(files, named) for split, named in found.items() if named}
+            left_out = _share(unnamed).shown("without a split in the name")
+            return Division(shards, f"left out {left_out}" if unnamed else "")
+        trained = _share([member for member in held_out if member.name in read])
+    if not trained.count:
+        return Division()
+    return Division(
+        note=f"trains on {trained.shown('named val or test')} too, because {why}; "
+        "data.split_paths={} says that this is meant; to divide them, name the training text by a "
+        "glob and the others in data.split_paths"
+    )
 
 
-def _split_of(path: PurePosixPath) -> str | None:
-    """Return the split that the name of a file says, or that of its directory."""
-    if match := NAMED.search(path.name):
-        return SPLITS[match[1]]
-    return SPLITS.get(path.parent.name)
+def _path(member: Member) -> PurePosixPath:
+    return PurePosixPath(member.name)
 
 
-def _among(files: Files, names: set[str]) -> Files:
+def _split_of(path: PurePosixPath) -> str:
+    """Return the split that a directory of a file says, else that of its name; "": none."""
+    for part in path.parts[:-1]:
+        if part.lower() in SPLITS:
+            return SPLITS[part.lower()]
+    match = NAMED.search(path.name)
+    return SPLITS[match[1].lower()] if match else ""
+
+
+def _names_read(files: Files, members: list[Member], form: Form, by_content: bool) -> set[str]:
+    """Return which files are read if all are one text."""
+    if form == "tokens":
+        return {member.name for member in members if member.name.endswith(TOKEN_SUFFIXES)}
+    if form == "text" and not by_content:
+        return {member.name for member in members}
+    kinds = zip(members, kinds_in(files, members, form), strict=True)
+    return {member.name for member, kind in kinds if kind.form == form}
+
+
+def _size(members: list[Member]) -> int:
+    return sum(member.size for member in members)
+
+
+def _share(members: list[Member]) -> Share:
+    share = Share()
+    for member in members:
+        share.add(member.name, member.size)
+    return share
+
+
+def _among(files: Files, named: list[Member]) -> Files:
     """Return those of the files that have one of the names."""
+    names = {member.name for member in named}
 
     @contextmanager
     def open_members() -> Iterator[list[Member]]:

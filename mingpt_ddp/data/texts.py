@@ -27,10 +27,10 @@ from mingpt_ddp.data.archives import (
 )
 from mingpt_ddp.data.content import HEAD_BYTES, HIDDEN, is_hidden, is_utf8, kind_of, kind_of_names
 from mingpt_ddp.data.contents import Contents
-from mingpt_ddp.data.download import download_path, fetch, open_filesystem
+from mingpt_ddp.data.download import download_path, fetch, matches, open_filesystem
 from mingpt_ddp.data.file_records import FileRecords
 from mingpt_ddp.data.record_files import RecordFiles, kind_of_one, look_at
-from mingpt_ddp.data.split_names import by_split
+from mingpt_ddp.data.split_names import Division, by_split
 from mingpt_ddp.data.token_files import TokenFile, find_tokens, token_names
 from mingpt_ddp.errors import DataError
 
@@ -107,14 +107,14 @@ def open_source(
 
     def open_files(files: Files) -> dict[str, Text]:
         chosen = form or look_at(files)
-        shards = by_split(files) if by_name else {}
-        if not shards or (form is None and {*map(look_at, shards.values())} != {chosen}):
-            return {"": _open_files(config, files, chosen)}
+        division = by_split(files, chosen, config.format == "auto") if by_name else Division()
         texts = {}
-        for split, of_split in shards.items():
+        for split, of_split in division.files.items():
             text = _open_files(config, of_split, chosen)
             text.contents.source = f"{config.source} ({split})"
-            texts[split if split != "train" or "val" in shards else ""] = text
+            texts[split if split != "train" or "val" in division.files else ""] = text
+        texts = texts or {"": _open_files(config, files, chosen)}
+        next(iter(texts.values())).contents.note = division.note
         return texts
 
     def hash_download(path: Path) -> str:
@@ -137,7 +137,7 @@ def open_source(
         fetch(config.path, target, records, key, hash_download)
         name = str(target)
     elif not os.path.exists(name) and glob.has_magic(name):
-        return open_files(_several_files(config, Path(), glob.glob(name, recursive=True)))
+        return open_files(_several_files(config, *matches(name)))
     elif os.path.isdir(name):
         if os.path.realpath(name) == os.sep:  # files without end, as in /proc
             raise DataError(

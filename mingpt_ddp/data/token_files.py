@@ -9,11 +9,11 @@ import fsspec
 import numpy as np
 
 from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.data.content import CONTROLS, FORMATS, is_utf8
+from mingpt_ddp.data.content import CONTROLS, FORMATS, SPLITS, Kind, is_hidden, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
-SUFFIXES = (".bin", ".npy")  # of the files of a directory that have tokens
+TOKEN_SUFFIXES = (".bin", ".npy")  # of the files of a directory that have tokens
 NPY = b"\x93NUMPY"
 NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 # llm.c and modded-nanogpt begin with 256 of int32: a magic number, a version, the number of tokens
@@ -21,8 +21,13 @@ HEADER = np.dtype("int32")
 HEADER_BYTES = 256 * HEADER.itemsize
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # version and type by magic number
 # the first two bytes of a pickle, alone, are a token like others
-NO_TOKENS = {kind: pattern for kind, pattern in FORMATS.items() if kind.name != "a pickle"}
-HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|test)(?![a-z])")  # names of splits
+NO_TOKENS = {kind: pattern for kind, pattern in FORMATS.items() if kind.name != "a pickle"} | {
+    Kind("tar", "unpack it first"): rb".{257}ustar",
+    Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08",
+}
+HELD_OUT = re.compile(  # names of splits
+    rf"(?<![a-z])({'|'.join({*SPLITS} - {'train'})})(?![a-z])", re.IGNORECASE
+)
 HEAD_BYTES = 1 << 12  # of a file, which are looked at: there may be thousands of files
 SCANNED = 1 << 22  # tokens looked at together
 
@@ -89,9 +94,9 @@ def token_names(names: Iterable[str], config: DataConfig) -> list[str]:
     Raises:
         DataError: there are none, or some are of another split than others.
     """
-    tokens = [name for name in names if name.endswith(SUFFIXES)]
+    tokens = [name for name in names if name.endswith(TOKEN_SUFFIXES) and not is_hidden(name)]
     if not tokens:
-        raise DataError(f"{config.source} has no files that end with {' or '.join(SUFFIXES)}")
+        raise DataError(f"{config.source} has no files that end with {' or '.join(TOKEN_SUFFIXES)}")
     held_out = [name for name in tokens if HELD_OUT.search(name)]
     if 0 < len(held_out) < len(tokens):
         raise DataError(

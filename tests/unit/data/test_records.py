@@ -69,9 +69,9 @@ def test_compressed_records(compress, settings, tmp_path):
     assert text_of(settings(content)) == TEXT
     fsspec.filesystem("memory").pipe_file("/rows", content)
     assert text_of(settings("", path="memory://rows")) == TEXT
-    half = settings(content[: len(content) // 2], format="jsonl")
-    with pytest.raises(DataError, match=r"text.txt is damaged or cut off: "):
-        prepare(half)
+    for damaged in (content[: len(content) // 2], content + b"x" + content):
+        with pytest.raises(DataError, match=r"text.txt is damaged or cut off: "):
+            prepare(settings(damaged, format="jsonl"))
 
 
 def test_several_files_of_records(settings, tmp_path, caplog):

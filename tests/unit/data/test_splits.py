@@ -138,12 +138,46 @@ def test_shares_of_shards_without_a_validation_split(settings, tmp_path):
         ["validation-1.txt", "test-1.txt"],
         ["trains.txt", "tests.txt"],
         ["train.py", "test.py", "model.py"],
+        ["1.md", "2.md", "scripts/train.sh", "scripts/test.sh"],  # most bytes
     ],
     ids=str,
 )
-def test_names_that_say_no_splits(names, settings, tmp_path):
+def test_names_that_say_no_splits(names, settings, tmp_path, log_lines):
     config = settings(shards(tmp_path / "shards", dict.fromkeys(names, "to be")))
     assert prepare(config).parts == []
+    held_out = [name for name in names if "test." in name or "test-" in name]
+    warned = [line for line in log_lines if ": trains on" in line]
+    assert len(warned) == bool(held_out)
+    assert all(f"{held_out[0]!r}" in line and "data.split_paths={}" in line for line in warned)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["train.txt", "valid.txt", "test.txt"],
+        ["a-TRAIN.txt", "a-Dev.txt", "a-Test.txt"],
+        ["train/en/0.txt", "validation/en/0.txt", "test/en/0.txt"],
+        ["train/stress-test.txt", "dev/0.txt", "test/bullet-train.txt"],
+    ],
+    ids=str,
+)
+def test_names_of_splits(names, settings, tmp_path):
+    texts = ["to be\n", "or not\n", "that\n"]
+    config = settings(shards(tmp_path / "a", dict(zip(names, texts, strict=True))))
+    assert split_texts(prepare(config), config) == texts
+
+
+def test_names_with_a_dot_and_directories_above_a_glob(settings, tmp_path, monkeypatch, log_lines):
+    files = {"train-a.txt": "to be\n", "test-a.txt": "that\n", "README": "texts"}
+    path = shards(tmp_path / ".cache/test", files)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(path, ".")
+    monkeypatch.chdir(tmp_path)
+    for source in ("a.tar", ".cache/test/*a*", "./.cache/./test/*"):
+        config = replace(settings(path), path=source, train_split=0.5)
+        assert split_texts(prepare(config), config) == ["to ", "be\n", "that\n"]
+    left_out = [line for line in log_lines if "left out 1 without a split in the name" in line]
+    assert len(left_out) == 2 and all("README'" in line for line in left_out)
 
 
 def test_directories_say_the_splits_of_records_and_of_tokens(settings, tmp_path):

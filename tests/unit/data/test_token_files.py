@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 import re
+import shutil
+import tempfile
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -29,6 +32,14 @@ LINE = "To be, or not to be: that is the question.\n"
 def header(magic: int, version: int, length: int) -> bytes:
     """Return a header as llm.c writes it."""
     return np.array([magic, version, length] + [0] * 253, np.int32).tobytes()
+
+
+def packed(form: str) -> bytes:
+    """Return the tokens in an archive."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "in").mkdir()
+        (Path(folder) / "in/a.bin").write_bytes(BIN)
+        return Path(shutil.make_archive(f"{folder}/a", form, f"{folder}/in")).read_bytes()
 
 
 @pytest.fixture
@@ -105,6 +116,9 @@ NO_IDS[7] = -1
         (IDS.astype(">u2"), {}, "an array of >u2 in 1 dimensions"),
         (IDS.astype(float), {}, "an array of float64"),
         (np.array([{}]), {}, "cannot be read as an array of NumPy: .* Python objects"),
+        (packed("zip"), {"dtype": "uint16"}, "looks like zip, not tokens; unpack"),
+        (packed("tar"), {"dtype": "uint16"}, "looks like tar, not tokens; unpack"),
+        (gzip.compress(BIN), {"dtype": "uint16"}, "looks like gzip, not tokens; decompress"),
         (b"\x93NUMPY\x01\0", {}, "cannot be read as an array of NumPy"),
     ],
 )
@@ -138,6 +152,9 @@ def test_shards_are_read_in_the_order_of_their_names(ids, tmp_path):
         part = IDS[begin : begin + 300].astype(np.uint16)
         np.save(folder / name, part) if name == "c.npy" else part.tofile(folder / name)
     (folder / "README.md").write_text("tokens")
+    for name in ("._a.bin", ".ipynb_checkpoints/a.bin"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(BIN)
     config = ids(folder, dtype="uint16")
     encoded = prepare(config)
     assert everything(config) == IDS[:900].tolist()
