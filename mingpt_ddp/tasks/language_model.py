@@ -111,7 +111,7 @@ class LanguageModel(Task):
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> Task:
         """Keep a tokenizer that was trained or given: the source may be gone."""
         recorded = None
-        with contextlib.suppress(LookupError, TypeError):  # of weights without a text
+        with contextlib.suppress(AttributeError, LookupError, TypeError):  # weights without a text
             form = kept["text"].get("format", "text")
             if form not in get_args(Form):
                 raise SnapshotError(
@@ -154,6 +154,11 @@ class LanguageModel(Task):
         windows = steps and steps * self.config.trainer.batch_size
         return TokenSplit(tokens, self.config.data.block_size, device, windows)
 
+    def _unit(self) -> str:
+        """Return what the loss is the mean of; the end of a document is no character."""
+        tokenizer = self.dataset.tokenizer
+        return UNITS[tokenizer.name] if tokenizer.end is None else "token"
+
     def describe_data(self) -> str:
         splits = {
             "training": self.dataset.train,
@@ -163,7 +168,7 @@ class LanguageModel(Task):
         counts = [f"{len(tokens):,} {name}" for name, tokens in splits.items() if len(tokens)]
         *first, last = counts
         tokenizer = self.dataset.tokenizer
-        unit = UNITS[tokenizer.name]
+        unit = self._unit()
         sizes = f"{', '.join(first)} and {last} {unit}s"
         text = f"{self.config.data.label}: {sizes}, {tokenizer.vocab_size} distinct"
         if isinstance(tokenizer, NoTokenizer):
@@ -261,7 +266,7 @@ class LanguageModel(Task):
         return {**measured, "bits_per_byte": (bits, n_bytes), "bits_per_char": (bits, n_characters)}
 
     def describe(self, metrics: Mapping[str, float]) -> str:
-        unit = UNITS[self.dataset.tokenizer.name]
+        unit = self._unit()
         nats = metrics["loss"]
         texts = [f"loss {nats:.4f} nats ({nats / NATS_PER_BIT:.4f} bits) per {unit}"]
         if "bits_per_byte" in metrics:
