@@ -104,7 +104,7 @@ def kinds_in(files: Files, members: list[Member], form: Form) -> list[Kind]:
     for member, kind in zip(members, _kinds_of(files, members), strict=True):
         if NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
             kind = HIDDEN
-        elif form == "csv" and COMPRESSION.sub("", member.name).endswith(TABLES):
+        elif form == "csv" and COMPRESSION.sub("", member.name).lower().endswith(TABLES):
             kind = kind if kind == HIDDEN else CSV
         kinds.append(kind)
     return kinds

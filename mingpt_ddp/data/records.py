@@ -80,7 +80,10 @@ def json_table(file: io.BufferedReader, where: str) -> Table:
                 types.setdefault(name, JSON_TYPES[type(value)])
 
     def values(column: str) -> Iterator[str | None]:
+        has_rows = has_column = False
         for number, row in chain(first, rows):
+            has_rows = True
+            has_column |= column in row
             value = row.get(column)
             if not (value is None or _is_text(value)):
                 raise DataError(
@@ -93,6 +96,11 @@ def json_table(file: io.BufferedReader, where: str) -> Table:
                     "cannot hold; remove it"
                 )
             yield value
+        if has_rows and not has_column:
+            raise DataError(
+                f"{where} has no data.column={column} in any {unit}; name the files that have it "
+                "by a glob"
+            )
 
     return Table([*strings], {k: v for k, v in types.items() if k not in strings}, values)
 
@@ -128,7 +136,7 @@ def is_table(head: bytes, name: str) -> bool:
     Args:
         head: its first HEAD_BYTES, decompressed; fewer: it is the whole content.
     """
-    if not name.endswith(TABLES):
+    if not name.lower().endswith(TABLES):
         return False
     text = codecs.getincrementaldecoder("utf-8-sig")("replace").decode(head)
     lines = text.splitlines(keepends=True)

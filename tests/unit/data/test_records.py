@@ -226,3 +226,16 @@ def test_a_reader_has_no_format(settings):
     assert settings("", reader="mine", column="text").column == "text"  # a key of its own
     with pytest.raises(ConfigError, match=r"data.column=text needs a table"):
         settings("", format="text", column="text")
+
+
+def test_a_file_without_the_column(settings, tmp_path):
+    for name, content in (("a", LINES), ("b", b'{"content": "to be"}\n' * 2)):
+        (tmp_path / f"{name}.jsonl").write_bytes(content)
+    path = f"{tmp_path}/?.jsonl"
+    with pytest.raises(DataError, match=r": b.jsonl has no data.column=text in any line; name"):
+        prepare(settings("", path=path, column="text"))
+
+
+def test_the_name_of_a_table_in_upper_case(settings, tmp_path):
+    (tmp_path / "A.CSV").write_bytes(table(ROWS[:100]))
+    assert prepare(settings(tmp_path / "A.CSV", column="text")).form == "csv"
