@@ -43,6 +43,7 @@ CLOSED_PIPE = 128 + signal.SIGPIPE  # nobody reads the rest, as in `... | head -
 EX_TEMPFAIL = 75  # of <sysexits.h>: storage is unavailable; a SLURM job asks to be requeued
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
+SLOWER_S = 5.0  # by which rank zero may come later to an error of all
 AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
@@ -200,7 +201,8 @@ class ProcessExit:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
-        if may_be_of_all and self.env.has_agent and not self.env.is_rank_zero:
+        yields = may_be_of_all and self.env.has_agent and not self.env.is_rank_zero
+        if yields:
             time.sleep(AGENT_POLL_S)
         message = str(error)
         may_succeed = EX_TEMPFAIL if self.env.has_agent else USER_ERROR  # after a restart
@@ -209,10 +211,11 @@ class ProcessExit:
             exit_process(message, may_succeed)
         if isinstance(error, StorageUnavailableError):  # the same on every rank
             exit_process(self.env.call_on_rank_zero(lambda: message), may_succeed)
-        exit_process(message if self._claim_report(message) else None, USER_ERROR)
+        claimed = self._claim_report(message, SLOWER_S if yields else 0.0)
+        exit_process(message if claimed else None, USER_ERROR)
 
-    def _claim_report(self, message: str) -> bool:
-        """Return whether this rank prints a user error.
+    def _claim_report(self, message: str, wait_s: float = 0.0) -> bool:
+        """Return whether this rank prints a user error, unless another does in `wait_s` seconds.
 
         The first of its agent does, or all if the store is lost.
         """
@@ -220,7 +223,9 @@ class ProcessExit:
             return True
         from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
 
-        return ask_store(lambda: claim_error_report(self.env, self.job, message), otherwise=True)
+        return ask_store(
+            lambda: claim_error_report(self.env, self.job, message, wait_s), True, wait_s
+        )
 
     def log_peer_failure(self, failure: "Failure") -> None:
         """Log the failure of another rank; a user error as that rank would, and once per agent."""

@@ -119,15 +119,21 @@ def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
         return otherwise
 
 
-def claim_error_report(env: DistEnv, job: int, message: str) -> bool:
+def claim_error_report(env: DistEnv, job: int, message: str, wait_s: float) -> bool:
     """Record a fatal error for later attempts.
 
     Return whether this is the first worker of its parent to do so.
+
+    Args:
+        wait_s: seconds in which another one may be the first.
     """
     store = connect(env, job, STORE_TIMEOUT_S)
+    key = f"reported/{socket.gethostname()}/{os.getppid()}"  # each parent has its own console
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and not store.check([key]):
+        time.sleep(POLL_S)
     store.set(FATAL, message)
-    parent = f"{socket.gethostname()}/{os.getppid()}"  # each parent has its own console
-    return store.add(f"reported/{parent}", 1) == 1
+    return store.add(key, 1) == 1
 
 
 def raise_if_fatal(store: Store) -> None:
