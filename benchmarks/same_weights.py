@@ -157,7 +157,8 @@ def read_outcome(run: Path) -> Outcome:
     snapshot = max(run.glob("snapshots/step_*/manifest.json")).parent
     state = json.loads((snapshot / "state.json").read_text())
     history = read_history(run / "metrics.jsonl")
-    train_state = {k: v for k, v in state["train_state"].items() if k not in (*CLOCKS, *NEWER)}
+    items = sorted(state["train_state"].items())  # versions write them in different orders
+    train_state = {k: v for k, v in items if k not in (*CLOCKS, *NEWER)}
     digests = {
         "state": digest_json([train_state, state["scaler"]]),
         "losses": digest_json(list(losses(history))),

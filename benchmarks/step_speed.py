@@ -9,6 +9,9 @@ small2, mid2  the same on two ranks, with one thread each
 
     git worktree add /tmp/before REVISION
     MINGPT_SHAKESPEARE=input.txt python benchmarks/step_speed.py --other /tmp/before
+
+To measure what a feature costs, name two checkouts of one revision, and give this one what it
+takes: --words +task.code=$PWD/mine.py task.name=mine
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ def worker() -> None:
 class Side:
     """A run of one checkout that trains a block at a time."""
 
-    def __init__(self, checkout: Path, figure: str, blocks: int, scratch: Path) -> None:
+    def __init__(
+        self, checkout: Path, figure: str, blocks: int, scratch: Path, more: list[str]
+    ) -> None:
         name, ranks = figure.rstrip("2"), 2 if figure.endswith("2") else 1
         self.gate = scratch / "gate"
         self.gate.mkdir(parents=True)
@@ -98,6 +103,7 @@ class Side:
             "snapshot.every_steps=null",
             f"run.root={scratch / 'runs'}",
             "run.name=run",
+            *more,
         ]
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
         self.process = subprocess.Popen(
@@ -129,14 +135,18 @@ class Side:
         self.process.wait()
 
 
-def compare(figure: str, other: Path, pairs: int) -> list[float]:
-    """Return the speed of this checkout over that of the other, by pair."""
+def compare(figure: str, other: Path, pairs: int, words: list[str]) -> list[float]:
+    """Return the speed of this checkout over that of the other, by pair.
+
+    Args:
+        words: overrides of this checkout alone.
+    """
     ratios = []
     with tempfile.TemporaryDirectory(prefix="step-speed-") as name:
         sides = []
         try:
-            for label, checkout in (("this", ROOT), ("other", other)):
-                sides.append(Side(checkout, figure, pairs + 1, Path(name, label)))
+            for label, checkout, more in (("this", ROOT, words), ("other", other, [])):
+                sides.append(Side(checkout, figure, pairs + 1, Path(name, label), more))
             this, that = sides
             for pair in range(pairs):
                 order = (this, that) if pair % 2 else (that, this)
@@ -155,9 +165,12 @@ def main() -> None:
     arguments.add_argument("--other", type=Path, required=True, help="the other checkout")
     arguments.add_argument("--pairs", type=int, default=10)
     arguments.add_argument("--figures", nargs="+", default=["small", "mid", "small2", "mid2"])
+    arguments.add_argument("--words", nargs="+", default=[], help="overrides of this checkout")
     chosen = arguments.parse_args()
     other = chosen.other.resolve()
-    found = {figure: compare(figure, other, chosen.pairs) for figure in chosen.figures}
+    found = {
+        figure: compare(figure, other, chosen.pairs, chosen.words) for figure in chosen.figures
+    }
     rows = []
     for figure, ratios in found.items():
         low, *_, high = statistics.quantiles(ratios, n=10)
