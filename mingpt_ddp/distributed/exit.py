@@ -211,7 +211,8 @@ class ProcessExit:
             exit_process(message, may_succeed)
         if isinstance(error, StorageUnavailableError):  # the same on every rank
             exit_process(self.env.call_on_rank_zero(lambda: message), may_succeed)
-        claimed = self._claim_report(message, SLOWER_S if yields else 0.0)
+        has_rank_zero = self.env.rank == self.env.local_rank  # this machine
+        claimed = self._claim_report(message, SLOWER_S if yields and has_rank_zero else 0.0)
         exit_process(message if claimed else None, USER_ERROR)
 
     def _claim_report(self, message: str, wait_s: float = 0.0) -> bool:
