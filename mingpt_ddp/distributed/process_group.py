@@ -75,9 +75,8 @@ class ProcessGroup(JsonCollectives):
         super().__init__(env)
         # For the snapshot thread, which runs concurrently with the training thread.
         self.io = JsonCollectives(env, caught=Exception)
-        self._patient = JsonCollectives(
-            env
-        )  # for the training thread, as long as there is no other
+        # For the training thread, before there is a snapshot thread: without a timeout.
+        self._patient = JsonCollectives(env)
         self.timeout_s = ddp.timeout_s
         # Tensor parallelism: consecutive ranks share a copy of the model, and the part of the batch
         # of that copy.
