@@ -258,6 +258,8 @@ def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
     if kill_at and "resuming from the snapshot of step" not in output:
         raise RuntimeError(f"{run.name} was not resumed:\n{output[-2000:]}")
     digest = hashlib.sha256()
+    snapshot = max(run.glob("snapshots/step_*"))
     for name in ("model", "optimizer"):
-        digest.update((max(run.glob("snapshots/step_*")) / f"{name}.safetensors").read_bytes())
+        for file in sorted(snapshot.glob(f"{name}*.safetensors")):  # one, or one of each rank
+            digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()

@@ -47,14 +47,15 @@ class State:
         self.parts = parts
         self.dtype = DTYPES[precision_of_gpu(task.config)]  # of products
         try:
-            with attribute_errors_to_user_code(), torch.device("meta"):
-                self.model = task.build_model()
-                if parts > 1:
-                    keep_part(self.model, parts)
-                if self.config.trainer.activation_checkpointing:
-                    apply_activation_checkpointing(self.model)
-                self.optimizer = build_optimizer(self.model, self.config.optimizer)
-                self._step()
+            with attribute_errors_to_user_code():
+                with torch.device("meta"):
+                    self.model = task.build_model()
+                    if parts > 1:
+                        keep_part(self.model, parts)
+                    if self.config.trainer.activation_checkpointing:
+                        apply_activation_checkpointing(self.model)
+                    self.optimizer = build_optimizer(self.model, self.config.optimizer)
+                self._step()  # outside: an optimizer may read its count of steps
         except ConfigError:
             raise
         except Exception as error:  # of a user's code
