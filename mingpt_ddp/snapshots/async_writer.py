@@ -148,14 +148,14 @@ class AsyncSave(threading.Thread):
 
         Return the content of each file.
         """
+        if self._ready:
+            torch.cuda.set_device(self.runtime.device)  # of this thread
         parts = self.capture.parts
         tensors = {name: part for name, part in parts.items() if isinstance(part, dict)}
         if not self._buffers_fit(tensors):
             self.buffers.clear()  # free the memory before allocating again
             for name, named in tensors.items():
                 self.buffers[name] = SafetensorsBuffer(named)
-        if self._ready:
-            torch.cuda.set_device(self.runtime.device)  # of this thread
         streams = [torch.cuda.Stream(device) for device in self._ready]
         # a copy runs on the current stream of its tensor's GPU
         with contextlib.ExitStack() as current:

@@ -7,8 +7,10 @@ that `safetensors.torch.save` makes.
 
 import json
 import math
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import safetensors.torch
@@ -31,6 +33,7 @@ DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
 }
+FOR_ALL_GPUS = 1  # cudaHostRegisterPortable
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,15 @@ class SafetensorsBuffer:
     """A file for tensors of fixed names, shapes and types, reused for new values."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        """Allocate the file and write its header; the memory is pinned if a tensor is on a GPU."""
+        """Allocate the file and write its header; page-lock it if a tensor is on a GPU."""
         self._header = header_of(tensors)
         encoded = encode_header(self._header)
         encoded += b" " * (-len(encoded) % 8)
         start = len(encoded).to_bytes(8, "little") + encoded
         size = len(start) + sum(tensor.nbytes for tensor in tensors.values())
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._bytes = torch.empty(size, dtype=torch.uint8)
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            weakref.finalize(self, page_lock(self._bytes)).atexit = False
         self._bytes[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
         data = self._bytes[len(start) :]
         self.tensors: dict[str, Tensor] = {}  # views of the file
@@ -74,6 +78,24 @@ class SafetensorsBuffer:
     def content(self) -> memoryview:
         """The bytes of the file, without a copy."""
         return memoryview(self._bytes.numpy())  # type: ignore[arg-type]
+
+
+def page_lock(memory: Tensor) -> Callable[[], object]:
+    """Register host memory with CUDA, so that GPUs copy to it without waiting.
+
+    `torch.empty(pin_memory=True)` takes the next power of two: on an H200 5.5 seconds and 4.1 GB
+    for a file of 1.5 GB, whose registration takes 0.4 seconds and 1.5 GB.
+
+    Returns:
+        A function that ends the registration; call it before the memory is freed.
+
+    Raises:
+        torch.cuda.CudaError: the memory cannot be locked.
+    """
+    runtime: Any = torch.cuda.cudart()
+    start = memory.data_ptr()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(start, memory.nbytes, FOR_ALL_GPUS)))
+    return partial(runtime.cudaHostUnregister, start)
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:

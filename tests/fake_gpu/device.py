@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fake_gpu import guard
+from mingpt_ddp.snapshots import staging_buffer
 
 GPUS = 8  # of a node
 H100 = SimpleNamespace(
@@ -243,6 +244,10 @@ def fake_cuda() -> Iterator[FakeHost]:
         is_fake = isinstance(tensor, FakeTensor)
         return pin(tensor.clone() if is_fake else mode.from_tensor(tensor))
 
+    def page_lock(memory: Tensor) -> Callable[..., object]:
+        pin(memory)
+        return _nothing
+
     replacements = (
         *((torch.cuda, name, value) for name, value in CUDA.items()),
         (FakeTensor, "tolist", _to_list),
@@ -251,6 +256,7 @@ def fake_cuda() -> Iterator[FakeHost]:
         (torch.Tensor, "data", property(torch._C.TensorBase.data.__get__, _set_data)),
         (torch.Tensor, "numpy", _numpy),
         (torch.Tensor, "pin_memory", pin_memory),
+        (staging_buffer, "page_lock", page_lock),
         (torch._jit_internal, "_extract_tensors", _extract_tensors),
     )
     with contextlib.ExitStack() as stack:
