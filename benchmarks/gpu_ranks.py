@@ -126,6 +126,6 @@ def strategy_of_ranks(config: Any, runtime: Any) -> Any:
 
     device, group = runtime.device, runtime.group
     if config.ddp.strategy == "fsdp":
-        return FSDPStrategy(config, device, group, runtime.dtype)
+        return FSDPStrategy(config, device, group)
     kinds = {"ddp": DDPStrategy, "manual": ManualStrategy, "zero1": Zero1Strategy}
     return kinds[config.ddp.strategy](config, device, group, compiles=False)

@@ -110,6 +110,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
     for url in others:
         configs[url] = _run_config(config, url, snapshots[url].state, snapshots[first].state)
     runtime = Runtime(configs[first], read_env())
+    runtime.resume_precision(configs[first], snapshots[first].state)
     measured = {}
     with attribute_errors_to_user_code(), contextlib.ExitStack() as refusals:
         tasks = {}

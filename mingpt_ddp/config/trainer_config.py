@@ -36,7 +36,7 @@ class TrainerConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
-        "auto", "auto: bf16 on a GPU that supports it, else fp32"
+        "auto", "auto: bf16 where it is fast, but for a model of your own on a CPU; else fp32"
     )
     compile: bool | Literal["auto", "cuda_graphs"] = key(
         "auto",

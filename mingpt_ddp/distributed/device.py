@@ -7,16 +7,19 @@ import platform
 import resource
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import is_user_defined
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models.ops import resolve_device
+from mingpt_ddp.models.ops import resolve_device, resolve_precision
 
 # In a RuntimeError of torch: of CUDA and NCCL, cuBLAS and cuDNN, the CPU's allocator, C++.
 OUT_OF_MEMORY = ("out of memory", "status_alloc_failed", "can't allocate memory", "bad_alloc")
@@ -52,6 +55,38 @@ def device_of_rank(trainer: TrainerConfig, ddp: DDPConfig, env: DistEnv) -> torc
         f"local rank {index} has no GPU, this machine has {gpus}; start {gpus} ranks, "
         "use the CPU, or let ranks share GPUs with ddp.backend=gloo"
     )
+
+
+def precision_of_run(config: Config, device: torch.device, state: Any = None) -> str:
+    """Return the precision of a run: fp32, bf16 or fp16.
+
+    On a CPU auto is fp32 for a user's own model, unless the run began in bf16.
+
+    Args:
+        state: of the snapshot that the run resumes from, untrusted; None without one.
+    """
+    if chooses_fp32(config, device) and not _began_in_bf16(state):
+        return "fp32"
+    return resolve_precision(config.trainer.precision, device)
+
+
+def chooses_fp32(config: Config, device: torch.device) -> bool:
+    """Return whether auto leaves out the bf16 of this CPU, because the model is a user's own.
+
+    The backward pass of torch's fused attention, for one, is slow in it; the built-in models have
+    other kernels.
+    """
+    if config.trainer.precision != "auto" or device.type != "cpu":
+        return False
+    is_own = is_user_defined("model", config.model.architecture)
+    return is_own and resolve_precision("auto", device) == "bf16"
+
+
+def _began_in_bf16(state: Any) -> bool:
+    try:
+        return bool(state["environment"]["precision"] == "bf16")
+    except (LookupError, TypeError):  # there is none
+        return False
 
 
 def refuse_shared_gpus(gpus: list[str]) -> None:

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.device import device_name, device_of_rank, set_up_device
+from mingpt_ddp.distributed.device import (
+    device_name,
+    device_of_rank,
+    precision_of_run,
+    set_up_device,
+)
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.machine import canonical_threads
@@ -22,7 +27,7 @@ from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
 from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
 from mingpt_ddp.distributed.watchdog import Watchdog
-from mingpt_ddp.models.ops import DTYPES, resolve_precision
+from mingpt_ddp.models.ops import DTYPES
 
 
 class Runtime:
@@ -38,8 +43,7 @@ class Runtime:
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
         self.device = device_of_rank(config.trainer, config.ddp, env)
-        self.precision = resolve_precision(config.trainer.precision, self.device)
-        self.dtype = DTYPES[self.precision]  # of matrix products
+        self.precision = precision_of_run(config, self.device)
         self.scaler = self._new_scaler()
         self.compiles = should_compile(config, self.device, env.world_size)
         set_up_device(self.device, config.trainer.deterministic)
@@ -49,7 +53,22 @@ class Runtime:
         self.group = ProcessGroup(env, config.ddp, job)
         Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
         self.group.connect(self.device, config.ddp)
-        self.strategy = build_strategy(config, self.device, self.group, self.compiles, self.dtype)
+        self.strategy = build_strategy(config, self.device, self.group, self.compiles)
+        self.strategy.dtype = self.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of matrix products."""
+        return DTYPES[self.precision]
+
+    def resume_precision(self, config: Config, state: Any) -> None:
+        """Compute in the precision in which a run began; call it before its model is built.
+
+        Args:
+            state: of the snapshot that the run resumes from, untrusted; None without one.
+        """
+        self.precision = precision_of_run(config, self.device, state)
+        self.strategy.dtype = self.dtype
 
     def _new_scaler(self, init_scale: float = 2.0**16) -> torch.amp.GradScaler:
         is_enabled = self.precision == "fp16"

@@ -153,6 +153,7 @@ def prepare(
         warm.config if warm else config, group.data_size, recorded.batch_size if recorded else None
     )
     config = with_recorded_format(config, kept, typed)
+    runtime.resume_precision(config, kept)
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)

@@ -12,6 +12,7 @@ from torch import nn
 from mingpt_ddp.config.config import LIMITS, Config, build_group
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.distributed.device import chooses_fp32
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
@@ -44,6 +45,11 @@ def log_start(
         "%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices
     )
     by_key = {"lr": config.optimizer.lr, **_further_rates(config.optimizer)}
+    if runtime.precision == "fp32" and chooses_fp32(config, runtime.device):
+        log.info(
+            "trainer.precision=auto is fp32 for a model of your own on a CPU; try "
+            "trainer.precision=bf16, which may be faster or slower"
+        )
     log.info(
         "optimizer %s: %s",
         config.optimizer.name,

@@ -210,6 +210,7 @@ def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -
     found = manager.load_latest(partial(check_state, task=task))
     if found is None:
         return None
+    manager.runtime.resume_precision(task.config, found.state)
     found = manager.read_shards(found, trainable.model, trainable.optimizer)
     return restore(found, trainable, manager.runtime.scaler)
 

@@ -49,12 +49,9 @@ def check_strategy(config: Config, world_size: int) -> None:
 
 
 def build_strategy(
-    config: Config, device: torch.device, group: ProcessGroup, compiles: bool, dtype: torch.dtype
+    config: Config, device: torch.device, group: ProcessGroup, compiles: bool
 ) -> Strategy:
     """Build the strategy that `check_strategy` accepted; on one rank all but `dp` are `single`.
-
-    Args:
-        dtype: of matrix products.
 
     Raises:
         ConfigError: hsdp does not fit the nodes.
@@ -75,7 +72,7 @@ def build_strategy(
     if name in ("fsdp", "hsdp"):
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
 
-        return FSDPStrategy(config, device, group, dtype)
+        return FSDPStrategy(config, device, group)
     if name == "manual":
         return ManualStrategy(config, device, group, compiles)
     if name == "zero1":

@@ -43,6 +43,7 @@ class Strategy:
     shards = 1  # parts of what is sharded
     is_canonical = False  # a step has the same bits on any number of ranks
     allows_several_devices = False  # for the layers of one rank
+    dtype = torch.float32  # of matrix products; the runtime sets it
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool

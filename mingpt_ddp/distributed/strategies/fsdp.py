@@ -72,9 +72,7 @@ class FSDPStrategy(Strategy):
     is_sharded = True
     shards_model = True
 
-    def __init__(
-        self, config: Config, device: torch.device, group: ProcessGroup, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: Config, device: torch.device, group: ProcessGroup) -> None:
         """
         Raises:
             ConfigError: the nodes of hsdp have different numbers of ranks.
@@ -93,7 +91,6 @@ class FSDPStrategy(Strategy):
         self._writes = group.rank < self.shards  # in the first replica
         if device.type == "cpu":
             keep_freed_memory(GATHERED_BYTES)
-        self._half = dtype if dtype != torch.float32 else None  # type of the gathered weights
 
     def _shards_per_replica(self) -> int:
         """Return the ranks of a node; half of all on a single node."""
@@ -117,12 +114,13 @@ class FSDPStrategy(Strategy):
         model = self._synchronize_batchnorm(model)
         # An evaluation leaves no weights gathered, which would stand in for the shards.
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
-        precision = MixedPrecisionPolicy(param_dtype=self._half, reduce_dtype=torch.float32)
+        half = self.dtype if self.dtype != torch.float32 else None  # of the gathered weights
+        precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
         try:
             for module in list(model.modules()):
                 # batch normalization is in fp32, like its running statistics
-                if self._half and hasattr(module, "running_mean"):
+                if half and hasattr(module, "running_mean"):
                     shard(module)
             if isinstance(blocks, nn.ModuleList):
                 for block in blocks:

@@ -59,7 +59,7 @@ def test_nodes_that_hsdp_cannot_divide(hosts):
     with pytest.raises(
         ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "
     ):
-        build_strategy(config("ddp.strategy=hsdp"), CPU, group, False, torch.float32)
+        build_strategy(config("ddp.strategy=hsdp"), CPU, group, False)
 
 
 @pytest.mark.parametrize("name", ["manual", "fsdp", "hsdp"])
@@ -105,10 +105,7 @@ def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled(monkey
 def test_what_is_built(name, one, two):
     for world_size, expected in ((1, one), (2, two)):
         group = SimpleNamespace(world_size=world_size, tensor_size=1)
-        assert (
-            build_strategy(config(f"ddp.strategy={name}"), CPU, group, False, torch.float32).name
-            == expected
-        )
+        assert build_strategy(config(f"ddp.strategy={name}"), CPU, group, False).name == expected
 
 
 @pytest.mark.parametrize("name", ["auto", "dp", "fsdp"])
