@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 from mingpt_ddp.cli import refuse_other_modules
-from mingpt_ddp.cli.api import LoadedRun, history, load, train
+from mingpt_ddp.cli.api import LoadedRun, history, load, rows, sweep, train
 
-__all__ = ["LoadedRun", "history", "load", "train"]
+__all__ = ["LoadedRun", "history", "load", "rows", "sweep", "train"]
 refuse_other_modules()

@@ -1,4 +1,4 @@
-"""The functions of `import mingpt_ddp`, for scripts and notebooks: train, load, history.
+"""The functions of `import mingpt_ddp`, for scripts and notebooks.
 
 Everything is imported when it is first used, so that `import mingpt_ddp` takes no time.
 docs/python.md shows their use.
@@ -7,6 +7,7 @@ docs/python.md shows their use.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -52,23 +53,60 @@ def train(
     from omegaconf import DictConfig
 
     from mingpt_ddp.cli.application import application_words
-    from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
-    from mingpt_ddp.distributed.fork_server import import_path
-    from mingpt_ddp.errors import ConfigError, RunError, command
+    from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.storage.run_dir import read_result
 
-    if isinstance(overrides, str):
-        raise ConfigError(f"train takes a list of overrides: train([{overrides!r:.100}])")
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
         if isinstance(overrides, DictConfig):
             words = application_words(overrides, Path(name))
         else:
-            words = [*overrides]
-        if nproc is not None:
-            words.append(f"ddp.nproc_per_node={nproc}")
+            words = _words(overrides, "train")
         if {"-m", "--multirun"} & {*words}:
-            raise ConfigError(f"train runs one job; start a sweep with {command()} -m")
-        file = Path(name, "directory")
+            raise ConfigError("train runs one job; start a sweep with mingpt_ddp.sweep")
+        [directory] = _train(words, nproc)
+    return {"run": str(directory), **read_result(directory)}
+
+
+def sweep(
+    overrides: Iterable[str], nproc: int | Literal["gpu"] | None = None
+) -> list[dict[str, Any]]:
+    """Run the jobs of a sweep or a search as the train command does with `-m`, and print the same.
+
+    The same call again continues. Ctrl-C, or the stop button of a notebook, saves the jobs that
+    run, then raises KeyboardInterrupt. All jobs end with the calling process.
+
+    Args:
+        overrides: as on the command line: `key=a,b`, the space of a search, options of Hydra.
+        nproc: local processes that train each job together, as in `train`.
+
+    Returns:
+        The `rows` of what the end of the sweep reports: of its directory, if `run.name` is set.
+
+    Raises:
+        JobError: jobs have failed; it names them, and `rows` has the others.
+        UserError: its one line says what went wrong.
+    """
+    return rows(*_train(["-m", *_words(overrides, "sweep")], nproc))
+
+
+def _words(overrides: Iterable[str], function: str) -> list[str]:
+    from mingpt_ddp.errors import ConfigError
+
+    if isinstance(overrides, str):
+        raise ConfigError(f"{function} takes a list of overrides: {function}([{overrides!r:.100}])")
+    return [*overrides]
+
+
+def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
+    """Run the train command, and return the directories that it reports."""
+    from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
+    from mingpt_ddp.distributed.fork_server import import_path
+    from mingpt_ddp.errors import RunError
+
+    if nproc is not None:
+        words = [*words, f"ddp.nproc_per_node={nproc}"]
+    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
+        file = Path(name, "directories")
         environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
         environ |= {CALLER: str(os.getpid()), DIRECTORY_FILE: str(file)}
         code, last = _run([sys.executable, "-m", "mingpt_ddp", *words], environ)
@@ -76,8 +114,7 @@ def train(
             raise _error(last or f"training ended with exit code {code}")
         if not file.exists():  # --help
             raise RunError("these arguments do not train")
-        directory = Path(file.read_text())
-    return {"run": str(directory), **read_result(directory)}
+        return [*map(Path, json.loads(file.read_text()))]
 
 
 def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
@@ -236,3 +273,21 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise RunError(
             f"{run} is not a run directory: it has no {METRICS} that can be read"
         ) from error
+
+
+def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return a row for each job, the best first and those that are not complete last.
+
+    A row has `name`, `directory`, `status` and `seed`; by dotted key the other parameters in which
+    the jobs differ; `step` and `val_loss`, the last ones of a job that is not complete; and the
+    other numbers of result.json. What is unknown or not finite is None.
+
+    Args:
+        directories: runs, or parents of runs one or two levels below.
+
+    Raises:
+        RunError: one of them is not a directory, or contains no run.
+    """
+    from mingpt_ddp.results.report_json import job_rows
+
+    return job_rows([*map(Path, directories)])

@@ -1,6 +1,5 @@
 """Train: compose, validate, start local workers, report an error as one line."""
 
-import contextlib
 import gc
 import io
 import logging
@@ -11,7 +10,6 @@ import signal
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
@@ -25,11 +23,11 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.channels import reporter
 from mingpt_ddp.distributed.env import (
     CALLER,
-    DIRECTORY_FILE,
     DistEnv,
     has_parent_launcher,
     process_start_time,
     read_env,
+    report_directories,
 )
 from mingpt_ddp.distributed.exit import (
     FAILURE,
@@ -224,7 +222,7 @@ def _start_job(config: Config, runtime: "Runtime", sweep: Sweep) -> tuple[Config
         free_name = partial(group.get_or_set, "run.name", partial(next_free_name, config))
         config = with_run_name(config, group.run_on_rank_zero(free_name))
     directory = run_directory(config)
-    group.env.call_on_rank_zero(lambda: _report_directory(directory))
+    group.env.call_on_rank_zero(lambda: report_directories([directory]))
     if not runtime.strategy.is_canonical:  # it has set them, the same in all sweeps
         sweep.use_threads()
     return config, None
@@ -249,12 +247,6 @@ def _finish_job(
     if hydra_utils.is_multirun():
         runtime.free_memory()
     return sweep.finish_job(run_directory(config), value, signalled, config.ddp.preempted_exit_code)
-
-
-def _report_directory(directory: Path) -> None:
-    """Write the path of the run directory where `mingpt_ddp.train` reads it."""
-    with contextlib.suppress(KeyError, OSError):  # not called by it, or it has ended
-        Path(os.environ[DIRECTORY_FILE]).write_text(str(directory.absolute()))
 
 
 def _run_on_local_workers(config: Config, env: DistEnv, sweep: Sweep, started_at: float) -> float:

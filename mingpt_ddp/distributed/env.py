@@ -3,9 +3,11 @@
 The only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc.
 """
 
+import contextlib
+import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -15,10 +17,17 @@ from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
-# Set by `mingpt_ddp.train`: its process id, with which training ends, and the file that it reads
-# the directory from.
+# Set by `mingpt_ddp.train` and `sweep`: their process id, with which training ends, and the file
+# that they read the directories from.
 CALLER = "MINGPT_DDP_CALLER"
 DIRECTORY_FILE = "MINGPT_DDP_DIRECTORY_FILE"
+
+
+def report_directories(directories: Iterable[Path]) -> None:
+    """Write the paths of runs, or of a sweep, where `mingpt_ddp.train` and `sweep` read them."""
+    with contextlib.suppress(KeyError, OSError):  # not called by them, or they have ended
+        paths = [str(directory.absolute()) for directory in directories]
+        Path(os.environ[DIRECTORY_FILE]).write_text(json.dumps(paths))
 
 
 @dataclass(frozen=True)

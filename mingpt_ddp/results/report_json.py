@@ -1,12 +1,14 @@
-"""The report as a JSON document, for other programs."""
+"""What a report says as a JSON document, and as plain rows, for other programs."""
 
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.results.formats import LONGEST, cut
 from mingpt_ddp.results.groups import SEED, Group
-from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, number
+from mingpt_ddp.results.results import Results, read_with_failures
+from mingpt_ddp.results.runs import Job, number, varying
 
 
 def json_report(results: Results) -> str:
@@ -29,6 +31,25 @@ def json_report(results: Results) -> str:
         document["objectives"] = goals
     document["groups"] = groups
     return json.dumps(document, indent=1, allow_nan=False)
+
+
+def job_rows(directories: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return a row for each job: its entry in the document, flat, with what the jobs differ in.
+
+    All rows have the same keys.
+    """
+    jobs, _ = read_with_failures(directories)
+    parameters = [key for key in varying(jobs) if key != SEED]
+    rows = []
+    for job in jobs:
+        row = _job(job)
+        numbers = row.pop("result")
+        row |= {key: job.config.get(key) for key in parameters}
+        row |= {"step": job.step, "val_loss": job.val_loss}
+        row |= {key: value for key, value in numbers.items() if key not in row}
+        rows.append(row)
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [{key: row.get(key) for key in keys} for row in rows]
 
 
 def _group(group: Group, keys: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from mingpt_ddp.results.laws import Scaling, scalings
 from mingpt_ddp.results.notes import comparison_notes, group_notes
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, read_jobs, varying
-from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.storage.sweep_file import Failure, SweepFile
 
 MOST_OF_REASON = 300  # characters
 
@@ -57,10 +57,7 @@ def read_results(directories: Sequence[Path]) -> Results:
     Raises:
         RunError: one of them holds no run.
     """
-    jobs = read_jobs([*directories])
-    failures = [failure for each in directories for failure in SweepFile(each).failures]
-    failed = {failure.directory for failure in failures}
-    jobs = [_failed(job) if job.directory.name in failed else job for job in jobs]
+    jobs, failures = read_with_failures(directories)
     groups = compared(jobs)
     keys = varying(groups)
     notes = comparison_notes(jobs)
@@ -72,6 +69,18 @@ def read_results(directories: Sequence[Path]) -> Results:
     front = front_of(groups, read_goals(directories))
     laws = scalings(replicates(jobs))
     return Results(jobs, groups, keys, notes, front, importances(groups, keys), laws)
+
+
+def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Failure]]:
+    """Read the jobs in these directories, best first, and what their sweeps say of failed ones.
+
+    Raises:
+        RunError: one of them holds no run.
+    """
+    failures = [failure for each in directories for failure in SweepFile(each).failures]
+    failed = {failure.directory for failure in failures}
+    jobs = read_jobs([*directories])
+    return [_failed(job) if job.directory.name in failed else job for job in jobs], failures
 
 
 def _failed(job: Job) -> Job:

@@ -13,7 +13,7 @@ from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.distributed.channels import Report
-from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.env import DistEnv, read_env, report_directories
 from mingpt_ddp.distributed.exit import (
     FAILURE,
     ProcessExit,
@@ -181,6 +181,7 @@ class Sweep:
     def interrupted(self, exit_code: int) -> NoReturn:
         """Say how to resume, and exit."""
         if self.launcher:
+            self.env.call_on_rank_zero(lambda: report_directories(self.directories))
             log.info(
                 "sweep: %d of %d jobs done; rerun the same command to resume",
                 len(self.done),
@@ -222,6 +223,13 @@ class Sweep:
         """Return whether other processes run the jobs, count them and log their errors."""
         return bool(self.launcher) and hydra_utils.is_external(self.launcher)
 
+    @property
+    def directories(self) -> list[Path]:
+        """Return what to report: the sweep's own directory, or those of the complete jobs."""
+        if self.lock:
+            return [self.directory]
+        return list(dict.fromkeys(self.done.values()))
+
     def finish(self) -> None:
         """On rank zero, print the table, write the page and exit with an error if jobs failed."""
         if self.launcher:
@@ -234,12 +242,10 @@ class Sweep:
         """
         from mingpt_ddp.results.report import PAGE, report
 
-        is_own = self.lock and (self.done or self.uses_external_launcher)
-        runs = [self.directory] if is_own else list(dict.fromkeys(self.done.values()))
         try:
             with contextlib.suppress(SystemExit):  # of a closed pipe
-                if runs:
-                    echo(report(runs, self.directory / PAGE))
+                if self.directories and (self.done or self.uses_external_launcher):
+                    echo(report(self.directories, self.directory / PAGE))
         except OutputError as error:
             return error
         except RunError as error:  # e.g. no job has written a result that this machine can read
@@ -249,6 +255,7 @@ class Sweep:
     def _report(self) -> None:
         if self.is_over:
             self.file.keep_limits(self.limits)
+        report_directories(self.directories)
         unwritten = self._print_table()
         failed = [*self.failed.values()]
         if self.uses_external_launcher and failed:

@@ -69,6 +69,10 @@ def check_page(printed: str, cwd: Path) -> None:
     assert re.search(r"torch.Size\(\[1, 9, \d+\]\) \d+ \d0\n", printed)
     [rows] = [line for line in printed.splitlines() if line.startswith("[(10, ")]
     assert re.findall(r"\((\d+), ", rows) == ["10", "20", "30"]
+    jobs = re.findall(r"^(0\.\d+) complete 30 (\d\.\d+)$", printed, re.MULTILINE)
+    assert sorted(rate for rate, _ in jobs) == ["0.001", "0.01"]
+    best, other = (float(loss) for _, loss in jobs)
+    assert best < other
     losses = re.findall(r"^nats per token: (.*)", printed, re.MULTILINE)
     first, second, of_mean = map(float, losses)
     assert of_mean < (first + second) / 2

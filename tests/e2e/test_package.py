@@ -69,6 +69,7 @@ except UserError as error:
 run = mingpt_ddp.load(result["run"], step="best")
 logits: Tensor = run.model(Tensor([run.tokenizer.encode("The")]).long())
 print(complete(run, "The "), logits.shape, run.config["model"], run.step + 1)
+jobs = mingpt_ddp.sweep(["optimizer.lr=1e-3,3e-4"], nproc=2) + mingpt_ddp.rows("outputs/lr")
 losses: list[float] = [row["val_loss"] for row in mingpt_ddp.history(result["run"]) if "val_loss" in row]
 """  # noqa: E501
 WRONG = {
@@ -77,6 +78,7 @@ WRONG = {
     "mingpt_ddp.load('run').generate(1)": "arg-type",
     "mingpt_ddp.load('run').steps": "attr-defined",
     "mingpt_ddp.history('run').keys()": "attr-defined",
+    "mingpt_ddp.sweep('run')[0].val_loss": "attr-defined",
 }
 
 

@@ -91,11 +91,17 @@ def test_generated_text_depends_on_the_seed_alone():
             "name a run or the directory of a sweep",
         ),
         (lambda: mingpt_ddp.history(ROOT / "setup.cfg"), RunError, "is not a run directory"),
+        (lambda: mingpt_ddp.rows(ROOT / "docs"), RunError, "there is no run in "),
         (lambda: mingpt_ddp.train(["-m", "run.seed=1,2"]), ConfigError, "train runs one job"),
         (
             lambda: mingpt_ddp.train("run.seed=1"),
             ConfigError,
             "train takes a list of overrides: train(['run.seed=1'])",
+        ),
+        (
+            lambda: mingpt_ddp.sweep("run.seed=1,2"),
+            ConfigError,
+            "sweep takes a list of overrides: sweep(['run.seed=1,2'])",
         ),
     ],
 )
@@ -130,6 +136,23 @@ def test_the_history_of_a_sweep_has_the_rows_of_every_job(tmp_path):
         (f"job{seed}", seed, step) for seed in (1, 2) for step in (20, 40, 60, 80, 100)
     ]
     assert mingpt_ddp.history(tmp_path / "job1")[0].keys().isdisjoint({"job", "run.seed"})
+
+
+def test_the_rows_of_a_sweep(tmp_path):
+    fake_run(tmp_path / "a", {"optimizer.lr": 0.1, "run.seed": 2}, val_loss=3.0)
+    fake_run(tmp_path / "b", {"optimizer.lr": 0.2}, None, 1.0, steps=60)
+    fake_run(tmp_path / "c", {"optimizer.lr": 0.3}, val_loss=2.0, bits_per_byte=1.5)
+    failure = {"directory": "b", "count": 1, "reason": "no memory"}
+    (tmp_path / "sweep.json").write_text(json.dumps({"failures": {"lr=0.2": failure}}))
+    rows = mingpt_ddp.rows(tmp_path)
+    assert [list(row.values()) for row in rows] == [
+        ["c", f"{tmp_path}/c", "complete", 1337, 0.3, 100, 2.0, 61.5, 1.5, 1.5],
+        ["a", f"{tmp_path}/a", "complete", 2, 0.1, 100, 3.0, 61.5, None, None],
+        ["b", f"{tmp_path}/b", "failed", 1337, 0.2, 60, 1.0, None, None, None],
+    ]
+    keys = "name directory status seed optimizer.lr step val_loss wall_seconds"
+    assert {" ".join([*row][:8]) for row in rows} == {keys}
+    assert mingpt_ddp.rows(tmp_path / "a", str(tmp_path / "b"))[1]["name"] == "b"
 
 
 @pytest.mark.parametrize(
