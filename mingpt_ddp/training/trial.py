@@ -43,9 +43,7 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
     def try_steps() -> dict[str, list[str]]:
         nonlocal gradients
         batch = loader.get_batch(1, plan, 0)
-        names = check_resumes_exactly(runtime, task, loader, batch)
-        if BUILDERS["action"]:
-            gradients = _gradients(runtime, task, loader, batch)
+        names, gradients = check_resumes_exactly(runtime, task, loader, batch)
         return names
 
     names = runtime.group.run_on_rank_zero(try_steps)
@@ -53,21 +51,9 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
         check_actions(runtime, task, gradients, names)
 
 
-def _gradients(
-    runtime: Runtime, task: Task, loader: Loader, batch: list[MicroBatch]
-) -> dict[str, Tensor]:
-    """Return the gradients of a step, on the CPU."""
-    few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
-    trial = _Trial(runtime, task, _TrialLoader(loader, few))
-    with attribute_errors_to_user_code():
-        trial.train_step.passes(1)
-    named = trial.trainable.model.named_parameters()
-    return {name: p.grad.cpu() for name, p in named if p.grad is not None}
-
-
 def check_resumes_exactly(
     runtime: Runtime, task: Task, loader: Loader, batch: list[MicroBatch]
-) -> dict[str, list[str]]:
+) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
     """Train three steps, restore the state after the second, and compare the third bit for bit.
 
     The third step runs twice: in the objects that took the first two, and in fresh ones with their
@@ -78,7 +64,8 @@ def check_resumes_exactly(
         batch: the micro-batches of one rank in a step, on the CPU.
 
     Returns:
-        The names of the task's metrics: in "train"ing, and of "val"idation.
+        The names of the task's metrics: in "train"ing, and of "val"idation; and, for hooks that
+        act, the gradients of the third step, on the CPU.
 
     Raises:
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
@@ -106,7 +93,9 @@ def check_resumes_exactly(
         if fresh != second.digest():
             raise _not_exact(f"model {task.config.model.architecture}", "first weights depend")
         second.load(saved)
-        again = second.step(3)
+        again = second.passes(3)
+        gradients = second.copy_gradients() if BUILDERS["action"] else {}
+        second.update(3)
         # otherwise GPU summation order varies
         if runtime.device.type == "cpu" or task.config.trainer.deterministic:
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
@@ -114,7 +103,7 @@ def check_resumes_exactly(
             if end != second.digest():
                 raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
         task.check_model(second.trainable.model, few[0], trained=True)
-    return names
+    return names, gradients
 
 
 def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> dict[str, list[str]]:
@@ -232,12 +221,24 @@ class _Trial:
 
     def step(self, step: int) -> Tensor:
         """Take an optimizer step and return its loss."""
+        loss = self.passes(step)
+        self.update(step)
+        return loss
+
+    def passes(self, step: int) -> Tensor:
         losses = self.train_step.passes(step)
         if self.gradients is not None:
             self.gradients.check()  # before the optimizer meets them
+        return losses["loss"]
+
+    def copy_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients by name, on the CPU."""
+        named = self.trainable.model.named_parameters()
+        return {name: p.grad.to("cpu", copy=True) for name, p in named if p.grad is not None}
+
+    def update(self, step: int) -> None:
         self.train_step.clip()
         self.train_step.update(step)
-        return losses["loss"]
 
     def copy(self) -> Snapshot:
         """Return a snapshot of this step, in memory, if it could also be read from a file."""
