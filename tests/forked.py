@@ -24,9 +24,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +44,7 @@ PRELOADED = [
 ]
 PRELOADED += ["torch.utils.tensorboard", "torch.distributed.run"]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
+UNREAD = "unread"  # instead of the path of an output: a pipe whose reader has ended
 TEMPLATE = "template"  # the name of the process that an agent's workers are forked from
 # by the template, as they are sent to the agent's group
 IGNORED = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
@@ -56,12 +58,19 @@ class ForkServer:
         self._requests, self._answers = requests, answers
 
     def run(
-        self, command: list[str], cwd: Path, env: dict[str, str], timeout: float, separate: bool
+        self,
+        command: list[str],
+        cwd: Path,
+        env: dict[str, str],
+        timeout: float,
+        separate: bool,
+        outputs: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.CompletedProcess[str]:
         """Run `python ...` to completion.
 
         Args:
             separate: standard error is not in `stdout`, but in `stderr`.
+            outputs: what to write to instead: a path or UNREAD, by stdout and stderr.
 
         Raises:
             subprocess.TimeoutExpired: the command has been killed.
@@ -71,6 +80,7 @@ class ForkServer:
                 f"/proc/{os.getpid()}/fd/{file.fileno()}"
                 for file in (output, errors if separate else output)
             ]
+            files = [outputs.get("stdout", files[0]), outputs.get("stderr", files[1])]
             child = self._fork(command, cwd, env, files)
             waiter = os.pidfd_open(child)
             is_done = bool(select.select([waiter], [], [], timeout)[0])
@@ -296,7 +306,7 @@ def run(request: dict[str, Any]) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    files = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in request["files"]]
+    files = [open_output(path) for path in request["files"]]
     for target, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *files]):
         os.dup2(descriptor, target)
         os.close(descriptor)
@@ -318,6 +328,14 @@ def run(request: dict[str, Any]) -> None:
         sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def open_output(path: str) -> int:
+    if path != UNREAD:
+        return os.open(path, os.O_WRONLY | os.O_APPEND)
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
 
 
 def fork_workers() -> None:

@@ -8,10 +8,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import UNREAD, open_output, server_of
 from launching import PATIENCE_S, ROOT, TINY, environment, python_main
 
 from mingpt_ddp.distributed.exit import CLOSED_PIPE
@@ -19,6 +19,7 @@ from mingpt_ddp.storage.run_dir import read_result
 
 SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
 FULL = "output error: cannot write to standard output: No space left on device; "
+FULL_DISK = "/dev/full"
 RUN = "outputs/job"
 COMMANDS = {
     "train --help": ["mingpt_ddp", "--help"],
@@ -53,25 +54,22 @@ def cwd(tmp_path_factory) -> Path:
     return cwd
 
 
-@pytest.fixture
-def full() -> Iterator[int]:
-    with open("/dev/full", "w") as file:
-        yield file.fileno()
+def run(command: list[str], cwd: Path, **outputs: str) -> subprocess.CompletedProcess[str]:
+    """Run a command whose outputs are buffered, as a user's: forked, if it is one that takes long.
 
-
-@pytest.fixture
-def unread() -> Iterator[int]:
-    """A pipe whose reader has ended."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    yield writing
-    os.close(writing)
-
-
-def run(command: list[str], cwd: Path, **streams: int) -> subprocess.CompletedProcess[str]:
+    Args:
+        outputs: stdout and stderr, as of `ForkServer.run`.
+    """
     env = environment(cwd, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED="")
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=PATIENCE_S, **streams)
+    if server := server_of(command, env):
+        return server.run(command, cwd, env, PATIENCE_S, separate=True, outputs=outputs)
+    opened = {name: open_output(path) for name, path in outputs.items()}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **opened}
+    try:
+        return subprocess.run(command, cwd=cwd, env=env, text=True, timeout=PATIENCE_S, **streams)
+    finally:
+        for descriptor in opened.values():
+            os.close(descriptor)
 
 
 def tool(name: str) -> list[str]:
@@ -91,8 +89,8 @@ def test_results_are_on_standard_output_and_logs_on_standard_error(cwd):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_full_output_is_one_line(name, cwd, full):
-    done = run(tool(name), cwd, stdout=full)
+def test_a_full_output_is_one_line(name, cwd):
+    done = run(tool(name), cwd, stdout=FULL_DISK)
     *before, last = done.stderr.splitlines()
     assert (done.returncode, last.startswith(FULL)) == (2, True), done.stderr
     assert not [line for line in before if "rror" in line or "Traceback" in line]
@@ -102,17 +100,17 @@ def test_a_full_output_is_one_line(name, cwd, full):
 @pytest.mark.parametrize(
     "name", ["train --help", "train --cfg", "sample", "verify", "report", "plan", "again"]
 )
-def test_a_reader_that_has_ended_is_no_error(name, cwd, unread):
-    done = run(tool(name), cwd, stdout=unread)
+def test_a_reader_that_has_ended_is_no_error(name, cwd):
+    done = run(tool(name), cwd, stdout=UNREAD)
     assert done.returncode == CLOSED_PIPE, done.stderr
     assert "rror" not in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("parallel", ["1", "2"])
-def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path, full):
+def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path):
     """Its jobs are complete: they do not run again."""
     command = [*python_main(), *SWEEP, f"sweep.parallel={parallel}"]
-    first = run(command, tmp_path, stdout=full)
+    first = run(command, tmp_path, stdout=FULL_DISK)
     *_, summary, last = first.stderr.splitlines()
     assert (first.returncode, last.startswith(FULL)) == (2, True), first.stderr
     assert summary == "sweep: 2 jobs, 0 already complete, 0 failed"
@@ -123,20 +121,20 @@ def test_a_complete_sweep_whose_table_cannot_be_written(parallel, tmp_path, full
 
 
 @pytest.mark.parametrize(("more", "code"), [((), 0), (("model.n_head=1,5",), 2)])
-def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd, unread):
+def test_a_sweep_whose_table_nobody_reads_ends_as_any_other(more, code, cwd):
     words = [*TINY, "run.name=read", "model.n_head=1,2"] if not more else [*TINY, "run.name=bad"]
-    done = run([*python_main(), "-m", *words, *more], cwd, stdout=unread)
+    done = run([*python_main(), "-m", *words, *more], cwd, stdout=UNREAD)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("stream", ["full", "unread"])
+@pytest.mark.parametrize("stream", [FULL_DISK, UNREAD])
 @pytest.mark.parametrize(("name", "code"), [("evaluate", 0), ("sample", 2)])
-def test_standard_error_changes_no_exit_code(name, code, stream, cwd, request):
+def test_standard_error_changes_no_exit_code(name, code, stream, cwd):
     command = tool(name)
     if code:
         command.append("temperature=-1")
-    done = run(command, cwd, stderr=request.getfixturevalue(stream))
+    done = run(command, cwd, stderr=stream)
     assert (done.returncode, done.stdout == "") == (code, code != 0)
 
 
