@@ -181,7 +181,7 @@ def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
     imported = {
         key: value
         for key, value in env.items()
-        if re.match("OMP_|MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)
+        if re.match("MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)
     }
     imported.pop("PYTHONPATH", None)
     return server_for(tuple(sorted(imported.items())))
@@ -304,6 +304,7 @@ def run(request: dict[str, Any]) -> None:
         signal.signal(number, disposition)
     sys.stdin = sys.__stdin__
     os.chdir(request["cwd"])
+    set_threads(request["env"])
     os.environ.clear()
     os.environ.update(request["env"])
     files = [open_output(path) for path in request["files"]]
@@ -328,6 +329,15 @@ def run(request: dict[str, Any]) -> None:
         sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def set_threads(env: dict[str, str]) -> None:
+    """Give torch the threads that it would have if it were loaded with another variable."""
+    named = env.get("OMP_NUM_THREADS")
+    if named != os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(named or len(os.sched_getaffinity(0))))
 
 
 def open_output(path: str) -> int:

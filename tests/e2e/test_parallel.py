@@ -282,7 +282,7 @@ def test_slots(tmp_path):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("needs two cores")
-    job = Job(["env", "-u", "OMP_NUM_THREADS", *sweep(*LONG, "run.seed=1,2", TWO)], tmp_path)
+    job = Job(sweep(*LONG, "run.seed=1,2", TWO), tmp_path, OMP_NUM_THREADS="")
     ranks = two_train(job, tmp_path / SWEEP)
     bound = [os.sched_getaffinity(rank) for rank in ranks]
     assert not bound[0] & bound[1]
