@@ -179,9 +179,7 @@ def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
     if not all(Path(directory, "sitecustomize.py").exists() for directory in directories_of(env)):
         return None
     imported = {
-        key: value
-        for key, value in env.items()
-        if re.match("MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)
+        key: value for key, value in env.items() if re.match("MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)
     }
     imported.pop("PYTHONPATH", None)
     return server_for(tuple(sorted(imported.items())))

@@ -52,7 +52,7 @@ def check_actions(
         _refuse_twice(outcomes, taken)
         return outcomes
 
-    group.decide_on_rank_zero(try_all, _refuse_differences)
+    group.decide_on_rank_zero(try_all, refuse_differences)
 
 
 class _Trial:
@@ -178,7 +178,7 @@ def _refuse_twice(outcomes: list[Outcome], taken: dict[str, list[str]]) -> None:
         known |= {*outcome["metrics"]}
 
 
-def _refuse_differences(by_rank: list[list[Outcome]]) -> None:
+def refuse_differences(by_rank: list[list[Outcome]]) -> None:
     """Refuse hooks that do not leave the same on all ranks.
 
     Raises:

@@ -92,47 +92,17 @@ def test_a_sharded_model_gives_each_rank_its_rows(tmp_path):
     assert read_result(cwd / "outputs" / "run")["val_exact_match"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ('"gradients")', '"gradient")', "@acts('gradient'): the event must be one of gradients,"),
-        ('{"largest": largest}', '{"lr": 1.0}', "a metric cannot have the name 'lr'"),
-        ('{"largest": largest}', '{"largest": "x"}', "the metric largest must be a scalar"),
-        (
-            '"exact_match": (',
-            '"accuracy": (',
-            "or another hook has a metric accuracy, too",
-        ),
-        ("    texts =", "    [][1]\n    texts =", "hooks.py:22: IndexError"),
-    ],
-)
-def test_a_mistake_is_one_line_and_nothing_is_written(old, new, line, tmp_path):
-    assert HOOKS.count(old) == 1
-    cwd = project(tmp_path, HOOKS.replace(old, new))
-    done = train(cwd)
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_mistake_is_one_line_and_nothing_is_written(ranks, tmp_path):
+    """Also one of rank 1 alone."""
+    failing = "assert int(os.environ.get('RANK', 1)) == 0"
+    hooks = "import os\n" + HOOKS.replace("    largest =", f"    {failing}\n    largest =")
+    cwd = project(tmp_path, hooks)
+    done = train(cwd, f"ddp.nproc_per_node={ranks or 'null'}", "ddp.max_restarts=0")
     assert done.returncode == 2, done.stdout
-    assert line in done.stdout.splitlines()[-1]
-    assert len(done.stdout.splitlines()) == 1
-    assert not (cwd / "outputs").exists()
-
-
-RANK = "int(os.environ['RANK'])"
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ('{"largest": ', f'{{f"largest{{{RANK}}}": ', "rank 1 than on rank 0: largest0, largest1;"),
-        ("clamp_(-0.01,", f"clamp_(-0.01 * (1 + {RANK}),", "leaves other values on rank 1 than"),
-        ("    largest =", f"    assert {RANK} == 0\n    largest =", "hooks.py:8: AssertionError"),
-    ],
-)
-def test_what_differs_between_ranks_is_refused_and_nothing_is_written(old, new, line, tmp_path):
-    assert HOOKS.count(old) == 1
-    cwd = project(tmp_path, "import os\n" + HOOKS.replace(old, new))
-    done = train(cwd, "ddp.nproc_per_node=2", "ddp.max_restarts=0")
-    assert done.returncode == 2, done.stdout
-    assert line in done.stdout.splitlines()[-1] and "hooks.py:" in done.stdout.splitlines()[-1]
+    *before, line = done.stdout.splitlines()
+    assert "hooks.py:8: AssertionError" in line
+    assert ranks or not before
     assert not (cwd / "outputs").exists()
 
 

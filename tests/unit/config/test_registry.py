@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
+from mingpt_ddp.config.hooks import acts
 from mingpt_ddp.config.registry import BUILDERS, register, run_code, run_file
 from mingpt_ddp.config.schema import BASES, GROUPS, DDPConfig
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -190,6 +191,13 @@ def test_two_hooks_of_an_event_have_two_names(decorator, is_refused, tmp_path):
             run_code({"task": {"code": "mine.py"}}, [tmp_path])
         assert len(BUILDERS["action"]) + len(BUILDERS["hook"]) == (0 if is_refused else 3)
     run_code({}, [])
+
+
+def test_an_unknown_event():
+    with pytest.raises(
+        ValueError, match=r"@acts\('gradient'\): the event must be one of gradients,"
+    ):
+        acts("gradient")
 
 
 @pytest.mark.parametrize(

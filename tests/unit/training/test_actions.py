@@ -18,7 +18,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.training.action_trial import check_actions
+from mingpt_ddp.training.action_trial import Outcome, check_actions, refuse_differences
 from mingpt_ddp.training.actions import Actions
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.trainable import build_trainable
@@ -179,8 +179,21 @@ def unkeyed(step: int, gradients: dict[str, Tensor]) -> None:
         gradient.add_(torch.rand((), generator=generator))
 
 
-def clashing(step: int, gradients: dict[str, Tensor]) -> Any:
+def clashing(*values: Any) -> Any:
     return {"accuracy": 1.0}
+
+
+class ClashingEvaluation(Noted):
+    event = "evaluation"
+    __call__ = clashing
+
+
+def taken_name(step: int, gradients: dict[str, Tensor]) -> Any:
+    return {"lr": 1.0}
+
+
+def text(step: int, gradients: dict[str, Tensor]) -> Any:
+    return {"largest": "x"}
 
 
 @pytest.mark.parametrize(
@@ -197,6 +210,9 @@ def clashing(step: int, gradients: dict[str, Tensor]) -> Any:
         (ClonedLate, "the same step again gives another result; keep what it remembers"),
         (ClonedWeights, "the same step again gives another result; keep what it remembers"),
         (clashing, "the task or another hook has a metric accuracy, too"),
+        (ClashingEvaluation, "the task or another hook has a metric accuracy, too"),
+        (taken_name, "a metric cannot have the name 'lr'"),
+        (text, "the metric largest must be a scalar"),
     ],
 )
 def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
@@ -206,7 +222,7 @@ def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
     event = getattr(hook, "event", "gradients")
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(BUILDERS["action"], f"{event} mine.hook", hook)
-        taken = {"train": ["accuracy"], "val": []}
+        taken = {"train": ["accuracy"], "val": ["accuracy"]}
         if message is None:
             check_actions(runtime, task, gradients, taken)
             return
@@ -223,3 +239,17 @@ def test_state_needs_all_weights(runtime, monkeypatch):
     task = text_task(runtime.strategy.config)
     with pytest.raises(ConfigError, match="has state, which needs all weights on every rank"):
         check_actions(runtime, task, {}, {"train": [], "val": []})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"metrics": ["a", "c"]}, r"hook has other metrics on rank 1 than on rank 0: b, c; return"),
+        ({"sha256": "1"}, "hook leaves other values on rank 1 than on rank 0; all ranks must do"),
+    ],
+)
+def test_what_differs_between_ranks_is_refused(change, message):
+    outcome = Outcome(label="hook", event="gradients", metrics=["a", "b"], sha256="0")
+    refuse_differences([[outcome], [outcome]])
+    with pytest.raises(CodeError, match=message):
+        refuse_differences([[outcome], [outcome | change]])

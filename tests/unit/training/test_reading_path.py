@@ -60,7 +60,11 @@ def test_from_main(monkeypatch):
     path = path_to_backward(
         monkeypatch, lambda: runpy.run_path(str(ROOT / "main.py"), run_name="__main__")
     )
-    assert path[-1] == "mingpt_ddp/training/train_step.py:passes"
+    below_loop = path[path.index("mingpt_ddp/training/trainer.py:fit") + 1 :]
+    assert below_loop == [
+        "mingpt_ddp/training/trainer.py:_train",
+        "mingpt_ddp/training/train_step.py:passes",
+    ]
     assert len(path) <= 9, path
     assert len(files(path)) <= 6, path
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import traceback
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from launching import TINY
 from multiprocess.ranks import configure
 
@@ -45,26 +43,6 @@ def frames(stack: traceback.StackSummary) -> list[str]:
 def below_trainer(stack: traceback.StackSummary) -> list[str]:
     names = [frame.filename for frame in stack]
     return frames(stack[len(names) - names[::-1].index(trainer.__file__) :])
-
-
-def test_at_most_two_frames_from_the_loop_to_the_backward_pass(tmp_path, monkeypatch):
-    stacks = []
-    backward = torch.Tensor.backward
-
-    def record(loss: torch.Tensor, *arguments: Any, **options: Any) -> None:
-        stacks.append(traceback.extract_stack()[:-1])
-        backward(loss, *arguments, **options)
-
-    monkeypatch.setattr(torch.Tensor, "backward", record)
-    settings = [*SETTINGS, f"run.root={tmp_path}", "trainer.micro_batch_size=4"]
-    config = from_mapping(configure(*settings, "run.name=run"))
-    runtime = Runtime(config, DistEnv())
-    run(config, runtime, {})
-    runtime.close()
-    for stack in stacks:
-        names = frames(stack)
-        below_loop = names[names.index("trainer.fit") + 1 :]
-        assert below_loop == ["trainer._train", "train_step.passes"]
 
 
 @pytest.mark.parametrize("background", ["true", "false"])
