@@ -37,7 +37,7 @@ BEST = ("shakespeare_char_best", "shakespeare_char")  # experiments, the first t
 
 def our_command(part: Part, setting: Setting, recipe: list[str], *overrides: str) -> list[str]:
     """Return our command, compiled on a GPU if possible; later overrides win."""
-    compiled = f"trainer.compile={str(part.compiles and not part.dry).lower()}"
+    compiled = f"trainer.compile={'auto' if part.compiles and not part.dry else 'false'}"
     command = ours(setting, part.text, part.scratch, recipe, part.device)
     return [*command, "data.sha256=null", compiled, *overrides]
 

@@ -40,8 +40,7 @@ class TrainerConfig:
     )
     compile: bool | Literal["auto", "cuda_graphs"] = key(
         "auto",
-        "torch.compile; auto: on a GPU; cuda_graphs: auto, with CUDA graphs for small models "
-        "on one GPU",
+        "torch.compile; auto: on a GPU, with CUDA graphs (cuda_graphs) for small models on one GPU",
         changes="rounding",
     )
     grad_norm_clip: PositiveFloat | None = key(

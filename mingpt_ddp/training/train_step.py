@@ -13,6 +13,7 @@ from torch import Tensor
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.compile import replays_graphs
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
@@ -60,6 +61,8 @@ class TrainStep:
         # of the configuration: loading the optimizer's state replaces its groups
         self.weight_decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         self.parameters = list(self.model.parameters())
+        if runtime.compiles:
+            self.strategy.graphs = replays_graphs(self.config, self.model, plan)
         self.parallel_model = self.strategy.wrap(self.model)
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
@@ -188,7 +191,8 @@ class TrainStep:
         first = self.loader.get_batch(1, self.plan, self.runtime.group.data_rank)[0]
         self.strategy.warm_up(self.parallel_model, lambda: self.forward(1, first).losses["loss"])
         if self.runtime.compiles:
-            log.info("compiled in %.1f s", time.perf_counter() - begin)
+            graphs = ", with CUDA graphs" if self.strategy.graphs else ""
+            log.info("compiled in %.1f s%s", time.perf_counter() - begin, graphs)
 
     def diagnose(self, step: int) -> str:
         """Repeat the passes of a step; return which rank's loss or gradient is not finite.

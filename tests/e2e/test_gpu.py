@@ -273,15 +273,15 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
 def test_a_model_on_a_gpu_and_the_cpu_learns_alike(optimizer: str) -> None:
     """Two real devices where there is one GPU.
 
-    Without biases: a key's has no gradient but rounding errors, which AdamW makes a whole step.
+    But for the biases of keys: of their gradients, 0 but for rounding, AdamW makes whole steps.
     """
-    options = [f"optimizer={optimizer}", "trainer.precision=fp32", "model.bias=false"]
+    options = [f"optimizer={optimizer}", "trainer.precision=fp32"]
     gpu = torch.device("cuda", 0)
     one, two = (train_on(devices, options) for devices in ([gpu], [gpu, torch.device("cpu")]))
     assert two[0] == pytest.approx(one[0], rel=1e-3)
     ours, theirs = (decode(content) for content in (two[1], one[1]))
     assert ours.keys() == theirs.keys()
-    for name in ours:
+    for name in (name for name in ours if "qkv.bias" not in name):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=2e-3, msg=name)
 
 

@@ -20,6 +20,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models import build_model
 from mingpt_ddp.training.run import run
 from multiprocess.ranks import Ranks, configure
 
@@ -131,6 +132,23 @@ def test_cuda_graphs_need_one_micro_batch_per_step():
         plan_batches(settings, 2)
 
 
+def test_auto_replays_little_work_of_built_in_parts_on_one_gpu_from_cuda_graphs(monkeypatch):
+    def replays(*overrides: str, world_size: int = 1, model: nn.Module | None = None) -> bool:
+        settings = config("trainer.batch_size=12", *overrides)
+        built = model or build_model(settings.model, 65, settings.data.block_size)
+        return compiling.replays_graphs(settings, built, plan_batches(settings, world_size))
+
+    assert replays()
+    assert not replays("trainer.compile=true")
+    assert not replays("trainer.micro_batch_size=6")
+    assert not replays(world_size=2)
+    assert not replays("trainer.batch_size=2000000")
+    assert not replays(model=nn.Linear(2, 2))
+    assert replays("trainer.compile=cuda_graphs", model=nn.Linear(2, 2))
+    monkeypatch.setattr(compiling, "is_user_defined", lambda kind, name: kind == "task")
+    assert not replays()
+
+
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_deterministic_run_makes_the_compiler_deterministic(deterministic):
     from torch._inductor import config as inductor
@@ -172,11 +190,11 @@ def test_compiled_code_is_cached_for_each_kind_of_cpu(directory, monkeypatch):
     for capability in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
         for _ in range(2):  # of a sweep, say
-            compiling.compile_model(nn.Linear(2, 2), config, CPU)
+            compiling.compile_model(nn.Linear(2, 2), config, CPU, graphs=False)
         found[capability] = os.environ[variable]
         base = found[capability].rpartition("/")[0]
         monkeypatch.setenv(variable, base)
     assert len(set(found.values())) == 2
     assert directory in (None, base)
-    compiling.compile_model(nn.Linear(2, 2), config, GPU)
+    compiling.compile_model(nn.Linear(2, 2), config, GPU, graphs=False)
     assert os.environ[variable] == base

@@ -44,6 +44,7 @@ class Strategy:
     is_canonical = False  # a step has the same bits on any number of ranks
     allows_several_devices = False  # for the layers of one rank
     dtype = torch.float32  # of matrix products; the runtime sets it
+    graphs = False  # the compiled model is replayed from CUDA graphs; the step sets it
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
@@ -103,7 +104,9 @@ class Strategy:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return a prepared model for training. All ranks receive the weights of rank zero."""
-        return compile_model(model, self.config, self.device) if self.compiles else model
+        if not self.compiles:
+            return model
+        return compile_model(model, self.config, self.device, self.graphs)
 
     @staticmethod
     def _broadcast_weights(model: nn.Module) -> None:
@@ -216,7 +219,7 @@ class Strategy:
     def begin_step(self) -> None:
         """Forget the shares of the last step; let CUDA graphs reuse the memory of their outputs."""
         self._shares = {}
-        if self.config.trainer.compile == "cuda_graphs":
+        if self.graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
     def maybe_no_sync(self, parallel_model: nn.Module, last: bool) -> AbstractContextManager[Any]:
