@@ -5,10 +5,12 @@ import math
 from datetime import timedelta
 from typing import TypeAlias
 
+import torch
 import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
+from mingpt_ddp.distributed.core_waits import CoreWaits
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter, Utilization
@@ -71,6 +73,9 @@ class MetricsProcessor:
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, steps.start)
         self.utilization = Utilization(runtime, model)
+        self._core_waits = (
+            CoreWaits(torch.get_num_threads()) if runtime.device.type == "cpu" else None
+        )
         self._is_set_up = False
         self._times = times
         self._is_first = True
@@ -106,6 +111,8 @@ class MetricsProcessor:
             self._is_first = False
         else:
             self.panel.advance(step)
+        if self._core_waits is not None and (line := self._core_waits.check()):
+            log.info(line)
         if self.steps.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})

@@ -1,0 +1,62 @@
+"""Whether the threads of this process wait for cores that others keep busy.
+
+The threads of an operation wait for the last of them at its end, so that one which has no core
+delays all: with two threads and one free core a small model trains ten times slower, or worse.
+"""
+
+import math
+import time
+
+from mingpt_ddp.distributed.proc import waited_for_cores
+
+FIRST_WINDOW_S = 0.25
+BUSY = 0.2  # cores that the threads lack, on average over a window
+
+
+class CoreWaits:
+    """How long all threads of this process wait for a core, by the scheduler's own account.
+
+    A window ends with the first `check` after its time, and the next one is twice as long: reading
+    the account, in a tenth of a millisecond, is rare. Short noise does not fill a window.
+    """
+
+    def __init__(self, threads: int) -> None:
+        """
+        Args:
+            threads: that compute, of this process.
+        """
+        self._threads = threads
+        self._window_s = FIRST_WINDOW_S
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since = time.perf_counter()
+        self._waited = waited_for_cores()
+
+    def check(self) -> str | None:
+        """Return a line for the log, once, if too few cores were free in the window that ends."""
+        elapsed_s = time.perf_counter() - self._since
+        if elapsed_s < self._window_s:
+            return None
+        before = self._waited
+        self._window_s *= 2
+        self._begin()
+        waited_s = sum(s - before.get(thread, 0.0) for thread, s in self._waited.items())
+        line = describe_waits(self._threads, waited_s, elapsed_s)
+        if line is not None:
+            self._window_s = math.inf
+        return line
+
+
+def describe_waits(threads: int, waited_s: float, elapsed_s: float) -> str | None:
+    """Return what to do if threads have waited that long in a time; None if they have hardly."""
+    missing = waited_s / elapsed_s
+    if missing < BUSY:
+        return None
+    fewer = max(1, threads - math.ceil(missing))
+    advice = f"set OMP_NUM_THREADS={fewer}" if threads > 1 else "train on fewer ranks here"
+    return (
+        f"fewer cores are free than this rank has threads ({threads}): in {elapsed_s:.2f} s they "
+        f"have waited {waited_s:.2f} s for one, which can make training several times slower; end "
+        f"what else runs on this machine, or {advice}"
+    )
