@@ -23,20 +23,34 @@ DIRECTORY = Path("outputs", "optuna_lr")
 
 
 def recorded(directory: Path) -> list[dict[str, Any]]:
-    """Return the lines of trials.jsonl without their times."""
-    lines = [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
-
-
-def trials(directory: Path) -> list[tuple[str, dict[str, Any], list[float] | None]]:
-    """Return state, parameters and objectives of every trial, read by Optuna."""
+    """Return all that Optuna reads of every trial, without the times."""
     import optuna
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     storage = optuna.storages.JournalStorage(JournalFileBackend(f"{directory}/study.journal"))
     study = optuna.load_study(study_name=directory.name, storage=storage)
-    return [(trial.state.name, trial.params, trial.values) for trial in study.trials]
+    return [
+        {
+            "state": trial.state.name,
+            "params": trial.params,
+            "values": trial.values,
+            "reports": list(trial.intermediate_values.items()),
+            **trial.user_attrs,
+        }
+        for trial in study.trials
+    ]
+
+
+def ends(directory: Path) -> list[int]:
+    """Return the number of the trial of each line of the journal that ends one."""
+    lines = map(json.loads, (directory / "study.journal").read_text().splitlines())
+    return [line["trial_id"] for line in lines if line["op_code"] == 6]
+
+
+def trials(directory: Path) -> list[tuple[str, dict[str, Any], list[float] | None]]:
+    """Return state, parameters and objectives of every trial."""
+    return [(each["state"], each["params"], each["values"]) for each in recorded(directory)]
 
 
 def states(directory: Path) -> list[str]:

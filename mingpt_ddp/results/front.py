@@ -10,7 +10,7 @@ from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.results.runs import number
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
-from mingpt_ddp.storage.run_dir import TRIALS
+from mingpt_ddp.storage.run_dir import HEADER, JOURNAL
 from mingpt_ddp.storage.storage import open_regular
 
 MOST_OBJECTIVES = 8
@@ -50,7 +50,7 @@ def read_goals(directories: Sequence[Path]) -> list[Goal]:
 
     The header is untrusted: one that is not as expected counts as none, and so do different ones.
     """
-    found = [goals for directory in directories if (goals := _read_goals(directory / TRIALS))]
+    found = [goals for directory in directories if (goals := _read_goals(directory / JOURNAL))]
     return found[0] if found and all(goals == found[0] for goals in found) else []
 
 
@@ -90,10 +90,10 @@ def _dominates(one: list[float], other: list[float]) -> bool:
 def _read_goals(path: Path) -> list[Goal]:
     try:
         with open_regular(path) as file:
-            header = json.loads(file.readline(MAX_LINE_BYTES))
-    except (OSError, ValueError, RecursionError):
+            file.readline(MAX_LINE_BYTES)  # creates the study
+            names = json.loads(file.readline(MAX_LINE_BYTES))["user_attr"][HEADER]["objectives"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
         return []
-    names = header.get("objectives") if isinstance(header, dict) else None
     if not isinstance(names, list) or not 1 <= len(names) <= MOST_OBJECTIVES:
         return []
     goals = [_goal(name) for name in names]

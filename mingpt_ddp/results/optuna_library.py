@@ -9,6 +9,7 @@ from mingpt_ddp.errors import ConfigError
 
 try:
     import optuna
+    from optuna.storages import journal  # noqa: F401
 except ImportError as import_error:
     raise ConfigError("a search needs Optuna; pip install 'mingpt_ddp[sweep]'") from import_error
 

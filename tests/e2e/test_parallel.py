@@ -27,13 +27,13 @@ from searching import (
     DIRECTORY,
     SEARCH,
     SHORT,
+    ends,
     history_lines,
     recorded,
     results,
     starts,
     states,
     statuses,
-    trials,
     weights,
 )
 
@@ -105,11 +105,11 @@ def test_a_search_killed_with_several_jobs_goes_on_with_one(tmp_path):
     job = Job(sweep(*overrides, TWO), tmp_path)
     until(job, lambda: len(statuses(tmp_path / DIRECTORY)) >= 3, "three jobs")
     job.kill_tree()
-    before = [line for line in recorded(tmp_path / DIRECTORY) if line["kind"] == "drawn"]
+    before = [trial["params"] for trial in recorded(tmp_path / DIRECTORY)]
     ended = starts(tmp_path / DIRECTORY).keys() & statuses(tmp_path / DIRECTORY).keys()
     succeed(sweep(*overrides, "sweep.parallel=1"), tmp_path)
     check_ended(tmp_path / DIRECTORY, 8)
-    drawn = [line for line in recorded(tmp_path / DIRECTORY) if line["kind"] == "drawn"]
+    drawn = [trial["params"] for trial in recorded(tmp_path / DIRECTORY)]
     assert drawn[: len(before)] == before
     assert {starts(tmp_path / DIRECTORY)[name] for name in ended} == {1}
 
@@ -163,13 +163,11 @@ def check_ended(directory: Path, count: int) -> None:
     """Check that a search has all trials, each once, and that Optuna reads them."""
     assert len(statuses(directory)) == count
     assert set(statuses(directory).values()) <= {"complete", "pruned"}
-    found = trials(directory)
+    found = recorded(directory)
     assert len(found) == count
-    assert {state for state, _, _ in found} <= {"COMPLETE", "PRUNED"}
-    ends = [line["trial"] for line in recorded(directory) if line["kind"] == "finished"]
-    assert sorted(ends) == list(range(count)), "a trial ended twice, or never"
-    jobs = {line["job"] for line in recorded(directory) if line["kind"] == "finished"}
-    assert jobs == set(statuses(directory))
+    assert {trial["state"] for trial in found} <= {"COMPLETE", "PRUNED"}
+    assert sorted(ends(directory)) == list(range(count)), "a trial ended twice, or never"
+    assert {trial["job"] for trial in found} == set(statuses(directory))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from browser import Browser, chromium
-from fake_runs import fake_run
+from fake_runs import fake_run, write_header
 
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.results.report import report
@@ -219,7 +219,7 @@ def replicates(tmp_path_factory):
         run = fake_run(root / "sweep" / f"{number}", values, val_loss=loss)
         result = json.loads((run / "result.json").read_text())
         (run / "result.json").write_text(json.dumps({**result, "speed": number // 3}))
-    (root / "sweep" / "trials.jsonl").write_text('{"objectives": ["val_loss", "-speed"]}')
+    write_header(root / "sweep", '{"objectives": ["val_loss", "-speed"]}')
     report([root / "sweep"], root / "page.html")
     return root / "page.html"
 

@@ -3,11 +3,18 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mingpt_ddp.errors import counted
 from mingpt_ddp.results.optuna_library import no_warnings, optuna
-from mingpt_ddp.sweeps.search.optuna_trials import STATES, StudyDirection, TrialState, comparable
-from mingpt_ddp.sweeps.search.records import Records
+from mingpt_ddp.sweeps.search.optuna_trials import (
+    FrozenTrial,
+    StudyDirection,
+    TrialState,
+    directions,
+    in_memory,
+)
 from mingpt_ddp.sweeps.search.samplers import Setting, Table, with_defaults
 
 PRUNERS: Table = {
@@ -25,8 +32,6 @@ PRUNERS: Table = {
         "bootstrap_count": Setting(0),
     },
 }
-# Not infinite: NumPy's median of two infinite numbers is NaN.
-WORST = 1e300
 RUNG = "completed_rung_"  # begins Optuna's attribute of a trial for a rung that it has reached
 BEST_PART = {2: "half", 3: "third", 4: "quarter", 5: "fifth"}
 
@@ -40,119 +45,122 @@ def check_pruner(name: str, given: Mapping[str, Any]) -> None:
     with_defaults(PRUNERS, "pruner", name, given)
 
 
+@dataclass(frozen=True)
+class Pruned:
+    """The decision that a trial ends."""
+
+    step: int
+    reason: str
+    rung: int | None  # of asha, the last one that the trial has reached
+
+
+@dataclass(frozen=True)
 class Pruning:
-    """Optuna's pruner on a study in memory, which repeats what the records say."""
+    """What judges the evaluations of a study, on a copy of it in memory.
 
-    def __init__(
-        self, name: str, given: Mapping[str, Any], objective: str, records: Records
-    ) -> None:
-        self._name = name
-        self._settings = with_defaults(PRUNERS, "pruner", name, given)
-        self._objective = objective
-        self._records = records
-        self._pruner: optuna.pruners.BasePruner | None = None
-        self.repeat()
+    Optuna's asha keeps the rungs of a trial. Here they follow from its evaluations: a kill between
+    a rung and the decision about it would change that.
+    """
 
-    def repeat(self) -> None:
-        """Build the study from the records."""
-        maximize = self._objective.startswith("-")
-        self._direction = StudyDirection.MAXIMIZE if maximize else StudyDirection.MINIMIZE
-        self._storage = optuna.storages.InMemoryStorage()
-        study_id = self._storage.create_new_study([self._direction], "pruning")
-        with no_warnings():
-            self._study = optuna.load_study(
-                study_name="pruning",
-                storage=self._storage,
-                sampler=optuna.samplers.RandomSampler(0),
-                pruner=optuna.pruners.NopPruner(),
-            )
-        self._study_id = study_id
-        self._ids: list[int] = []
-        for _ in self._records.trials:
-            self.add_trial()
-        for number, step in self._records.reports:
-            self._prunes(number, step, self._records.trials[number].reports[step].value)
-        for trial in self._records.trials:
-            if trial.outcome:
-                self.finish(trial.number, trial.outcome)
+    name: str
+    given: Mapping[str, Any]
+    objective: str
+    first_evaluation: int  # the step of the first one of all
 
-    def add_trial(self) -> None:
-        """Add the next trial."""
-        self._ids.append(self._storage.create_new_trial(self._study_id))
+    def decide(
+        self, trials: Sequence[FrozenTrial], judged: FrozenTrial, step: int, value: float
+    ) -> Pruned | None:
+        """Return why a trial ends after an evaluation; None: it goes on.
 
-    def finish(self, number: int, outcome: str) -> None:
-        """Finish a trial; of its result a pruner reads the state alone."""
-        values = [0.0] if outcome == "complete" else None
-        self._storage.set_trial_state_values(self._ids[number], STATES[outcome], values)
-
-    def decide(self, number: int, step: int, value: float) -> str | None:
-        """Return why a trial is pruned after an evaluation; None: it goes on."""
-        if not self._prunes(number, step, value):
+        Args:
+            trials: all, the judged one too, without this evaluation.
+        """
+        before = judged.intermediate_values
+        if step < max(before, default=0):  # before an evaluation that has been judged
             return None
-        return self._why_median(number, step) if self._name == "median" else self._why_asha(number)
-
-    def _prunes(self, number: int, step: int, value: float) -> bool:
-        value = comparable(value, self._direction)
-        value = min(max(value, -WORST), WORST)
-        self._storage.set_trial_intermediate_value(self._ids[number], step, value)
-        trial = self._storage.get_trial(self._ids[number])
-        if trial.last_step != step:  # an evaluation before one that has been judged
-            return False
+        reports = {**before, step: value}
+        others = [trial for trial in trials if trial.number != judged.number]
         with no_warnings():
-            return self._pruner_from(step).prune(self._study, trial)
-
-    def _pruner_from(self, step: int) -> optuna.pruners.BasePruner:
-        if self._pruner is not None:
-            return self._pruner
-        if self._name == "median":
-            self._pruner = optuna.pruners.MedianPruner(**self._settings)
-            return self._pruner
-        first = self._records.reports[0][1] if self._records.reports else step
-        settings = dict(self._settings)
-        settings["min_resource"] = settings["min_resource"] or max(first, 1)
-        self._pruner = optuna.pruners.SuccessiveHalvingPruner(**settings)
-        return self._pruner
-
-    def _why_median(self, number: int, step: int) -> str:
-        reports = self._storage.get_trial(self._ids[number]).intermediate_values.values()
-        others = [
-            trial.intermediate_values[step]
-            for trial in self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-            if step in trial.intermediate_values
-        ]
-        is_max = self._direction == StudyDirection.MAXIMIZE
-        best = max(reports) if is_max else min(reports)
-        side = "below" if is_max else "above"
-        median = statistics.median(others)
-        return (
-            f"{self._title} {_text(best)} is {side} the median {_text(median)} of {len(others)} "
-            f"{_jobs(len(others))} at step {step}"
-        )
-
-    def _why_asha(self, number: int) -> str:
-        trial = self._storage.get_trial(self._ids[number])
-        rung = sum(key.startswith(RUNG) for key in trial.system_attrs)
-        trials: Sequence[Any] = self._study.get_trials(deepcopy=False)
-        count = sum(f"{RUNG}{rung - 1}" in other.system_attrs for other in trials)
-        factor = self._settings["reduction_factor"]
-        part = BEST_PART.get(factor, f"1/{factor}")
-        return (
-            f"not among the best {part} of {count} {_jobs(count)} at rung {rung}, "
-            f"step {trial.last_step}"
-        )
+            study = in_memory(self._direction, [self._copy(trial) for trial in others])
+            study.add_trial(self._copy(judged, reports))
+            is_pruned = self._pruner().prune(study, study.trials[-1])
+        if not is_pruned:
+            return None
+        if self.name == "median":
+            return Pruned(step, self._why_median(others, reports, step), None)
+        return self._because_of_asha(study.trials, step)
 
     @property
-    def _title(self) -> str:
-        name = self._objective.removeprefix("-")
-        return {"val_loss": "validation loss"}.get(name, name)
+    def _direction(self) -> list[StudyDirection]:
+        return directions([self.objective])
 
+    def _settings(self) -> dict[str, Any]:
+        settings = with_defaults(PRUNERS, "pruner", self.name, self.given)
+        if self.name == "asha":
+            settings["min_resource"] = settings["min_resource"] or max(self.first_evaluation, 1)
+        return settings
 
-def _jobs(count: int) -> str:
-    return "job" if count == 1 else "jobs"
+    def _pruner(self) -> optuna.pruners.BasePruner:
+        if self.name == "median":
+            return optuna.pruners.MedianPruner(**self._settings())
+        return optuna.pruners.SuccessiveHalvingPruner(**self._settings())
+
+    def _copy(self, trial: FrozenTrial, reports: Mapping[int, float] | None = None) -> FrozenTrial:
+        """Return what a pruner reads of a trial, with the evaluation to judge if it is given."""
+        return optuna.create_trial(
+            state=trial.state,
+            value=0.0 if trial.state == TrialState.COMPLETE else None,
+            intermediate_values=dict(reports or trial.intermediate_values),
+            system_attrs=self._rungs(trial) if self.name == "asha" else {},
+        )
+
+    def _rungs(self, trial: FrozenTrial) -> dict[str, float]:
+        """Return the value of a trial at each rung that it has reached, as Optuna keeps them."""
+        settings = self._settings()
+        factor, rate = settings["reduction_factor"], settings["min_early_stopping_rate"]
+        last = trial.user_attrs.get("pruned", {}).get("rung")
+        rungs: dict[str, float] = {}
+        for step, value in trial.intermediate_values.items():
+            while step >= settings["min_resource"] * factor ** (rate + len(rungs)):
+                if last is not None and len(rungs) > last:
+                    return rungs
+                rungs[f"{RUNG}{len(rungs)}"] = value
+        return rungs
+
+    def _why_median(
+        self, others: Sequence[FrozenTrial], reports: Mapping[int, float], step: int
+    ) -> str:
+        known = [
+            trial.intermediate_values[step]
+            for trial in others
+            if trial.state == TrialState.COMPLETE and step in trial.intermediate_values
+        ]
+        is_max = self._direction == [StudyDirection.MAXIMIZE]
+        best = max(reports.values()) if is_max else min(reports.values())
+        side = "below" if is_max else "above"
+        name = self.objective.removeprefix("-")
+        title = {"val_loss": "validation loss"}.get(name, name)
+        return (
+            f"{title} {_text(best)} is {side} the median {_text(statistics.median(known))} of "
+            f"{counted(len(known), 'job')} at step {step}"
+        )
+
+    def _because_of_asha(self, trials: Sequence[FrozenTrial], step: int) -> Pruned:
+        """
+        Args:
+            trials: as the pruner has left them, the judged one last.
+        """
+        rung = sum(key.startswith(RUNG) for key in trials[-1].system_attrs)
+        count = sum(f"{RUNG}{rung - 1}" in trial.system_attrs for trial in trials)
+        factor = self._settings()["reduction_factor"]
+        part = BEST_PART.get(factor, f"1/{factor}")
+        jobs = counted(count, "job")
+        why = f"not among the best {part} of {jobs} at rung {rung}, step {step}"
+        return Pruned(step, why, rung - 1)
 
 
 def _text(value: float) -> str:
     """Return a number to four digits after the point, or say that it was not finite."""
-    if abs(value) >= WORST or not math.isfinite(value):
+    if not math.isfinite(value):
         return "(not finite)"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.4g}"

@@ -94,8 +94,7 @@ class Drawing:
         """Return the values of the next trial: a function of the seed and the trials before it."""
         space = dict(sorted(self.space.items()))
         with no_warnings():
-            study = in_memory(self.directions, self._sampler(len(trials)))
-            study.add_trials(trials)
+            study = in_memory(self.directions, trials, self._sampler(len(trials)))
             values = study.ask(space).params
         return {key: rounded(values[key], self.space[key]) for key in self.space}
 

@@ -1,63 +1,48 @@
 """The study of a sweep: which values its trials have, how they ended, which are pruned."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.sweep_config import SweepConfig
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.results.optuna_library import optuna
-from mingpt_ddp.storage.run_dir import TRIALS
+from mingpt_ddp.storage.run_dir import HEADER, JOURNAL
+from mingpt_ddp.sweeps.search.journal import Journal
 from mingpt_ddp.sweeps.search.optuna_trials import (
     BaseDistribution,
     FrozenTrial,
+    TrialState,
     comparable,
     directions,
     distributions_as_json,
-    frozen_trial,
+    in_memory,
 )
 from mingpt_ddp.sweeps.search.pruners import Pruning
-from mingpt_ddp.sweeps.search.records import (
-    Drawn,
-    Finished,
-    Header,
-    Records,
-    Reopened,
-    Reported,
-    TrialRecord,
-    now,
-    number_of,
-)
 from mingpt_ddp.sweeps.search.samplers import Drawing
-from mingpt_ddp.sweeps.search.study_checks import ANOTHER, check_same_study, check_settings
-from mingpt_ddp.sweeps.search.study_storage import StudyStorage
+from mingpt_ddp.sweeps.search.study_checks import (
+    ANOTHER,
+    HEADERS,
+    Header,
+    check_same_study,
+    check_settings,
+)
 
-
-@dataclass(frozen=True)
-class Trial:
-    """The values of a job, by key."""
-
-    number: int
-    values: dict[str, Any]
-
-
-class Outcome(str, Enum):
-    """How a trial ended."""
-
-    COMPLETE = "complete"
-    PRUNED = "pruned"
-    FAILED = "failed"
+EARLIER = "trials.jsonl"  # the record of earlier versions
+FIRST = "first_evaluation"  # attribute of the study: the step of the first one of all
 
 
 class Study:
     """The trials of the sweep in a directory, which this process has locked.
 
-    A trial is drawn from the seed, its number and the results that there are, so that a sweep of
-    one job at a time draws what an undisturbed one would. Numbers are positions: of draws, or in
-    the grid.
+    Optuna's journal is their only record. A trial is drawn from the seed, its number and the
+    results that there are, so that a sweep of one job at a time draws what an undisturbed one
+    would. Numbers are positions: of draws, or in the grid. A trial that still runs at a start was
+    interrupted: the number finds its values, these its directory.
     """
 
     def __init__(
@@ -68,7 +53,7 @@ class Study:
         listed: Sequence[Mapping[str, Any]] | None = None,
         fixed: Mapping[str, Any] | None = None,
     ) -> None:
-        """Read the records and check that this command continues them; write nothing.
+        """Read the journal and check that this command continues it; write nothing.
 
         Args:
             listed: the trials of a grid, in order; None: a search of `space`.
@@ -76,17 +61,14 @@ class Study:
 
         Raises:
             ConfigError: a setting is invalid, or belongs to another study.
-            RunError: the records are damaged.
+            RunError: the journal is damaged.
         """
         assert (listed is None) == (settings.sampler is not None)
         check_settings(settings)
         self._settings = settings
         self._directions = directions(settings.objectives)
-        self._records = Records(directory / TRIALS)
+        self._path = directory / JOURNAL
         self._listed = None if listed is None else [_scalars(values) for values in listed]
-        self._numbers = self._match_listed()
-        self._distributions = dict(space) if self._listed is None else self._grid_space()
-        header = self._records.header
         self._header = Header(
             sampler=settings.sampler,
             space={} if self._listed is not None else distributions_as_json(space),
@@ -94,164 +76,187 @@ class Study:
             seed=settings.seed,
             fixed=json.loads(json.dumps(dict(fixed or {}))),
         )
-        if header is not None:
-            check_same_study(header, self._header)
-        self._check_values()
-        self._storage = StudyStorage(directory, self._directions, self._all_frozen)
-        self._pruning: Pruning | None = None
-        if settings.pruner != "none":
-            given = settings.pruner_settings or {}
-            self._pruning = Pruning(settings.pruner, given, settings.objectives[0], self._records)
+        check(
+            not (directory / EARLIER).exists(),
+            f"{directory} holds a search of an earlier version, {EARLIER}; {ANOTHER}",
+        )
+        self._journal = self._read()
+        self._space = dict(space) if self._listed is None else self._grid_space()
+        self._numbers = self._match_listed()
 
     def begin(self) -> None:
-        """Write the header of a new study, or repair the files of one that was interrupted.
+        """Write the journal of a new study, or mend that of one that was interrupted.
 
         Raises:
             RunError: the directory cannot be written.
         """
-        self._records.begin(self._header)
-        self._storage.open()
+        with self._journal.written():
+            self._journal.mend()
+        if self._journal.is_new:
+            self._journal.write(self._directions, {HEADER: asdict(self._header)}, [])
+        for trial in self._journal.trials():
+            if trial.state == TrialState.RUNNING:
+                self._end_if_failed(trial.number)  # a kill has kept that from being recorded
 
-    def trial(self, number: int) -> Trial:
-        """Return the values of a trial; draw and record them if it is the next one."""
+    def values(self, number: int) -> dict[str, Any]:
+        """Return the values of a trial by key; draw and record them if it is the next one."""
         if number not in self._numbers:
             self._add(number)
-        return Trial(number, dict(self._record(number).params))
+        return dict(self.trial(number).params)
 
-    def outcome(self, number: int) -> Outcome | None:
-        """Return how a trial ended; None: it has not."""
-        if number not in self._numbers:
-            return None
-        outcome = self._record(number).outcome
-        return None if outcome is None else Outcome(outcome)
+    def trial(self, number: int) -> FrozenTrial:
+        """Return a trial that has been drawn."""
+        return self._journal.trials()[self._numbers[number]]
 
-    def failures(self, number: int) -> int:
-        """Return how often a trial has failed."""
-        return self._record(number).failures if number in self._numbers else 0
+    def state(self, number: int) -> TrialState:
+        """Return the state of a trial, WAITING before it has been drawn."""
+        return self.trial(number).state if number in self._numbers else TrialState.WAITING
 
-    def reason(self, number: int) -> str:
-        """Return why a trial failed."""
-        return self._record(number).reason
-
-    def job(self, number: int) -> str:
-        """Return the name of the directory of a finished trial."""
-        return self._record(number).job
-
-    def values(self, number: int) -> list[float]:
-        """Return the objectives of a finished trial."""
-        return [*self._record(number).values]
+    def failures(self, number: int) -> list[str]:
+        """Return why a trial has failed, each time."""
+        return _failures(self.trial(number)) if number in self._numbers else []
 
     def report(self, number: int, step: int, value: float) -> str | None:
         """Record an evaluation and return why the trial is pruned after it; None: it goes on.
 
-        A job that was interrupted reports steps again: the recorded decision holds.
+        A job that was interrupted reports steps again: the recorded decision holds. It is written
+        before the evaluation, so that a kill leaves none without its decision.
         """
-        record = self._record(number)
-        pruned = None if self._pruning is None else record.pruned
-        if step in record.reports:
-            return pruned and record.reports[step].pruned
-        if record.outcome is not None or pruned:
-            return pruned
-        if self._pruning is not None:
-            pruned = self._pruning.decide(record.number, step, value)
-        line = Reported(trial=record.number, step=step, value=number_of(value), pruned=pruned)
-        self._records.append(line)
-        self._storage.report(record.number, step, comparable(value, self._directions[0]))
-        return pruned
+        trial = self.trial(number)
+        has_pruner = self._settings.pruner != "none"
+        pruned = trial.user_attrs.get("pruned") if has_pruner else None
+        if step not in trial.intermediate_values and not trial.state.is_finished():
+            value = comparable(value, self._directions[0])
+            if has_pruner and pruned is None:
+                pruned = self._judge(trial, step, value)
+            self._journal.report(trial.number, step, value)
+        return pruned["reason"] if pruned and step >= pruned["step"] else None
 
-    def finish(
-        self,
-        number: int,
-        outcome: Outcome,
-        values: Sequence[float] = (),
-        reason: str = "",
-        job: str = "",
-    ) -> None:
-        """Record how a trial ended.
+    def finish(self, number: int, state: TrialState, values: Sequence[float], job: str) -> None:
+        """Record the end of a complete or pruned trial.
 
         Args:
             values: of the objectives, if it is complete.
-            reason: why it was pruned or failed.
             job: the name of its directory.
         """
-        record = self._record(number)
-        self._records.append(
-            Finished(
-                trial=record.number,
-                outcome=outcome.value,
-                values=[number_of(value) for value in values],
-                reason=reason,
-                job=job,
-                time=now(),
-            )
-        )
-        if self._pruning is not None:
-            self._pruning.finish(record.number, outcome.value)
-        self._storage.finish(self._frozen(record))
+        trial = self.trial(number)
+        pairs = zip(values, self._directions, strict=True) if values else ()
+        plain = [comparable(value, direction) for value, direction in pairs]
+        if state == TrialState.PRUNED and trial.last_step is not None:
+            plain = [trial.intermediate_values[trial.last_step]]
+        self._journal.set(trial.number, "job", job)
+        self._journal.end(trial.number, state, plain or None)
+
+    def fail(self, number: int, reason: str) -> None:
+        """Record a failure, which ends the trial if no retry is left."""
+        index = self._numbers[number]
+        self._journal.set(index, "failures", [*self.failures(number), reason])
+        self._end_if_failed(index)
 
     def reopen(self, number: int) -> None:
-        """Record that a finished trial runs again; if it was pruned, past that step."""
-        record = self._record(number)
-        self._records.append(Reopened(trial=record.number))
-        if self._pruning is not None:
-            self._pruning.repeat()
-        self._storage.rewrite()
+        """Let a finished trial run again; if it was pruned, past that step.
 
-    def trials(self) -> list[TrialRecord]:
-        """Return all recorded trials, with the numbers that Optuna's tools show."""
-        return list(self._records.trials)
+        Optuna forbids it, so the journal is replaced.
+        """
+        trials = copy.deepcopy(self._journal.trials())
+        trial = trials[self._numbers[number]]
+        if trial.state != TrialState.FAIL:
+            trial.user_attrs.pop("failures", None)
+        trial.state = TrialState.RUNNING
+        trial.values = None
+        trial.datetime_complete = None
+        pruned = trial.user_attrs.pop("pruned", None)
+        if pruned is not None:
+            trial.intermediate_values.pop(pruned["step"], None)
+        self._journal.write(self._directions, self._journal.attributes, trials)
 
-    def _record(self, number: int) -> TrialRecord:
-        return self._records.trials[self._numbers[number]]
+    def _end_if_failed(self, index: int) -> None:
+        if len(_failures(self._journal.trials()[index])) > self._settings.retries:
+            self._journal.end(index, TrialState.FAIL)
+
+    def _judge(self, trial: FrozenTrial, step: int, value: float) -> dict[str, Any] | None:
+        """Return the decision to prune a trial, which has been recorded; None: it goes on."""
+        first = self._journal.attributes.get(FIRST)
+        if first is None:
+            first = step
+            self._journal.set_of_study(FIRST, step)
+        settings = self._settings
+        given = settings.pruner_settings or {}
+        pruning = Pruning(settings.pruner, given, settings.objectives[0], first)
+        decision = pruning.decide(self._journal.trials(), trial, step, value)
+        if decision is None:
+            return None
+        self._journal.set(trial.number, "pruned", asdict(decision))
+        return asdict(decision)
 
     def _add(self, number: int) -> None:
-        """Record a trial before its job begins."""
-        index = len(self._records.trials)
+        """Record a trial, in one line, before its job begins."""
+        trials = self._journal.trials()
         if self._listed is not None:
             params = self._listed[number]
         else:
-            assert number == index, f"trial {number} is not the next one, {index}"
-            params = self._draw()
-        self._records.append(Drawn(trial=index, params=params, time=now()))
-        self._numbers[number] = index
-        if self._pruning is not None:
-            self._pruning.add_trial()
-        self._storage.create(self._frozen(self._records.trials[index]))
+            assert number == len(trials), f"trial {number} is not the next one, {len(trials)}"
+            params = self._draw(trials)
+        trial = optuna.create_trial(
+            state=TrialState.RUNNING,
+            params=dict(params),
+            distributions={key: self._space[key] for key in params},
+        )
+        self._journal.add(trial)
+        self._numbers[number] = len(trials)
 
-    def _draw(self) -> dict[str, Any]:
+    def _draw(self, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
         assert self._settings.sampler is not None
         drawing = Drawing(
             self._settings.sampler,
             self._settings.sampler_settings or {},
             self._settings.seed,
-            self._distributions,
+            self._space,
             self._directions,
         )
-        return drawing.draw(self._all_frozen())
+        return drawing.draw(trials)
 
-    def _frozen(self, record: TrialRecord) -> FrozenTrial:
-        return frozen_trial(record, self._distributions, self._directions)
-
-    def _all_frozen(self) -> list[FrozenTrial]:
-        return [self._frozen(record) for record in self._records.trials]
+    def _read(self) -> Journal:
+        """Read the journal, and check that this command continues it."""
+        try:
+            journal = Journal(self._path)
+            if journal.is_new:
+                return journal
+            header = HEADERS.validate_json(json.dumps(journal.attributes[HEADER]))
+            in_memory(directions(header.objectives), journal.trials())  # checks the values
+            if not all(_is_name(trial.user_attrs.get("job", "-")) for trial in journal.trials()):
+                raise ValueError("a job is not a directory of the sweep")
+        except Exception as error:  # of the system, of Optuna, of pydantic
+            what = (
+                f"cannot be read: {reason(error)}" if isinstance(error, OSError) else "is damaged"
+            )
+            raise RunError(
+                f"{self._path} {what}; move it away to begin a new study, or {ANOTHER}"
+            ) from error
+        check_same_study(header, self._header)
+        return journal
 
     def _match_listed(self) -> dict[int, int]:
         """Return the indices of the recorded trials by number.
 
         The list of a grid may have changed: a trial keeps its record, found by its values.
         """
+        trials = self._journal.trials()
         if self._listed is None:
-            return {i: i for i in range(len(self._records.trials))}
-        recorded: dict[str, int] = {}
-        for record in self._records.trials:
-            recorded.setdefault(_key(record.params), record.number)
-        found = {number: recorded.get(_key(each)) for number, each in enumerate(self._listed)}
+            return {i: i for i in range(len(trials))}
+        recorded: dict[frozenset[tuple[str, Any]], int] = {}
+        for trial in trials:
+            recorded.setdefault(frozenset(trial.params.items()), trial.number)
+        found = {
+            number: recorded.get(frozenset(each.items()))
+            for number, each in enumerate(self._listed)
+        }
         return {number: index for number, index in found.items() if index is not None}
 
     def _grid_space(self) -> dict[str, BaseDistribution]:
         """Return, for Optuna's tools, the values of each key that the trials have or had."""
         values: dict[str, list[Any]] = {}
-        for params in [*(each.params for each in self._records.trials), *(self._listed or [])]:
+        for params in [*(each.params for each in self._journal.trials()), *(self._listed or [])]:
             for key, value in params.items():
                 choices = values.setdefault(key, [])
                 if value not in choices:
@@ -261,24 +266,18 @@ class Study:
             for key, choices in values.items()
         }
 
-    def _check_values(self) -> None:
-        for record in self._records.trials:
-            try:
-                if self._listed is None and record.params.keys() != self._distributions.keys():
-                    raise ValueError("other keys")
-                self._frozen(record)
-            except (ValueError, TypeError, OverflowError, KeyError, OSError) as error:
-                raise RunError(
-                    f"{self._records.path}: the values of trial {record.number} are damaged; move "
-                    f"the file away to begin a new study, or {ANOTHER}"
-                ) from error
+
+def _failures(trial: FrozenTrial) -> list[str]:
+    failures: list[str] = trial.user_attrs.get("failures", [])
+    return failures
+
+
+def _is_name(text: Any) -> bool:
+    """Return whether a text can only name something in a directory itself."""
+    return isinstance(text, str) and text not in (".", "..") and not {"/", "\0"} & {*text}
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that Optuna can hold: lists and mappings as JSON."""
     plain = (bool, int, float, str, type(None))
     return {k: v if isinstance(v, plain) else json.dumps(v) for k, v in values.items()}
-
-
-def _key(params: Mapping[str, Any]) -> str:
-    return json.dumps(params, sort_keys=True)

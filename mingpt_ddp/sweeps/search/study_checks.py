@@ -1,15 +1,33 @@
 """The checks of a study before anything is written: its settings, and what was recorded."""
 
 import json
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.sweeps.search.pruners import check_pruner
-from mingpt_ddp.sweeps.search.records import Header
 from mingpt_ddp.sweeps.search.samplers import check_sampler
 
 ANOTHER = "choose another run.name"
+
+
+@with_config(ConfigDict(strict=True, allow_inf_nan=False))
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What all trials of a study share."""
+
+    format: Literal[1] = 1
+    sampler: str | None  # null: a grid
+    space: dict[str, Any]  # Optuna's JSON of the distribution of each key
+    objectives: Annotated[list[str], Field(min_length=1)]
+    seed: Annotated[int, Field(ge=0)]
+    fixed: dict[str, Any]
+
+
+HEADERS: TypeAdapter[Header] = TypeAdapter(Header)
 
 
 def check_settings(settings: SweepConfig) -> None:

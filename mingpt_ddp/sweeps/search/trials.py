@@ -8,8 +8,9 @@ from typing import Any
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import override_text
-from mingpt_ddp.sweeps.search.study import Outcome, Study
+from mingpt_ddp.sweeps.search.study import Study
 
 
 class Trials:
@@ -43,18 +44,18 @@ class Trials:
         return [*self._fixed, *self._drawn(number)]
 
     def _drawn(self, number: int) -> list[str]:
-        values = self._study.trial(number).values
+        values = self._study.values(number)
         return [override_text(key, value) for key, value in values.items()]
 
     def is_settled(self, number: int, has_other_limits: bool) -> bool:
-        outcome = self._study.outcome(number)
-        if outcome is None:
+        state = self._study.state(number)
+        if not state.is_finished():
             return False
-        if outcome is Outcome.FAILED:
+        if state == TrialState.FAIL:
             return self.failed_before(number) is not None
-        if outcome is Outcome.PRUNED and self._settings.pruner == "none":
+        if state == TrialState.PRUNED and self._settings.pruner == "none":
             return False
-        if outcome is Outcome.COMPLETE and has_other_limits:
+        if state == TrialState.COMPLETE and has_other_limits:
             return False
         return bool(read_result(self.directory(number)))
 
@@ -62,17 +63,15 @@ class Trials:
         return ", ".join(self._drawn(number))
 
     def directory(self, number: int) -> Path:
-        return self._directory / self._study.job(number)
+        return self._directory / self._study.trial(number).user_attrs["job"]
 
     def failed_before(self, number: int) -> str | None:
-        if self._study.outcome(number) is not Outcome.FAILED:
-            return None
-        if self._study.failures(number) <= self._settings.retries:
-            return None
-        return self._study.reason(number)
+        failures = self._study.failures(number)
+        has_failed = self._study.state(number) == TrialState.FAIL
+        return failures[-1] if has_failed and len(failures) > self._settings.retries else None
 
     def start(self, number: int) -> None:
-        if self._study.outcome(number) is not None:
+        if self._study.state(number).is_finished():
             self._study.reopen(number)
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -85,17 +84,18 @@ class Trials:
     def finish(self, number: int, directory: Path) -> None:
         result = read_result(directory)
         is_pruned = result.get("status") == RunStatus.PRUNED
-        outcome = Outcome.PRUNED if is_pruned else Outcome.COMPLETE
+        state = TrialState.PRUNED if is_pruned else TrialState.COMPLETE
         values = [_number(result, name.removeprefix("-")) for name in self._settings.objectives]
-        before = self._study.outcome(number)
-        if before is outcome and self._study.values(number) == values:
+        trial = self._study.trial(number)
+        is_same = trial.state == state and (is_pruned or trial.values == values)
+        if is_same and trial.user_attrs.get("job") == directory.name:
             return
         self.start(number)
-        self._study.finish(number, outcome, values, job=directory.name)
+        self._study.finish(number, state, values, job=directory.name)
 
     def fail(self, number: int, reason: str) -> None:
         self.start(number)
-        self._study.finish(number, Outcome.FAILED, reason=reason)
+        self._study.fail(number, reason)
 
 
 def _number(result: Mapping[str, Any], name: str) -> float:

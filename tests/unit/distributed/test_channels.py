@@ -79,7 +79,7 @@ def test_evaluations_are_judged_and_the_last_error_is_kept():
 
 def test_an_error_of_the_judge_ends_the_workers():
     def judge(step, metrics):
-        raise RunError("cannot write trials.jsonl")
+        raise RunError("cannot write study.journal")
 
     before = time.monotonic()
     with pytest.raises(RunError, match="cannot write"):

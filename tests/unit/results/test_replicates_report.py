@@ -7,7 +7,7 @@ import math
 import re
 
 import pytest
-from fake_runs import fake_run
+from fake_runs import fake_run, write_header
 from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
@@ -159,7 +159,7 @@ def test_a_pareto_front():
     ],
 )
 def test_a_header_that_is_not_as_expected_counts_as_none(tmp_path, header):
-    (tmp_path / "trials.jsonl").write_text(header + "\n")
+    write_header(tmp_path, header)
     assert read_goals([tmp_path]) == []
 
 
@@ -170,7 +170,7 @@ def test_the_front_is_marked(tmp_path):
         run = fake_run(sweep / f"{number}", {"optimizer.lr": number}, val_loss=loss)
         result = json.loads((run / "result.json").read_text())
         (run / "result.json").write_text(json.dumps({**result, "speed<b>": speed}))
-    (sweep / "trials.jsonl").write_text('{"objectives": ["val_loss", "-speed<b>"]}\n{}')
+    write_header(sweep, '{"objectives": ["val_loss", "-speed<b>"]}')
     lines = report([sweep], tmp_path / "page.html").splitlines()
     assert cells(lines[0])[-2:] == ["speed<b>", "job"]
     assert [line[0] for line in lines[1:4]] == ["*", "*", " "]

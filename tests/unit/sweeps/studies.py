@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import optuna
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import search_space
-from mingpt_ddp.sweeps.search.study import Outcome, Study
+from mingpt_ddp.sweeps.search.study import Study
 
 SWEPT = ("lr=tag(log,interval(1e-5,1))", "n=int(interval(1,9))", "kind=a,b,1")
 STEPS = (10, 30, 90)
@@ -34,24 +35,22 @@ def loss(values: dict[str, Any], step: int = 1000) -> float:
 
 def run_job(study: Study, number: int) -> None:
     """Run a trial; number 3 fails."""
-    values = study.trial(number).values
-    if study.outcome(number) is not None:
+    values = study.values(number)
+    if study.state(number).is_finished():
         return
     for step in STEPS:
-        reason = study.report(number, step, loss(values, step)) if one_objective(study) else None
-        if reason:
-            study.finish(number, Outcome.PRUNED, reason=reason, job=f"job-{number}")
+        if one_objective(study) and study.report(number, step, loss(values, step)):
+            study.finish(number, TrialState.PRUNED, [], f"job-{number}")
             return
     if number == 3:
-        study.finish(number, Outcome.FAILED, reason="exit code 1", job=f"job-{number}")
+        study.fail(number, "exit code 1")
         return
     results = [loss(values)] if one_objective(study) else [loss(values), float(values["n"])]
-    study.finish(number, Outcome.COMPLETE, results, job=f"job-{number}")
+    study.finish(number, TrialState.COMPLETE, results, f"job-{number}")
 
 
 def one_objective(study: Study) -> bool:
-    assert study._records.header is not None
-    return len(study._records.header.objectives) == 1
+    return len(study._settings.objectives) == 1
 
 
 def run_all(study: Study, trials: int) -> None:
@@ -59,15 +58,27 @@ def run_all(study: Study, trials: int) -> None:
         run_job(study, number)
 
 
-def lines_of(directory: Path) -> list[dict[str, Any]]:
-    """Return the records without their times."""
-    lines = [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "time"} for line in lines]
+def load(directory: Path) -> list[optuna.trial.FrozenTrial]:
+    """Read the only study of a journal as Optuna's own tools do."""
+    backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
+    storage = optuna.storages.JournalStorage(backend)
+    return optuna.load_study(study_name=None, storage=storage).trials
+
+
+def trials_of(directory: Path) -> list[tuple[Any, ...]]:
+    """Return all that is recorded of the trials without their times."""
+    return [
+        (
+            *(trial.number, trial.state.name, trial.params, trial.distributions, trial.values),
+            *(list(trial.intermediate_values.items()), trial.user_attrs, trial.system_attrs),
+        )
+        for trial in load(directory)
+    ]
 
 
 def cut_copy(source: Path, target: Path, size: int) -> Path:
-    """Copy a study whose records end after some bytes."""
+    """Copy a study whose journal ends after some bytes."""
     shutil.copytree(source, target, symlinks=True)
-    with open(target / "trials.jsonl", "r+b") as file:
+    with open(target / "study.journal", "r+b") as file:
         file.truncate(size)
     return target

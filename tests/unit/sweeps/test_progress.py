@@ -13,7 +13,6 @@ from mingpt_ddp.storage import records as storage_records
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.progress import attempts
-from mingpt_ddp.sweeps.search.study import Outcome
 from mingpt_ddp.sweeps.search.trials import Trials
 from mingpt_ddp.sweeps.sources import Grid
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -50,14 +49,13 @@ def test_threads_that_torch_cannot_start_are_not_kept(tmp_path, threads):
 
 
 def test_failures_of_earlier_starts_count(tmp_path):
-    settings = SweepConfig(sampler="random", retries=1)
     study = open_study(tmp_path)
-    study.trial(0)
-    study.finish(0, Outcome.FAILED, reason="a reason")
-    sweep = Sweep(settings=settings)
-    source = Trials(study, settings, [], tmp_path, 2)
+    study.values(0)
+    study.fail(0, "a reason")
+    settings = SweepConfig(sampler="random", retries=1)
+    source = Trials(open_study(tmp_path, retries=1), settings, [], tmp_path, 2)
     assert not source.is_settled(0, False)
-    tries = attempts(sweep, source, 0)
+    tries = attempts(Sweep(settings=settings), source, 0)
     next(tries)
     source.fail(0, "a reason")
     assert next(tries, "end") == "end"

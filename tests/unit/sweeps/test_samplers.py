@@ -10,10 +10,9 @@ import warnings
 
 import pytest
 
-from mingpt_ddp.sweeps.search.optuna_trials import optuna
+from mingpt_ddp.sweeps.search.optuna_trials import TrialState, optuna
 from mingpt_ddp.sweeps.search.pruners import PRUNERS
 from mingpt_ddp.sweeps.search.samplers import SAMPLERS, rounded, seed_of
-from mingpt_ddp.sweeps.search.study import Outcome
 from tests.unit.sweeps.studies import open_study, run_all
 
 Float = optuna.distributions.FloatDistribution
@@ -75,10 +74,10 @@ def test_optuna_says_nothing(tmp_path, sampler, capfd, caplog):
             tmp_path, sampler=sampler, sampler_settings=settings, pruner="median", parallel=2
         )
         run_all(study, 4)
-        study.trial(4)
+        study.values(4)
         study.report(4, 10, 1.0)
-        study.finish(4, Outcome.COMPLETE, [float("inf")])
-        study.trial(5)
+        study.finish(4, TrialState.COMPLETE, [float("inf")], "job-4")
+        study.values(5)
     assert not caught
     assert capfd.readouterr() == ("", "")
     assert not [each for each in caplog.records if not each.name.startswith("mingpt_ddp")]
@@ -88,7 +87,7 @@ def test_without_optuna(tmp_path):
     (tmp_path / "optuna.py").write_text("raise ImportError('as if it were not installed')\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-        "import mingpt_ddp.sweeps.sweep, mingpt_ddp.sweeps.search.records\n"
+        "import mingpt_ddp.sweeps.sweep\n"
         "assert 'optuna' not in sys.modules\n"
         "from mingpt_ddp.errors import ConfigError\n"
         "for name in ('space', 'samplers', 'study'):\n"

@@ -5,56 +5,32 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import resource
+import shutil
 import signal
 import time
-from pathlib import Path
 
 import optuna
 import pytest
 
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError, RunError
+from mingpt_ddp.results.front import read_goals
+from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import search_space
-from mingpt_ddp.sweeps.search.study import Outcome, Study
+from mingpt_ddp.sweeps.search.study import Study
 from tests.unit.sweeps.studies import (
     SWEPT,
     cut_copy,
-    lines_of,
+    load,
     open_study,
     parse,
     run_all,
-    run_job,
+    trials_of,
 )
 
 STARTUP = {"tpe": {"n_startup_trials": 3}, "gp": {"n_startup_trials": 3}}
 SAMPLERS = ("tpe", "gp", "random")
-
-
-def load(directory: Path, name: str = "") -> list[optuna.trial.FrozenTrial]:
-    """Read the study as Optuna's own tools do; `name` is another than that of the directory."""
-    backend = optuna.storages.journal.JournalFileBackend(str(directory / "study.journal"))
-    storage = optuna.storages.JournalStorage(backend)
-    return optuna.load_study(study_name=name or directory.name, storage=storage).trials
-
-
-def check_agrees(directory: Path) -> None:
-    """Check that Optuna reads what the records say."""
-    states = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": None}
-    study = Study(
-        directory,
-        SweepConfig(sampler="random"),
-        search_space(parse(*SWEPT)),
-    )
-    trials = load(directory)
-    assert [trial.number for trial in trials] == list(range(len(study.trials())))
-    for trial, record in zip(trials, study.trials(), strict=True):
-        assert trial.params == record.params
-        assert states[trial.state.name] == record.outcome
-        reports = {step: each.value for step, each in record.reports.items()}
-        assert trial.intermediate_values == reports
-        assert trial.user_attrs.get("job", "") == record.job
-        if record.outcome == "complete":
-            assert trial.values == record.values
 
 
 @pytest.mark.parametrize("pruner", ["median", "asha"])
@@ -70,18 +46,17 @@ def test_a_study_cut_anywhere_ends_as_undisturbed(tmp_path, sampler, pruner):
     whole = tmp_path / "whole" / "s"
     whole.mkdir(parents=True)
     run_all(open_study(whole, **settings), trials)
-    expected = lines_of(whole)
-    assert any(line.get("outcome") == "pruned" for line in expected)
-    data = (whole / "trials.jsonl").read_bytes()
+    expected = trials_of(whole)
+    assert {"PRUNED", "FAIL"} < {state for _, state, *_ in expected}
+    data = (whole / "study.journal").read_bytes()
     ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
-    sizes = [0, *ends, *(end - 7 for end in ends[::3])]
-    if sampler != "tpe":  # what the samplers share is checked once, and a draw of gp is slow
+    sizes = [0, 1, *ends, *(end - 7 for end in ends[::3])]
+    if (sampler, pruner) != ("tpe", "asha"):  # what they share is checked once, gp draws slowly
         sizes = sizes[:: len(sizes) // 6]
     for size in sizes:
         cut = cut_copy(whole, tmp_path / str(size) / "s", size)
         run_all(open_study(cut, **settings), trials)
-        assert lines_of(cut) == expected, size
-        check_agrees(cut)
+        assert trials_of(cut) == expected, size
 
 
 def test_a_trial_is_drawn_from_the_results_that_there_are(tmp_path):
@@ -93,13 +68,13 @@ def test_a_trial_is_drawn_from_the_results_that_there_are(tmp_path):
         settings = {"sampler": "tpe", "sampler_settings": {"n_startup_trials": 1}}
         study = open_study(directory, parallel=2, **settings)
         run_all(study, 3)
-        study.trial(3)
+        study.values(3)
         if ends_first:
-            study.finish(3, Outcome.COMPLETE, [0.0])
-        drawn = study.trial(4).values
+            study.finish(3, TrialState.COMPLETE, [0.0], "job-3")
+        drawn = study.values(4)
         if not ends_first:
-            study.finish(3, Outcome.COMPLETE, [0.0])
-        assert open_study(directory, parallel=2, **settings).trial(4).values == drawn
+            study.finish(3, TrialState.COMPLETE, [0.0], "job-3")
+        assert open_study(directory, parallel=2, **settings).values(4) == drawn
         found.append(drawn)
     assert found[0] != found[1]
 
@@ -111,107 +86,96 @@ def test_two_objectives(tmp_path, sampler):
         tmp_path, sampler=sampler, sampler_settings=STARTUP.get(sampler), objectives=objectives
     )
     run_all(study, 7)
-    drawn = [study.trial(number).values for number in range(7)]
+    drawn = [study.values(number) for number in range(7)]
     again = open_study(
         tmp_path, sampler=sampler, sampler_settings=STARTUP.get(sampler), objectives=objectives
     )
-    assert [again.trial(number).values for number in range(7)] == drawn
-    assert all(len(again.values(number)) == 2 for number in range(7) if again.values(number))
+    assert [again.values(number) for number in range(7)] == drawn
+    values = [again.trial(number).values for number in range(7)]
+    assert sum(each is None for each in values) == 1  # of the one that failed
+    assert all(len(each) == 2 for each in values if each)
 
 
 def test_optuna_reads_the_study_after_each_change(tmp_path):
     directory = tmp_path / "a b?c%20#'d"
     directory.mkdir()
-    study = open_study(directory, pruner="median")
-    study.trial(0)
-    check_agrees(directory)
+    study = open_study(directory, pruner="median", retries=1)
+    assert study.values(0) == load(directory)[0].params
     study.report(0, 5, 2.0)
     study.report(0, 6, float("nan"))
-    study.finish(0, Outcome.COMPLETE, [float("nan")], job="job-0")
-    study.trial(1)
-    study.finish(1, Outcome.FAILED, reason="exit code 1", job="job-1")
-    assert study.failures(1) == 1
+    study.finish(0, TrialState.COMPLETE, [float("nan")], job="job-0")
+    study.values(1)
+    study.fail(1, "exit code 1")
+    assert study.state(1) == TrialState.RUNNING, "a retry is left"
+    study.fail(1, "exit code 2")
+    assert study.state(1) == TrialState.FAIL and len(study.failures(1)) == 2
     study.reopen(1)
-    assert study.outcome(1) is None
-    study.trial(2)
-    study.finish(1, Outcome.COMPLETE, [float("-inf")], job="job-1")
-    backup = directory.with_name("copy")
-    backup.mkdir()
-    name = "study.journal"
-    (backup / name).write_bytes((directory / name).read_bytes())
-    trials = load(backup, directory.name)
-    assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "RUNNING"]
-    assert trials[0].value == float("inf") and trials[0].user_attrs == {"job": "job-0"}
-    assert trials[0].intermediate_values == {5: 2.0, 6: float("inf")}
-    assert (directory / f"{name}.before").exists()
+    assert study.state(1) == TrialState.RUNNING
+    study.values(2)
+    study.finish(1, TrialState.COMPLETE, [float("-inf")], job="job-1")
+    copied = tmp_path / "copy"  # a study is found under another name of its directory
+    shutil.copytree(directory, copied)
+    for each in (directory, copied):
+        trials = load(each)
+        assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "RUNNING"]
+        assert trials[0].value == float("inf") and trials[0].user_attrs == {"job": "job-0"}
+        assert trials[0].intermediate_values == {5: 2.0, 6: float("inf")}
+    assert open_study(copied, pruner="median").values(2) == study.values(2)
 
 
-def test_a_torn_journal_is_repaired_at_once(tmp_path, monkeypatch, caplog):
-    whole = tmp_path / "whole" / "s"
-    whole.mkdir(parents=True)
-    run_all(open_study(whole), 3)
-    journal = (whole / "study.journal").read_bytes()
-    last = journal.rindex(b"\n", 0, -1) + 1
-    for size in range(last, len(journal) + 1, 3):
-        cut = cut_copy(whole, tmp_path / str(size) / "s", 10**6)
-        os.truncate(cut / "trials.jsonl", (whole / "trials.jsonl").stat().st_size)
-        os.truncate(cut / "study.journal", size)
-        os.symlink(cut / "study.journal", cut / "study.journal.lock")
-        os.symlink(cut / "study.journal", cut / "study.journal.lock1234.rename")
-        with monkeypatch.context() as patch:
-            patch.delattr(time, "sleep")  # with which Optuna waits 30 seconds for a lock
-            open_study(cut)
-        assert not caplog.text
-        check_agrees(cut)
-        assert not list(cut.glob("*.lock*")) and not list(cut.glob("*.before"))
+def test_what_a_kill_leaves_beside_the_journal_is_removed(tmp_path, monkeypatch):
+    run_all(open_study(tmp_path), 1)
+    journal = tmp_path / "study.journal"
+    for name in (f"{journal.name}.lock", f"{journal.name}.lock1234.rename"):
+        (tmp_path / name).symlink_to(journal)
+    (tmp_path / f".{journal.name}.0123abcd.partial").write_text("half")
+    monkeypatch.delattr(time, "sleep")  # with which Optuna waits 30 seconds for a lock
+    run_all(open_study(tmp_path), 2)
+    assert [path.name for path in tmp_path.iterdir()] == [journal.name]
 
 
-def test_a_lagging_or_foreign_storage_is_mended(tmp_path):
-    name = "study.journal"
-    directory = tmp_path / "s"
-    directory.mkdir()
-    study = open_study(directory)
-    run_all(study, 2)
-    lagging = (directory / name).read_bytes()
-    run_job(study, 2)
-    study.trial(3)
-    study.report(3, 10, 1.5)
-    for content, is_kept in (
-        (lagging, True),
-        (b"hello\n", False),
-        (b"", None),
-        (b"\xff" * 99, False),
-    ):
-        (directory / name).write_bytes(content)
-        open_study(directory)
-        check_agrees(directory)
-        before = directory / f"{name}.before"
-        if is_kept is not None:
-            assert before.exists() != is_kept
-        before.unlink(missing_ok=True)
-    (directory / name).unlink()
-    (directory / name).symlink_to(tmp_path / "elsewhere")
-    open_study(directory)
-    assert not (tmp_path / "elsewhere").exists()
-    check_agrees(directory)
+def test_a_moved_or_copied_journal_of_another_study_is_refused(tmp_path):
+    path = tmp_path / "study.journal"
+    storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
+    optuna.create_study(storage=storage).add_trial(optuna.create_trial(value=1.0))
+    before = path.read_bytes()
+    with pytest.raises(RunError, match=r"study.journal is damaged; move it away to begin a new"):
+        open_study(tmp_path)
+    assert path.read_bytes() == before
 
 
-def test_a_storage_that_cannot_be_written_does_not_end_the_sweep(tmp_path, caplog):
-    (tmp_path / "study.journal.lock" / "x").mkdir(parents=True)  # as no kill leaves it
+def test_a_search_of_an_earlier_version_is_refused(tmp_path):
+    (tmp_path / "trials.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"earlier version, trials.jsonl; choose another"):
+        open_study(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_limits_may_grow_and_a_success_forgets_failures(tmp_path):
+    """Of one retry, and none at the start after it: a kill does not take that for a failure."""
+    study = open_study(tmp_path, retries=1)
+    study.values(0)
+    study.fail(0, "exit code 1")
+    study.report(0, 10, 2.0)
+    study.finish(0, TrialState.COMPLETE, [2.0], "job-0")
     study = open_study(tmp_path)
-    run_all(study, 2)
-    assert study.outcome(1) is Outcome.COMPLETE
-    assert "study.journal is no longer updated" in caplog.text
+    study.reopen(0)
+    study = open_study(tmp_path)
+    assert study.state(0) == TrialState.RUNNING and study.failures(0) == []
+    study.report(0, 20, 1.0)
+    study.finish(0, TrialState.COMPLETE, [1.0], "job-0")
+    (trial,) = load(tmp_path)
+    assert trial.values == [1.0] and trial.intermediate_values == {10: 2.0, 20: 1.0}
 
 
 def test_decisions_of_the_median_are_repeated(tmp_path):
     settings = {"pruner": "median", "pruner_settings": {"n_startup_trials": 2}}
     study = open_study(tmp_path, **settings)
     for number, value in enumerate((1.0, 2.0, 3.0)):
-        study.trial(number)
+        study.values(number)
         study.report(number, 100, value)
-        study.finish(number, Outcome.COMPLETE, [value])
-    study.trial(3)
+        study.finish(number, TrialState.COMPLETE, [value], f"job-{number}")
+    study.values(3)
     assert study.report(3, 50, 9.0) is None
     reason = "validation loss 2.5000 is above the median 2.0000 of 3 jobs at step 100"
     assert study.report(3, 100, 2.5) == reason
@@ -220,7 +184,7 @@ def test_decisions_of_the_median_are_repeated(tmp_path):
     assert study.report(3, 100, 2.5) == reason
     assert study.report(3, 200, 0.0) == reason, "the job has not ended yet"
     assert open_study(tmp_path).report(3, 100, 2.5) is None, "without a pruner"
-    study.finish(3, Outcome.PRUNED, reason=reason)
+    study.finish(3, TrialState.PRUNED, [], "job-3")
     study.reopen(3)
     assert study.report(3, 50, 9.0) is None
     assert study.report(3, 100, 2.0) is None
@@ -231,27 +195,27 @@ def test_maximized_objectives_prune_below_the_median(tmp_path):
     study = open_study(
         tmp_path, pruner="median", pruner_settings=settings, objectives=("-accuracy",)
     )
-    study.trial(0)
+    study.values(0)
     study.report(0, 1, 0.5)
-    study.finish(0, Outcome.COMPLETE, [0.5])
-    study.trial(1)
+    study.finish(0, TrialState.COMPLETE, [0.5], "job-0")
+    study.values(1)
     assert study.report(1, 1, 0.6) is None
-    study.finish(1, Outcome.COMPLETE, [0.6])
-    study.trial(2)
+    study.finish(1, TrialState.COMPLETE, [0.6], "job-1")
+    study.values(2)
     assert study.report(2, 1, 0.1) == (
         "accuracy 0.1000 is below the median 0.5500 of 2 jobs at step 1"
     )
-    study.finish(2, Outcome.FAILED)
-    study.trial(3)
+    study.fail(2, "exit code 1")
+    study.values(3)
     assert "(not finite) is below" in str(study.report(3, 1, float("nan")))
 
 
 def test_asha_keeps_the_best_third(tmp_path):
     study = open_study(tmp_path, pruner="asha", parallel=6)
     for number, value in enumerate((3.0, 2.0, 1.0)):
-        study.trial(number)
+        study.values(number)
         assert study.report(number, 20, value) is None
-    study.trial(3)
+    study.values(3)
     assert study.report(3, 10, 9.0) is None, "the first rung is at the first step reported, 20"
     reason = "not among the best third of 4 jobs at rung 1, step 20"
     assert study.report(3, 20, 2.5) == reason
@@ -269,11 +233,12 @@ def test_a_grid_may_change(tmp_path):
         return study
 
     study = open_grid(0.1, 0.2)
-    assert study.trial(1).values == {"lr": 0.2, "betas": "[1,2]"}
-    study.finish(1, Outcome.COMPLETE, [1.0])
+    assert study.values(1) == {"lr": 0.2, "betas": "[1,2]"}
+    study.finish(1, TrialState.COMPLETE, [1.0], "job-1")
     study = open_grid(0.05, 0.2, 0.1)
-    assert [study.outcome(number) for number in range(3)] == [None, Outcome.COMPLETE, None]
-    assert study.trial(0).values["lr"] == 0.05
+    states = [study.state(number).name for number in range(3)]
+    assert states == ["WAITING", "COMPLETE", "WAITING"]
+    assert study.values(0)["lr"] == 0.05
     trials = load(tmp_path)
     assert [trial.params["lr"] for trial in trials] == [0.2, 0.05]
     assert trials[0].state.name == "COMPLETE"
@@ -330,12 +295,95 @@ def test_another_space_or_configuration_is_refused(tmp_path, swept, fixed, messa
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_values_outside_of_the_space_are_damage(tmp_path):
-    run_all(open_study(tmp_path, "lr=interval(1,2)", "n=1,2", "kind=a,b"), 1)
-    path = tmp_path / "trials.jsonl"
-    path.write_text(path.read_text().replace('"params":{"lr":1', '"params":{"lr":7'))
-    with pytest.raises(RunError, match="values of trial 0 are damaged"):
-        open_study(tmp_path, "lr=interval(1,2)", "n=1,2", "kind=a,b")
+DAMAGE = {
+    "a value outside of its range": (b'"params":{"lr":1', b'"params":{"lr":7'),
+    "a directory outside of the sweep": (b'"job":"job-0"', b'"job":"../job-0"'),
+    "an unknown kind of line": (b'"op_code":4', b'"op_code":44'),
+    "no header": (b'"mingpt_ddp"', b'"other"'),
+    "a header of another kind": (b'"seed":1', b'"seed":"1"'),
+    "no JSON at the end": (b'"state":1,"values"', b'"state":1"values"'),
+    "no JSON in the middle": (b'"state":0,"value"', b'"state":0"value"'),
+    "nothing of Optuna": (None, b"hello\n"),
+    "other JSON": (None, b"[1]\n"),
+    "nested": (None, b"[" * 100_000 + b"\n"),
+    "binary": (None, b"\xff\xfe\n"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_one_line(tmp_path, kind):
+    swept = ("lr=interval(1,2)", "n=1,2", "kind=a,b")
+    run_all(open_study(tmp_path, *swept), 1)
+    path = tmp_path / "study.journal"
+    old, new = DAMAGE[kind]
+    content = path.read_bytes()
+    assert old is None or old in content
+    content = new if old is None else content.replace(old, new)
+    path.write_bytes(content)
+    with pytest.raises(RunError, match=r"study.journal is damaged; move it away") as caught:
+        open_study(tmp_path, *swept)
+    assert "\n" not in str(caught.value)
+    assert path.read_bytes() == content and len(list(tmp_path.iterdir())) == 1
+
+
+def test_only_a_regular_file_is_read(tmp_path):
+    path = tmp_path / "study.journal"
+    os.mkfifo(path)
+    with pytest.raises(RunError, match="not a regular file"):
+        open_study(tmp_path)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="cannot be read"):
+        open_study(tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path):
+    """The same process goes on once there is room again, and so does another one."""
+    study = open_study(tmp_path)
+    study.values(0)
+    path = tmp_path / "study.journal"
+    size = path.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 5, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"cannot write .*study.journal: "):
+            study.report(0, 10, 1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.stat().st_size == size
+    study.report(0, 10, 1.0)
+    for each in (study, open_study(tmp_path)):
+        assert each.trial(0).intermediate_values == {10: 1.0}
+
+
+def test_the_objectives_of_a_large_search_are_read(tmp_path):
+    settings = SweepConfig(sampler="tpe", objectives=("val_loss", "parameters"))
+    fixed = {"a": [str(i) for i in range(20_000)]}
+    Study(tmp_path, settings, search_space(parse(*SWEPT)), fixed=fixed).begin()
+    assert [goal.name for goal in read_goals([tmp_path])] == ["val_loss", "parameters"]
+
+
+def test_asha_counts_the_rungs_that_optuna_would_keep(tmp_path):
+    """Also where an evaluation passes several of them: a trial that ends at the first one has
+    not reached the others.
+    """
+    rungs = {0: 5.0, 1: 3.0, 2: 4.0, 3: 2.0, 4: 6.0}
+    steps = (9, 27)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
+    theirs = optuna.create_study(pruner=pruner)
+    settings = {"pruner": "asha", "pruner_settings": {"min_resource": 1}}
+    for number, value in rungs.items():
+        trial = theirs.ask()
+        open_study(tmp_path, **settings).values(number)
+        for step in steps:
+            trial.report(value, step)
+            is_pruned = open_study(tmp_path, **settings).report(number, step, value) is not None
+            assert is_pruned == trial.should_prune(), (number, step)
+            if is_pruned:
+                break
 
 
 def test_a_study_killed_at_any_time_ends_as_undisturbed(tmp_path):
@@ -362,5 +410,4 @@ def test_a_study_killed_at_any_time_ends_as_undisturbed(tmp_path):
         killed += status != 0
     assert killed > 1
     run_all(open_study(directory, **settings), trials)
-    assert lines_of(directory) == lines_of(whole)
-    check_agrees(directory)
+    assert trials_of(directory) == trials_of(whole)
