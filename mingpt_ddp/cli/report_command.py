@@ -2,14 +2,17 @@
 
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] [format=text]
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=text]
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] watch
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
+watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself
 format     text, or json: print a JSON document instead
 
-Prints a table of the jobs, best first, and writes a page of the curves of all jobs; or, if one run is named, of its
-curves with restarts, timings of every rank, samples and configuration. The page of one directory is its report.html,
-that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
+Prints a table of the jobs, best first, and writes a page: the best one, whether it is better by more than chance, curves,
+parameters, laws and settings; of one run also all measurements, samples, timings of several ranks and what restarts
+changed. The page of one directory is its report.html, that of several is report-NAME+OTHER.html next to them. It needs
+plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
 deviation and the number of seeds. The best has the lowest mean.
@@ -35,12 +38,13 @@ from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.results.report import page_path, report
+from mingpt_ddp.results.report import page_path, report, watch
 from mingpt_ddp.results.report_json import json_report
 from mingpt_ddp.results.results import read_results
 from mingpt_ddp.results.verdict import verdict
 
 COMPARE = "compare"
+WATCH = "watch"
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,10 @@ def main() -> None:
 
 
 def _command(config: ReportConfig) -> int:
-    runs = [run for run in config.runs if run != COMPARE]
-    check(bool(runs), f"{COMPARE} needs directories; name runs, or the directory of a sweep")
+    runs = [run for run in config.runs if run not in (COMPARE, WATCH)]
+    words = [run for run in config.runs if run not in runs]
+    check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
+    check(bool(runs), f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
     for url in runs:
         if "://" in url:
             raise RunError(
@@ -66,7 +72,10 @@ def _command(config: ReportConfig) -> int:
             )
     directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
     as_json = config.format == "json"
-    if COMPARE in config.runs:
+    check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
+    if WATCH in words:
+        echo(watch(directories, page_path(directories)))
+    elif COMPARE in words:
         echo(verdict(directories, as_json))
     elif as_json:
         echo(json_report(read_results(directories)))

@@ -1,11 +1,28 @@
 """Number and text formats of a report."""
 
+import contextlib
 import json
+import math
+import re
+import time
 from datetime import timedelta
 
 from mingpt_ddp.results.runs import Value
 
 LONGEST = 60  # characters of a value or a name
+BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
+WORDS = {
+    "lr": "learning rate",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_embd": "width",
+    "grad_norm": "gradient norm",
+    "tokens_per_s": "tokens per second",
+    "samples_per_s": "samples per second",
+    "step_ms": "time of a step, ms",
+    "peak_mib": "peak memory, MiB",
+    "mfu": "model FLOPs utilization",
+}
 
 
 def duration(seconds: float | None) -> str:
@@ -54,3 +71,18 @@ def cut(text: str, longest: int = LONGEST) -> str:
     if len(text) <= longest:
         return text
     return f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"
+
+
+def words(name: str) -> str:
+    """Return the short name of a key in words, for a page: learning rate for lr."""
+    for begin, word in BEGINS.items():
+        if name.startswith(begin):
+            name = f"{word} {name.removeprefix(begin)}"
+    return WORDS.get(name) or re.sub(r"[_.]+", " ", name.removesuffix(".name"))
+
+
+def when(seconds: float | None) -> str:
+    """Format a time since 1970; `-` if it is unknown or there is no such date."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds or math.nan))
+    return "-"

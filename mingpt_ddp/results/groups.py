@@ -137,14 +137,6 @@ def has_replicates(groups: Iterable[Group]) -> bool:
     return any(group.seeds > 1 for group in groups)
 
 
-def compared(jobs: list[Job]) -> list[Group]:
-    """Return what a report compares: groups of replicates; each job alone if there are none."""
-    groups = replicates(jobs)
-    if has_replicates(groups):
-        return groups
-    return singles(jobs)
-
-
 def singles(jobs: Iterable[Job]) -> list[Group]:
     """Return a group for each job, with all of its keys."""
     return [Group([job], job.config) for job in jobs]

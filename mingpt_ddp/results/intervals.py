@@ -3,10 +3,11 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 
 CONFIDENCE = 0.95
+INTERVAL = ("deviation", "low", "high")  # which one value lacks
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,8 @@ def student_t(freedom: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
+
+
+def numbers(found: Estimate | None) -> dict[str, float | None]:
+    """Return an estimate for JSON; None is that of no values."""
+    return asdict(found) if found else {"n": 0, "mean": None, **dict.fromkeys(INTERVAL)}

@@ -1,13 +1,11 @@
-"""The power laws of a sweep over sizes, data or steps: lines of the report, and their plot."""
+"""The power laws of a sweep over sizes, data or steps, and their lines in a report."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mingpt_ddp.results.figures import draw, label
 from mingpt_ddp.results.formats import brief, cut, short_names, shown
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import Objective
@@ -23,15 +21,6 @@ SIZE_KEYS = (
     *("model.channels", "model.n_hidden"),
 )
 MOST = 6  # laws of an axis
-POINTS = 60  # of a curve
-COLOURS = (
-    "rgb(24,119,214)",
-    "rgb(226,134,24)",
-    "rgb(176,80,159)",
-    "rgb(44,140,82)",
-    "rgb(120,120,120)",
-    "rgb(150,90,50)",
-)
 
 
 @dataclass(frozen=True)
@@ -68,29 +57,6 @@ def power_law_lines(found: list[Scaling]) -> list[str]:
     return [_line(scaling) for scaling in found]
 
 
-def draw_power_laws(figures: list[dict[str, Any]], found: list[Scaling]) -> str:
-    """Draw a plot for each axis; return their HTML, "" without a law.
-
-    Both axes are logarithmic: there the law without an offset is a straight line.
-    """
-    drawn = ""
-    for axis in dict.fromkeys(scaling.axis for scaling in found):
-        on_axis = [scaling for scaling in found if scaling.axis is axis]
-        traces: list[dict[str, Any]] = []
-        for scaling, colour in zip(on_axis, COLOURS, strict=False):
-            traces += _traces(scaling, colour)
-        if traces:
-            title = on_axis[0].measured.title
-            name = label(axis.name)
-            layout = {
-                "title": {"text": f"{title} against {name}"},
-                "xaxis": {"title": {"text": name}, "type": "log"},
-                "yaxis": {"title": {"text": title}, "type": "log"},
-            }
-            drawn += draw(figures, traces, layout, 340)
-    return drawn
-
-
 def scalings(groups: list[Group]) -> list[Scaling]:
     """Return the laws of all axes, at most MOST of each; every swept number is one.
 
@@ -98,12 +64,13 @@ def scalings(groups: list[Group]) -> list[Scaling]:
         groups: as `replicates` returns them.
     """
     found: list[Scaling] = []
-    for axis in [*AXES, *_other_axes(varying(groups))]:
+    swept = varying(groups)
+    for axis in [*AXES, *_other_axes(swept)]:
         series: dict[Hashable, list[Group]] = {}
         for group in groups:
             series.setdefault(_rest(group, axis), []).append(group)
         of_axis = []
-        keys = [key for key in varying(groups) if key not in axis.keys]
+        keys = [key for key in swept if key not in axis.keys]
         for members in series.values():
             scaling = _scaling(axis, members, keys)
             if scaling is not None:
@@ -124,7 +91,7 @@ def _other_axes(keys: list[str]) -> list[Axis]:
 
 def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None:
     """Return the law of groups that differ in an axis alone; None if they have none."""
-    if not set(axis.keys) & set(varying(groups)):
+    if len(groups) < 2 or not set(axis.keys) & set(varying(groups)):
         return None
     xs = []
     ys = []
@@ -170,25 +137,3 @@ def _line(scaling: Scaling) -> str:
     if law.why_poor is not None:
         text += f"; a poor fit: {law.why_poor}"
     return text
-
-
-def _traces(scaling: Scaling, colour: str) -> list[dict[str, Any]]:
-    low = math.log(min(scaling.xs))
-    high = math.log(max(scaling.xs))
-    curve = [math.exp(low + (high - low) * i / (POINTS - 1)) for i in range(POINTS)]
-    hover = "%{x}: %{y:.4f}<extra></extra>"
-    points = {
-        "mode": "markers",
-        "x": scaling.xs,
-        "y": scaling.ys,
-        "marker": {"color": colour, "size": 8},
-        "hovertemplate": hover,
-    }
-    line = {
-        "mode": "lines",
-        "x": curve,
-        "y": [scaling.law.at(x) for x in curve],
-        "line": {"color": colour, "width": 1.5},
-        "hovertemplate": hover,
-    }
-    return [line, points]

@@ -1,191 +1,232 @@
-"""Render the page of a report: one self-contained HTML file that runs only its own scripts."""
+"""Render the page of one run or many: one self-contained HTML file that runs only its scripts."""
 
 import json
+import os
 import secrets
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import Any
+from urllib.parse import quote
 
+import yaml
 from plotly.offline import get_plotlyjs
 
-from mingpt_ddp.errors import counted
-from mingpt_ddp.results.figures import DRAWN
-from mingpt_ddp.results.formats import cut, short_names, shown
-from mingpt_ddp.results.groups import singles
-from mingpt_ddp.results.laws import draw_power_laws, power_law_lines
-from mingpt_ddp.results.objective import LOSS, Objective
-from mingpt_ddp.results.plots import Plots
+from mingpt_ddp.errors import command, counted
+from mingpt_ddp.results import one_run
+from mingpt_ddp.results.elements import bullets, grid, table
+from mingpt_ddp.results.figures import DRAWN, SERIES, Mark, mean_curve, parameters
+from mingpt_ddp.results.formats import cut, duration, fixed, shown, when, words
+from mingpt_ddp.results.groups import Group, singles
+from mingpt_ddp.results.laws import power_law_lines
+from mingpt_ddp.results.objective import LOSS
+from mingpt_ddp.results.plots import Plots, legend_of
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, command_line, varying, why_no_best
-from mingpt_ddp.results.search_plots import draw_front, draw_importance
+from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
 from mingpt_ddp.results.text import columns_of, count_seeds, front_line, with_interval
+from mingpt_ddp.results.verdict import sentences
 
 IMPORTANCE = (
-    "How much the values of a parameter differ between the best groups and all (PED-ANOVA)."
+    "Importance: how much the values of a parameter differ between the best groups and all "
+    "(PED-ANOVA), as shares; the most important comes first."
 )
+MOST_SENTENCES = 12  # of the verdict
+OTHER_CURVES = 16  # of one run
+FIXED = {"data.name": "data", "data.path": "path", "model.name": "model", "run.seed": "seed"}
 
 
-def render_page(title: str, results: Results) -> str:
-    """Return the whole document.
+def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -> str:
+    """Return the whole document; what was asked first comes first.
 
-    Names and values of runs are untrusted: they are escaped in HTML and in plotly's labels, which
-    render some tags. Only scripts with the nonce run.
+    Names, values and texts of runs are untrusted: they are escaped in HTML and in plotly's labels,
+    which render some tags. Only scripts with the nonce run.
+
+    Args:
+        page: its file, from which links are relative.
+        reload_s: seconds after which the page reloads itself; 0: it does not.
     """
-    keys = results.keys
-    plots = Plots(results.groups, keys)
-    more = ""
-    if len(keys) > DRAWN:
-        more = f"The first {DRAWN} parameters; the table has the other {len(keys) - DRAWN}."
-    curves = _curves(plots, results.objective)
-    front = ""
-    if results.front:
-        front = f"<p>{escape(front_line(results.front))}</p>"
-        if len(results.front.goals) > 1:
-            front += draw_front(plots.figures, results.front, plots.hovers)
-    against = "".join(plots.against(key) for key in keys[:DRAWN])
-    importance = draw_importance(plots.figures, results.importance)
-    parallel = plots.parallel(keys[:DRAWN])
-    laws = draw_power_laws(plots.figures, results.laws)
+    plots = Plots(results)
+    drawn = sorted(results.keys, key=lambda key: -results.importance.get(key, 0.0))[:DRAWN]
+    verdict = sentences(results.jobs, results.directories, MOST_SENTENCES)
     unread: list[str] = []
     for job in results.jobs:
         unread += job.notes
     sections = {
-        "Comparison": html_list(results.notes),
-        "Best configuration": _best(results),
-        "Loss curves": curves and f"<p>{plots.legend()}</p>{html_grid(curves)}",
-        "Objectives": front,
-        "Objective against each parameter": against and f"<p>{more}</p>{html_grid(against)}",
-        "Power laws": laws and html_list(power_law_lines(results.laws)) + html_grid(laws),
-        "Importance of the parameters": importance and f"<p>{IMPORTANCE}</p>{importance}",
-        "Parallel coordinates": parallel and f'<div class="wide">{parallel}</div>',
-        "Groups": _groups(results),
-        "Jobs": _jobs(results),
-        "Notes": html_list(unread),
+        "Result" if results.only_job else "Best configuration": _best(plots, results),
+        "Comparison": bullets(results.notes + verdict),
+        **_curves(plots, results),
+        "Parameters": _parameters(plots, results, drawn),
+        "Parallel coordinates": plots.parallel(drawn),
+        "Objectives": _front(plots, results),
+        "Power laws": bullets(power_law_lines(results.laws)) + grid(plots.laws()),
+        **_tables(results, page),
     }
-    return document(title, _summary(results), sections, plots.figures)
-
-
-def _curves(plots: Plots, objective: Objective) -> str:
-    training = "training loss"
-    if objective is not LOSS:
-        training += ", per token of each tokenizer"
-    return plots.curves(objective.series, objective.title) + plots.curves("train_loss", training)
-
-
-def _summary(results: Results) -> str:
-    jobs = results.jobs
-    statuses = [job.status for job in jobs]
-    counts = [f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses)]
-    faults = sum(job.faults or 0 for job in jobs)
-    total = counted(len(jobs), "job")
-    if results.has_replicates:
-        total += f" in {len(results.groups)} groups that differ in more than run.seed"
-    return f"{total}: {', '.join(counts)}. Faults survived: {faults}."
-
-
-def document(
-    title: str, summary: str, sections: dict[str, str], figures: list[dict[str, Any]]
-) -> str:
-    """Return the whole document.
-
-    Args:
-        title, summary: texts.
-        sections: HTML by heading; without those that are "".
-        figures: of plotly, one for each element that `draw` has returned.
-    """
-    body = f"<h1>{escape(title)}</h1><p>{escape(summary)}</p>"
+    if results.only_job:
+        ranks, notes = one_run.read_ranks(results.only_job.directory / "tensorboard")
+        unread += notes
+        sections["Samples"] = one_run.samples(ranks)
+        sections["Ranks"] = one_run.timings(plots, ranks)
+        sections["Restarts"] = one_run.restarts(results.only_job)
+    sections["Fixed settings"] = _settings(results.jobs)
+    sections["Notes"] = bullets(unread)
+    body = f"<h1>{escape(title)}</h1><p>{escape(_summary(results))}</p>"
+    if reload_s:
+        body += f"<p>Running: as of {when(time.time())}; this page reloads itself.</p>"
     for heading, content in sections.items():
         if content:
             body += f"<h2>{heading}</h2>{content}"
     return Template(Path(__file__).with_name("page.html").read_text()).substitute(
         title=escape(title),
         body=body,
-        figures=json.dumps(figures).replace("<", "\\u003c"),  # cannot close the script element
+        reload_ms=round(1000 * reload_s),
+        figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # cannot close the element
         plotly=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )
 
 
-def html_list(texts: list[str]) -> str:
-    """Return a bulleted list; "" without texts."""
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f"<ul>{items}</ul>" if items else ""
+def _summary(results: Results) -> str:
+    jobs = results.jobs
+    statuses = [job.status for job in jobs]
+    counts = [f"{statuses.count(status)} {shown(status)}" for status in dict.fromkeys(statuses)]
+    total = counted(len(jobs), "job")
+    if results.has_replicates:
+        total += f" in {len(results.groups)} groups that differ in more than run.seed"
+    everything = Group(jobs, {})
+    took = duration(everything.seconds)
+    took = f", {took} of training" if took else ""
+    return f"{total}: {', '.join(counts)}{took}. Faults survived: {everything.faults or 0}."
 
 
-def html_grid(figures: str) -> str:
-    """Return the elements of several figures, in rows."""
-    return f'<div class="plots">{figures}</div>'
-
-
-def html_table(titles: list[str], rows: list[list[str]]) -> str:
-    """Return a table that can be sorted by each column, and scrolls."""
-    head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
-    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{head}</thead><tbody>{body}</tbody></table></div>'
-
-
-def _best(results: Results) -> str:
+def _best(plots: Plots, results: Results) -> str:
+    """Describe the best row, or the only run."""
     best = results.best
-    names = short_names(results.keys)
-    if best is None:
+    only = results.only_job
+    if best is None and only is None:
         return f"<p>{why_no_best(results.jobs).capitalize()}.</p>"
+    best = best or results.groups[0]
     ranked_by = best.ranked_by
-    text = f"{ranked_by.title.capitalize()} {with_interval(best.estimate)}"
+    text = f"{ranked_by.title.capitalize()} {with_interval(best.latest)}"
+    if best.objective is None:
+        text += f" so far, at step {fixed(best.first.step, 'd')}: {shown(best.status)}"
     if results.has_replicates:
         text += f", mean of {count_seeds(best)}"
-    metrics = {LOSS.title: best.estimate_of(lambda job: job.val_loss)}
-    for name in best.first.metrics:
-        metrics[name] = best.estimate_of(partial(_metric, name=name))
-    for name, found in metrics.items():
-        if name not in (ranked_by.title, ranked_by.metric):
-            text += f", {cut(name)} {with_interval(found)}"
-    for key in results.keys:
-        if key in best.config:
-            text += f", {names[key]} {shown(best.config[key])}"
-    return f"<p>{escape(text)}.</p><pre>{escape(command_line(best.first))}</pre>"
+    for key in sorted(best.first.result):
+        found = best.estimate_of(partial(_number, key=key))
+        if found and key.startswith("val_") and key != ranked_by.series:
+            text += f", {cut(words(key))} {with_interval(found)}"
+    text = ", ".join([escape(text), *parameters(best, plots.names)])
+    html = f"<p>{text}.</p><pre>{escape(command_line(best.first))}</pre>"
+    return html + (_numbers(only) if only else "")
 
 
-def _metric(job: Job, name: str) -> float | None:
-    return job.metrics.get(name)
+def _number(job: Job, key: str) -> float | None:
+    return number(job.result.get(key))
 
 
-def _groups(results: Results) -> str:
-    """Return the table of the groups, or "" without replicates."""
-    if not results.has_replicates:
+def _numbers(job: Job) -> str:
+    """Return the table of all numbers of a result."""
+    rows = []
+    for key in job.result:
+        value = fixed(_number(job, key), ".6g")
+        rows.append([("what", cut(words(str(key)))), ("value", value)])
+    return table([row for row in rows if row[1] != ("value", "-")])
+
+
+def _curves(plots: Plots, results: Results) -> dict[str, str]:
+    """Draw the losses; of one run all other measurements too."""
+    if results.only_job is None:
+        objective = results.objective
+        training = "training loss"
+        if objective is not LOSS:
+            training += ", per token of each tokenizer"
+        curves = plots.curves(objective.series, objective.title)
+        curves += plots.curves("train_loss", training)
+        return {"Loss curves": curves and f"<p>{plots.legend()}</p>{grid(curves)}"}
+    history = results.only_job.history
+    marks = [Mark(SERIES[0], "training"), Mark(SERIES[1], "validation")]
+    losses = ["train_loss", LOSS.series]
+    series = [mean_curve([history.series(key)]) for key in losses]
+    curves = plots.series([*zip(marks, series, strict=True)], "loss", 380)
+    others = [key for key in history.columns if key not in losses][:OTHER_CURVES]
+    return {
+        "Losses": curves and f"<p>{legend_of(marks)} Dotted: a restart.</p>{curves}",
+        "Learning rate, speed and metrics": grid(
+            "".join(plots.curves(key, words(key), 260) for key in others)
+        ),
+    }
+
+
+def _parameters(plots: Plots, results: Results, keys: list[str]) -> str:
+    """Draw the objective over each parameter, and how much each matters."""
+    figures = grid("".join(plots.against(key) for key in keys))
+    more = len(results.keys) - len(keys)
+    if more:
+        figures = f"<p>The first {DRAWN}; the table has the other {more}.</p>{figures}"
+    return f"<p>{IMPORTANCE}</p>{figures}" if results.importance else figures
+
+
+def _front(plots: Plots, results: Results) -> str:
+    if results.front is None:
         return ""
+    return f"<p>{escape(front_line(results.front))}</p>{plots.front()}"
+
+
+def _tables(results: Results, page: Path) -> dict[str, str]:
+    """Return the table of the groups, if there are replicates, and that of the jobs."""
+    jobs = results.jobs
+    ranks = []
+    rank_of = dict[Path, str]()
+    for index, group in enumerate(results.groups):
+        star = " *" if results.front and index in results.front.members else ""
+        ranks.append(f"{index + 1}{star}")
+        rank_of |= {job.directory: ranks[-1] for job in group.jobs}
+    alone = results
+    if results.has_replicates:
+        alone = replace(results, groups=singles(jobs), keys=varying(jobs), front=None)
+    links = [_link(job, page) for job in jobs]
+    own = f"A row links to the page of its run, once `{command('report')} RUN` has written it."
+    listed = _table(alone, [rank_of[job.directory] for job in jobs], links)
+    return {
+        "Groups": _table(results, ranks) if results.has_replicates else "",
+        "Jobs": f"<p>{escape(own)}</p>{listed}" if len(jobs) > 1 else "",
+    }
+
+
+def _table(results: Results, ranks: list[str], links: Sequence[str] = ()) -> str:
     rows = []
     for index, group in enumerate(results.groups):
         columns = columns_of(results, index, results.keys, short=False)
-        rows.append([("#", _rank(results, index)), *columns, ("directories", cut(group.name))])
-    return _table(rows)
+        rows.append([("#", ranks[index]), *columns, ("directory", cut(group.name))])
+    return table(rows, links)
 
 
-def _rank(results: Results, index: int) -> str:
-    """Return the rank of a group, with a star if it is on the Pareto front."""
-    star = " *" if results.front and index in results.front.members else ""
-    return f"{index + 1}{star}"
+def _link(job: Job, page: Path) -> str:
+    """Return the URL of the page of a run, relative to this page; "" if there is none."""
+    own = job.directory / page.name
+    if not own.is_file():
+        return ""
+    return quote(os.path.relpath(own.resolve(), page.resolve().parent), errors="replace")
 
 
-def _jobs(results: Results) -> str:
-    """Return the table of the jobs, with the rank of their group if there are replicates."""
-    alone = results
-    if results.has_replicates:
-        jobs = results.jobs
-        alone = replace(results, groups=singles(jobs), keys=varying(jobs), front=None)
-    ranks = dict[Path, str]()
-    for index, group in enumerate(results.groups):
-        ranks |= {job.directory: _rank(results, index) for job in group.jobs}
-    rows = []
-    for index, job in enumerate(results.jobs):
-        columns = columns_of(alone, index, alone.keys, short=False)
-        rows.append([("#", ranks[job.directory]), *columns, ("directory", cut(job.name))])
-    return _table(rows)
-
-
-def _table(rows: list[list[tuple[str, str]]]) -> str:
-    """Return the table of rows of the same titles and their cells."""
-    titles = [title for title, _ in rows[0]]
-    return html_table(titles, [[cell for _, cell in row] for row in rows])
+def _settings(jobs: list[Job]) -> str:
+    """Return what is the same in all jobs: data, model and date in words, then all keys."""
+    first = jobs[0].config
+    if not first:
+        return ""
+    rest = [{(key, identity(value)) for key, value in job.config.items()} for job in jobs]
+    same = set.intersection(*rest)
+    config = {key: value for key, value in first.items() if (key, identity(value)) in same}
+    sizes = {_number(job, "parameters") for job in jobs}
+    facts = [f"{word} {shown(config[key])}" for key, word in FIXED.items() if key in config]
+    facts += [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
+    facts.append(f"begun {when(min(job.history.began for job in jobs))}")
+    groups: dict[str, dict[str, Value]] = {}
+    for key, value in config.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    text = yaml.safe_dump(groups, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    return f"<p>{escape(', '.join(facts))}</p><pre>{escape(text)}</pre>"

@@ -3,16 +3,19 @@
 import hashlib
 import os
 import re
+import time
 from pathlib import Path
 
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
-from mingpt_ddp.results.results import read_results
+from mingpt_ddp.results.results import Results, read_results
 from mingpt_ddp.results.text import table
 from mingpt_ddp.storage.storage import atomic_write
 
 PAGE = "report.html"
 MAX_NAME = 100  # characters of the names of several directories
+WATCH_S = 5.0  # between two pages of jobs that run
+NO_PAGE = "the page needs plotly; pip install 'mingpt_ddp[report]'"
 
 
 def page_path(directories: list[Path]) -> Path:
@@ -42,7 +45,7 @@ def page_path(directories: list[Path]) -> Path:
 
 
 def report(directories: list[Path], page: Path) -> str:
-    """Return the table of the jobs, and write their page, or the page of the one run.
+    """Return the table of the jobs, and write their page.
 
     The table does not depend on the page: without plotly its last line says how to install it, and
     if the page cannot be written the table is printed before the error is raised.
@@ -55,19 +58,53 @@ def report(directories: list[Path], page: Path) -> str:
         RunError: one of the directories holds no run, or the page cannot be written.
     """
     results = read_results(directories)
-    first = results.jobs[0]
-    is_run = directories == [first.directory]
+    is_run = directories == [results.jobs[0].directory]
     text = table(results, is_run)
     try:
-        from mingpt_ddp.results.page import render_page
-        from mingpt_ddp.results.run_page import render_run
+        write_page(results, page)
     except ImportError:
-        return f"{text}\nthe page needs plotly; pip install 'mingpt_ddp[report]'"
+        return f"{text}\n{NO_PAGE}"
+    except RunError:
+        echo(text)
+        raise
+    return f"{text}\nthe page is {page}"
+
+
+def watch(directories: list[Path], page: Path) -> str:
+    """Write the page again every few seconds while jobs run, or until Ctrl-C; then `report`.
+
+    Until then the page reloads itself in a browser.
+
+    Raises:
+        RunError: as of `report`, or plotly is missing.
+    """
+    line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
     try:
-        title = ", ".join(directory.resolve().name for directory in directories)
-        document = render_run(title, first) if is_run else render_page(title, results)
+        while (results := read_results(directories)).is_running:
+            began = time.monotonic()
+            write_page(results, page, WATCH_S)
+            if line:
+                echo(line)
+            line = ""
+            time.sleep(max(WATCH_S, 4 * (time.monotonic() - began)))
+    except ImportError as error:
+        raise RunError(NO_PAGE) from error
+    except KeyboardInterrupt:
+        pass
+    return report(directories, page)
+
+
+def write_page(results: Results, page: Path, reload_s: float = 0) -> None:
+    """Write the page.
+
+    Args:
+        reload_s: seconds after which it reloads itself; 0: it does not.
+    """
+    from mingpt_ddp.results.page import render_page
+
+    title = ", ".join(directory.resolve().name for directory in results.directories)
+    try:
+        document = render_page(title, results, page, reload_s)
         atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
-        echo(text)
         raise RunError(f"cannot write {page}: {reason(error)}") from error
-    return f"{text}\nthe page is {page}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from mingpt_ddp.results.formats import LONGEST, cut
 from mingpt_ddp.results.groups import SEED, Group
+from mingpt_ddp.results.intervals import numbers
 from mingpt_ddp.results.results import Results, read_with_failures
 from mingpt_ddp.results.runs import Job, number, varying
 
@@ -53,28 +54,23 @@ def job_rows(directories: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _group(group: Group, keys: list[str]) -> dict[str, Any]:
-    found = group.estimate
     return {
         "name": group.name,
         "parameters": {key: group.config[key] for key in keys if key in group.config},
-        "n": group.complete,
-        "mean": found and found.mean,
-        "deviation": found and found.deviation,
-        "low": found and found.low,
-        "high": found and found.high,
+        **numbers(group.estimate),
         "jobs": [_job(job) for job in group.jobs],
     }
 
 
 def _job(job: Job) -> dict[str, Any]:
-    numbers = {}
+    result = {}
     for key, found in job.result.items():
         if isinstance(found, (int, float)) and not isinstance(found, bool):
-            numbers[cut(str(key), LONGEST)] = found if number(found) is not None else None
+            result[cut(str(key), LONGEST)] = found if number(found) is not None else None
     return {
         "name": job.name,
         "directory": str(job.directory),
         "status": job.status,
         "seed": job.config.get(SEED),
-        "result": numbers,
+        "result": result,
     }

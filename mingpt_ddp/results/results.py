@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.front import Front, front_of, read_goals
-from mingpt_ddp.results.groups import Group, best_group, compared, has_replicates, replicates
+from mingpt_ddp.results.groups import Group, best_group, has_replicates, replicates, singles
 from mingpt_ddp.results.importance import importances
 from mingpt_ddp.results.laws import Scaling, scalings
 from mingpt_ddp.results.notes import comparison_notes, group_notes
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.results.runs import Job, read_jobs, varying
+from mingpt_ddp.results.runs import Job, is_locked, read_jobs, varying
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile
 
 MOST_OF_REASON = 300  # characters
@@ -30,15 +31,26 @@ class Results:
     front: Front | None = None  # of a search with other objectives than what ranks the jobs
     importance: dict[str, float] = field(default_factory=dict)  # share by key; {} if unknown
     laws: list[Scaling] = field(default_factory=list)  # of a sweep over sizes, data or steps
+    directories: list[Path] = field(default_factory=list)  # that were named
 
     @property
     def objective(self) -> Objective:
         """What the jobs are ranked by."""
         return self.jobs[0].ranked_by
 
-    @property
+    @cached_property
     def has_replicates(self) -> bool:
         return has_replicates(self.groups)
+
+    @property
+    def only_job(self) -> Job | None:
+        """The job, if there is one only: it is compared with nothing."""
+        return self.jobs[0] if len(self.jobs) == 1 else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process trains a job, or is between two jobs of a sweep."""
+        return any(map(is_locked, [*self.directories, *(job.directory for job in self.jobs)]))
 
     @property
     def best(self) -> Group | None:
@@ -58,7 +70,8 @@ def read_results(directories: Sequence[Path]) -> Results:
         RunError: one of them holds no run.
     """
     jobs, failures = read_with_failures(directories)
-    groups = compared(jobs)
+    recipes = replicates(jobs)
+    groups = recipes if has_replicates(recipes) else singles(jobs)
     keys = varying(groups)
     notes = comparison_notes(jobs)
     if has_replicates(groups):
@@ -67,8 +80,9 @@ def read_results(directories: Sequence[Path]) -> Results:
         times = "once" if failure.count == 1 else f"{failure.count} times"
         notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
     front = front_of(groups, read_goals(directories))
-    laws = scalings(replicates(jobs))
-    return Results(jobs, groups, keys, notes, front, importances(groups, keys), laws)
+    laws = scalings(recipes)
+    importance = importances(groups, keys)
+    return Results(jobs, groups, keys, notes, front, importance, laws, [*directories])
 
 
 def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Failure]]:

@@ -86,16 +86,6 @@ class Job:
         return statistics.median(values) if values else None
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The task's metrics of the last evaluation besides the loss, by name."""
-        found = {}
-        for key, content in self.result.items():
-            value = number(content)
-            if key.startswith("val_") and key != "val_loss" and value is not None:
-                found[key.removeprefix("val_")] = value
-        return found
-
-    @property
     def faults(self) -> int | None:
         """The number of attempts that a preemption or a kill ended and another followed."""
         return self.history.faults if self.history.starts else None
@@ -214,15 +204,25 @@ def _status(path: Path, result: dict[str, Any]) -> str:
 
     A complete run may be continued with larger limits: its result is then that of an earlier end.
     """
-    without_result = "stopped"
+    locked = is_locked(path)
+    if locked:
+        return "running"
+    return str(result.get("status", "unfinished" if locked is None else "stopped"))
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process holds the lock of a directory.
+
+    None: that is unknown: copies have no lock, and some filesystems lack flock.
+    """
     try:
         with open_regular(path / ".lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return "running"
-    except OSError:  # copies have no lock, and some filesystems lack flock
-        without_result = "unfinished"
-    return str(result.get("status", without_result))
+        return True
+    except OSError:
+        return None
+    return False
 
 
 def plain(value: Any) -> Value:

@@ -2,7 +2,8 @@
 
 from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown
+from mingpt_ddp.results.elements import Row, used_columns
+from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown, words
 from mingpt_ddp.results.front import Front, Goal
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.intervals import Estimate
@@ -27,8 +28,7 @@ def table(results: Results, is_run: bool) -> str:
         star = "*" if index in starred else ""
         columns = columns_of(results, index, keys[:COLUMNS], short=True)
         rows.append([("", star), *columns, ("job", cut(group.name))])
-    head = [title for title, _ in rows[0]]
-    body = [[cell for _, cell in row] for row in rows]
+    head, body = used_columns(rows)
     lines = table_lines([head, *body], left=(head.index("status"), len(head) - 1))
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
@@ -70,16 +70,14 @@ def count_seeds(group: Group) -> str:
     return counted(group.estimate.n if group.estimate else 0, "seed")
 
 
-def columns_of(
-    results: Results, index: int, keys: list[str], *, short: bool
-) -> list[tuple[str, str]]:
+def columns_of(results: Results, index: int, keys: list[str], *, short: bool) -> Row:
     """Format a row, as titles and cells: of a group of replicates, or of a job if there are none.
 
     Of a group with replicates it has the mean objective with its interval, deviation and number of
     seeds, the median speed, and faults and times of all jobs added up.
 
     Args:
-        short: the titles are as narrow as in a terminal.
+        short: the titles are narrow, as in a terminal, and parameters have their keys.
     """
     group = results.groups[index]
     objective = results.objective
@@ -92,7 +90,8 @@ def columns_of(
         found.append(("n", _count(group)))
     found.append(("status", shown(group.status)))
     for key in keys:
-        found.append((cut(names[key]), shown(group.config[key]) if key in group.config else "-"))
+        title = cut(names[key] if short else words(names[key]))
+        found.append((title, shown(group.config[key]) if key in group.config else "-"))
     found.append(("step", _steps(group)))
     found.append((f"{results.jobs[0].unit}/s", fixed(group.speed, ",.0f")))
     found.append(("faults", fixed(group.faults, "d")))
@@ -105,7 +104,8 @@ def columns_of(
     if results.front:
         values = dict(zip(results.front.goals, results.front.values[index], strict=True))
         for goal in _further_goals(results):
-            found.append((cut(goal.name), fixed(values[goal], ".6g")))
+            title = cut(goal.name if short else words(goal.name))
+            found.append((title, fixed(values[goal], ".6g")))
     return found
 
 

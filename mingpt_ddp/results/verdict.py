@@ -5,10 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.errors import RunError, counted, printable
+from mingpt_ddp.errors import RunError, command, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.compare import Comparison, Setting, compare, settings_of
 from mingpt_ddp.results.groups import replicates
+from mingpt_ddp.results.intervals import numbers
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
 from mingpt_ddp.results.runs import Job, read_jobs
@@ -43,6 +44,24 @@ def verdict(directories: list[Path], as_json: bool) -> str:
     lines += [f"note: {note}" for note in notes]
     lines += [sentence(comparison) for comparison in comparisons]
     return printable("\n".join(line.replace("\n", "\\n") for line in lines))
+
+
+def sentences(jobs: list[Job], directories: list[Path], most: int) -> list[str]:
+    """Return what a comparison shows of the best settings against the first; [] of one setting.
+
+    Args:
+        most: comparisons that have a sentence.
+    """
+    settings = settings_of(jobs, directories)
+    if len(settings) < 2:
+        return []
+    comparisons = compare(settings)
+    if not comparisons:
+        return [nothing(settings)]
+    found = [sentence(comparison) for comparison in comparisons[:most]]
+    if len(comparisons) > most:
+        found.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
+    return found + _correction(comparisons)
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -103,13 +122,18 @@ def _notes(jobs: list[Job], settings: list[Setting], comparisons: list[Compariso
                 f"{counted(setting.left_out, 'job')} of {setting.label} not counted: not complete, "
                 "or with a loss that is not finite"
             )
+    return notes + _correction(comparisons)
+
+
+def _correction(comparisons: list[Comparison]) -> list[str]:
+    """Return a note on the p-values of several comparisons."""
     pairs = _pairs(comparisons)
-    if pairs > 1:
-        notes.append(
-            f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
-            "its comparison alone"
-        )
-    return notes
+    if pairs < 2:
+        return []
+    return [
+        f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
+        "its comparison alone"
+    ]
 
 
 def _pairs(comparisons: list[Comparison]) -> int:
@@ -138,12 +162,8 @@ def _numbers(
     """Return the comparison as JSON's types."""
     listed = []
     for setting in settings:
-        found = setting.estimate
-        numbers = dict.fromkeys(("mean", "deviation", "low", "high"))
-        if found is not None:
-            numbers = {key: getattr(found, key) for key in numbers}
         more = {"by_seed": setting.by_seed, "left_out": setting.left_out}
-        listed.append({"name": setting.label, **numbers, **more})
+        listed.append({"name": setting.label, **numbers(setting.estimate), **more})
     return {
         "objective": jobs[0].ranked_by.series,
         "best": comparisons[0].best.label if comparisons else None,
@@ -155,12 +175,13 @@ def _numbers(
 
 
 def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
+    common: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
+    common["sentence"] = sentence(comparison)
     found = comparison.difference
     if found is None:
-        return {**numbers, "sentence": sentence(comparison)}
+        return common
     return {
-        **numbers,
+        **common,
         "difference": found.mean,
         "low": found.low,
         "high": found.high,
@@ -168,5 +189,4 @@ def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
         "p_corrected": comparison.p,
         "test": "paired t" if found.is_paired else "Welch",
         "seeds": [*found.n],
-        "sentence": sentence(comparison),
     }

@@ -5,28 +5,20 @@ executed.
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from browser import Browser, chromium
 from fake_runs import fake_run, write_header
 
 from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
-from mingpt_ddp.results.report import report
-
-
-def has_importance() -> bool:
-    """Return whether Optuna has PED-ANOVA."""
-    try:
-        from optuna.importance import PedAnovaImportanceEvaluator  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
+from mingpt_ddp.results.report import report, write_page
+from mingpt_ddp.results.results import read_results
 
 pytestmark = pytest.mark.integration
 JOBS = 100
-# curves, the objective against each parameter, parallel coordinates, and with Optuna importance
-FIGURES = 2 + 8 + 1 + has_importance()
+SMALL = {"width": 1000, "height": 500, "deviceScaleFactor": 1, "mobile": False}
+FIGURES = 2 + 8 + 1  # curves, the objective against each parameter, parallel coordinates
 # Axis labels that overlap, as text for the message of a failure.
 OVERLAPPING = """[...document.querySelectorAll(".plot")].flatMap(plot => {
   const boxes = [...plot.querySelectorAll(".xtick text, .ytick text, .annotation-text, .xtitle, .ytitle, .gtitle")]
@@ -259,7 +251,7 @@ def test_a_point_shows_the_parameters_of_its_job(browser, sweep):
     assert (
         text.startswith("#")
         and "validation loss" in text
-        and "lr: " in text
+        and "learning rate: " in text
         and "betas: [0.9, " in text
     )
     assert browser.evaluate("typeof stolen") == "undefined"
@@ -283,6 +275,50 @@ def test_columns_sort_by_value_with_empty_cells_last(browser, sweep):
     assert browser.errors() == []
 
 
+def test_a_page_of_jobs_that_run_reloads_and_keeps_what_the_reader_has_chosen(browser, tmp_path):
+    for number in range(4):
+        fake_run(tmp_path / f"job{number}", {"optimizer.lr": 1.0 + number}, val_loss=2 + number / 9)
+    page = tmp_path / "report.html"
+    write_page(read_results([tmp_path]), page, reload_s=3600)
+    browser.call("Emulation.setDeviceMetricsOverride", **SMALL)
+    browser.open(page)
+    choose = """(() => {
+      const rows = [...document.querySelectorAll("tbody tr")];
+      rows.find(row => row.textContent.includes("job2")).querySelector("td").click();
+      [...document.querySelectorAll("th button")][3].click();
+      [...document.querySelectorAll("th button")][3].click();
+      Plotly.relayout(plots[0], {"xaxis.range[0]": 20, "xaxis.range[1]": 60});
+      scrollTo(0, 300);
+    })()"""
+    browser.evaluate(choose)
+    fake_run(tmp_path / "best", {"optimizer.lr": 9.0}, val_loss=1.5)
+    write_page(read_results([tmp_path]), page, reload_s=0.05)
+    browser.evaluate("setTimeout(reload)")
+    write_page(read_results([tmp_path]), page)
+    while not is_last_page(browser):
+        time.sleep(0.05)
+    assert browser.errors() == []
+    assert counted(browser, "tbody tr") == 5, "a new page"
+    assert counted(browser, "tr.chosen") == 1
+    assert browser.evaluate("document.querySelector('tr.chosen').textContent").endswith("job2")
+    opacities = browser.evaluate("plots[0].data.map(trace => trace.opacity)")
+    assert sorted(opacities) == [0.12] * 4 + [1], "the others step back"
+    assert browser.evaluate("plots[0].layout.xaxis.range") == [20, 60]
+    assert browser.evaluate("headings.map(each => each.ariaSort)")[3] == "descending"
+    assert browser.evaluate("scrollY") == 300
+    browser.evaluate("document.querySelector('tr.chosen td').click()")
+    assert browser.evaluate("plots[0].data.map(trace => trace.opacity)") == [1] * 5
+    browser.call("Emulation.clearDeviceMetricsOverride")
+
+
+def is_last_page(browser: Browser) -> bool:
+    """Return whether the page that reloads itself no more is loaded."""
+    try:
+        return browser.evaluate("reloadMs === 0 && document.readyState === 'complete'")
+    except AssertionError:  # between two pages
+        return False
+
+
 def test_small_pages(browser, tmp_path):
     fake_run(tmp_path / "one" / "job")
     fake_run(tmp_path / "nothing" / "job", status=None, val_loss=None)
@@ -290,8 +326,8 @@ def test_small_pages(browser, tmp_path):
         report([tmp_path / name], tmp_path / "page.html")
         browser.open(tmp_path / "page.html")
         assert browser.errors() == browser.evaluate(OVERLAPPING) == []
-        assert counted(browser, "tbody tr") == 1
-        assert counted(browser, ".js-plotly-plot") == 2 * (name == "one")
+        assert counted(browser, "tbody tr") == 3 * (name == "one"), "the numbers of the result"
+        assert counted(browser, ".js-plotly-plot") == 4 * (name == "one")
 
 
 def test_extreme_numbers_are_drawn(browser, tmp_path):

@@ -9,9 +9,11 @@ import pytest
 from fake_runs import fake_run
 
 from mingpt_ddp.results.groups import replicates
-from mingpt_ddp.results.laws import draw_power_laws, power_law_lines, scalings
+from mingpt_ddp.results.laws import power_law_lines, scalings
+from mingpt_ddp.results.plots import Plots
 from mingpt_ddp.results.power_law import fit
 from mingpt_ddp.results.report import report
+from mingpt_ddp.results.results import read_results
 from mingpt_ddp.results.runs import read_jobs
 
 pytestmark = pytest.mark.core
@@ -112,9 +114,9 @@ def test_a_sweep_over_sizes_has_a_line_and_a_plot(tmp_path):
     assert "* parameters^-0.25" in line
     assert "95% interval, 8 jobs)" in line
     assert "poor" not in line
-    figures: list = []
-    draw_power_laws(figures, scalings(replicates(read_jobs([tmp_path]))))
-    (figure,) = figures
+    plots = Plots(read_results([tmp_path]))
+    plots.laws()
+    (figure,) = plots.figures
     assert figure["layout"]["xaxis"]["type"] == figure["layout"]["yaxis"]["type"] == "log"
     assert sorted(figure["data"][1]["x"]) == sorted([1_000, 4_000, 16_000, 64_000] * 2)
     json.dumps(figure, allow_nan=False)
@@ -164,9 +166,9 @@ def test_any_other_number_is_an_axis_if_it_has_a_good_fit(tmp_path, is_law):
         fake_run(tmp_path / str(lr), {"optimizer.lr": lr}, val_loss=loss)
     lines = lines_of(tmp_path)
     assert ["* optimizer.lr^-0.25" in line for line in lines] == [True] * is_law
-    figures: list = []
-    draw_power_laws(figures, scalings(replicates(read_jobs([tmp_path]))))
-    assert len(figures) == is_law
+    plots = Plots(read_results([tmp_path]))
+    plots.laws()
+    assert len(plots.figures) == is_law
 
 
 @pytest.mark.parametrize("sizes", [(1_000, 2_000, 3_000), (1_000, 64_000)])

@@ -11,7 +11,7 @@ from fake_runs import fake_run, write_header
 from tools import call_tool
 
 from mingpt_ddp.cli import report_command as tool
-from mingpt_ddp.results.bands import mean_curve
+from mingpt_ddp.results.figures import mean_curve
 from mingpt_ddp.results.front import pareto_front, read_goals
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.importance import LEAST_GROUPS, importances
@@ -109,14 +109,14 @@ def test_a_band_and_a_line_for_each_recipe(sweep, tmp_path):
     assert "2 seeds" in line["text"] and "±" in line["text"]
     (points,) = against["data"]
     assert points["y"] == pytest.approx([2.2, 2.1])
-    _, high = against["layout"]["yaxis"]["range"]
-    ends = zip(points["y"], points["error_y"]["array"], strict=True)
-    assert all(y + up <= high + 1e-9 for y, up in ends), "cut at the end of the axis"
+    assert points["error_y"]["array"] == pytest.approx([3 * HALF, HALF])
+    low, high = against["layout"]["yaxis"]["range"]
+    assert low < 2.2 - math.sqrt(0.18) and high > 2.2 + math.sqrt(0.18), "a deviation to both sides"
     assert len(parallel["data"]) == 2
     text = (tmp_path / "page.html").read_text()
     assert "<h2>Groups</h2>" in text and "<h2>Jobs</h2>" in text
     assert text.count("<tr><td>") == 2 + 4
-    assert "4 jobs in 2 groups" in text and "lr: 0.1" in text
+    assert "4 jobs in 2 groups" in text and "learning rate: 0.1" in text
 
 
 def test_a_curve_has_the_steps_that_all_seeds_have(tmp_path):
@@ -124,7 +124,7 @@ def test_a_curve_has_the_steps_that_all_seeds_have(tmp_path):
         status = None if steps < 100 else "preempted"
         fake_run(tmp_path / f"{seed}", {"run.seed": seed}, status, steps=steps)
     (group,) = replicates(read_jobs([tmp_path]))
-    assert [step for step, _ in mean_curve(group, "val_loss")] == [20, 40, 60]
+    assert [*mean_curve(job.history.series("val_loss") for job in group.jobs)] == [20, 40, 60]
 
 
 def test_hostile_parameters_are_escaped_in_the_legend(tmp_path):
@@ -175,10 +175,10 @@ def test_the_front_is_marked(tmp_path):
     assert cells(lines[0])[-2:] == ["speed<b>", "job"]
     assert [line[0] for line in lines[1:4]] == ["*", "*", " "]
     assert "Pareto front, marked *: 2 of 3; minimize val_loss, maximize speed<b>" in lines
-    front, points = figures_of(tmp_path / "page.html")[2]["data"]
+    front, points = figures_of(tmp_path / "page.html")[4]["data"]
     assert (front["x"], front["y"], front["line"]["shape"]) == ([1, 2], [10, 20], "hv")
     assert len(points["x"]) == 3
-    assert "<b>" not in json.dumps(figures_of(tmp_path / "page.html")[2]["layout"])
+    assert "<b>" not in json.dumps(figures_of(tmp_path / "page.html")[4]["layout"])
 
 
 # The importance of parameters
@@ -193,8 +193,11 @@ def test_the_importance_of_parameters(tmp_path, capsys):
     text = report([tmp_path], tmp_path / "page.html")
     line = next(line for line in text.splitlines() if line.startswith("importance"))
     assert line.startswith("importance (PED-ANOVA): lr ")
-    bars = [figure for figure in figures_of(tmp_path / "page.html") if "bargap" in figure["layout"]]
-    assert len(bars) == 1 and sum(bars[0]["data"][0]["x"]) == pytest.approx(1)
+    _, _, first, second, third, parallel, *_ = figures_of(tmp_path / "page.html")
+    titles = [each["layout"]["xaxis"]["title"]["text"] for each in (first, second, third)]
+    assert titles[0].startswith("learning rate, importance 0."), "the most important comes first"
+    assert all(", importance " in title for title in titles)
+    assert parallel["layout"]["xaxis"]["ticktext"][0] == "learning rate"
     assert capsys.readouterr() == ("", "")
 
 

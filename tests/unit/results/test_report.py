@@ -23,15 +23,13 @@ from mingpt_ddp.cli import report_command as tool
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, hydra_value
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.results.figures import DRAWN, POINTS, highest
+from mingpt_ddp.results.figures import DRAWN, POINTS, Scale, highest
 from mingpt_ddp.results.formats import brief, short_names
-from mingpt_ddp.results.groups import best_group, compared
-from mingpt_ddp.results.plots import _positions
+from mingpt_ddp.results.groups import best_group, singles
 from mingpt_ddp.results.report import report
 from mingpt_ddp.results.runs import (
     NO_COMMAND,
     command_line,
-    identity,
     plain,
     read_jobs,
     varying,
@@ -54,7 +52,7 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
         ("d", "preempted", None),
     ]
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
-    assert best_group(compared(jobs)).name == "b/c"
+    assert best_group(singles(jobs)).name == "b/c"
     assert [(job.step, job.speed, job.faults) for job in jobs] == [
         (100, 4e4, 2),
         (100, 4e4, 0),
@@ -300,16 +298,26 @@ def test_values_are_brief():
 
 
 def test_decades_are_logarithmic():
-    at, ticks = _positions([1e-4, 1e-3, 1e-2])
-    assert [*ticks.values()] == ["1e-4", "0.001", "0.01"]
-    assert at[identity(1e-3)] == pytest.approx(0.5)
-    assert _positions([1.0, 2.0, 5.0])[0][identity(2)] == pytest.approx(0.25)
+    scale = Scale([1e-4, 1e-3, 1e-2])
+    assert scale.labels == {1e-4: "1e-4", 1e-3: "0.001", 1e-2: "0.01"}
+    assert scale.share(scale.at(1e-3)) == pytest.approx(0.5)
+    assert scale.axis("lr")["type"] == "log"
+    scale = Scale([1.0, 2.0, 5.0])
+    assert scale.share(scale.at(2)) == pytest.approx(0.25)
+    assert "type" not in scale.axis("lr"), "linear, for plotly"
+
+
+def test_many_values_on_a_logarithmic_axis_have_round_labels():
+    scale = Scale([1.7e-4 * 1.3**number for number in range(20)])
+    assert [*scale.labels.values()] == ["0.001", "0.01", "3e-4", "0.003"]
 
 
 def test_values_that_are_not_numbers_are_categories():
-    at, ticks = _positions(["gelu", None, True, 3, [0.9, 0.99]])
-    assert ticks == {0: "3", 0.25: "[0.9, 0.99]", 0.5: "gelu", 0.75: "null", 1: "true"}
-    assert at[identity([0.9, 0.99])] == 0.25
+    scale = Scale(["gelu", None, True, 3, [0.9, 0.99]])
+    labels = ["3", "[0.9, 0.99]", "gelu", "null", "true"]
+    assert scale.labels == dict(enumerate(labels))
+    assert scale.axis("x")["ticktext"] == labels
+    assert scale.share(scale.at([0.9, 0.99])) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -325,15 +333,15 @@ def test_values_that_are_not_numbers_are_categories():
         ["x" * 999] * 3,
         [],
     ],
-    ids=str,
+    ids=lambda values: str(values)[:30],
 )
 def test_any_values_have_a_legible_axis(values):
-    at, ticks = _positions(values)
-    assert all(0 <= at[identity(value)] <= 1 for value in values)
-    assert ticks.keys() <= {*at.values()}
-    marked = sorted(ticks)
+    scale = Scale(values)
+    assert all(0 <= scale.share(scale.at(value)) <= 1 for value in values)
+    marked = sorted(map(scale.share, scale.labels))
+    assert bool(marked) == bool(values)
     assert all(upper - lower > 0.15 for lower, upper in itertools.pairwise(marked))
-    assert all(len(label) <= 14 for label in ticks.values())
+    assert all(len(label) <= 14 for label in scale.labels.values())
 
 
 @pytest.mark.parametrize(
@@ -372,9 +380,6 @@ class Page(html.parser.HTMLParser):
     def handle_data(self, data):
         if self._inside == "figures":
             self.figures = json.loads(data)
-            # the importance of parameters needs Optuna
-            bars = [figure for figure in self.figures if "type" in figure["data"][0]]
-            self.figures = [figure for figure in self.figures if figure not in bars]
         elif self._inside not in ("script", "style"):
             self.text += data
 
@@ -420,7 +425,7 @@ def test_the_page_is_self_contained(tmp_path):
         for _, values in page.tags
         for name in values
         if name in ("src", "href", "action", "data")
-    ]
+    ], "there is no page of a run to link to"
     policy = next(values["content"] for _, values in page.tags if "http-equiv" in values)
     assert policy.startswith(
         "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'nonce-"
@@ -428,19 +433,54 @@ def test_the_page_is_self_contained(tmp_path):
     assert "http" not in policy
 
 
-@pytest.mark.parametrize("jobs", [1, 2, 100])
+def test_a_row_links_to_the_page_of_its_run(tmp_path):
+    for name in ("javascript:x", "b"):
+        fake_run(tmp_path / "sweep" / name, {"optimizer.lr": len(name)})
+    report([tmp_path / "sweep" / "javascript:x"], tmp_path / "sweep/javascript:x/report.html")
+    report([tmp_path / "sweep"], tmp_path / "sweep" / "report.html")
+    page = Page(tmp_path / "sweep" / "report.html")
+    assert [values["href"] for _, values in page.tags if "href" in values] == [
+        "javascript%3Ax/report.html"
+    ]
+
+
+def test_a_verdict_and_the_fixed_settings(tmp_path):
+    for number in range(6):
+        values = {"optimizer.lr": 0.1 + number % 2, "run.seed": number // 2}
+        fake_run(tmp_path / f"{number}", values, val_loss=2 + number % 2 + number**2 / 100)
+    report([tmp_path], tmp_path / "page.html")
+    text = Page(tmp_path / "page.html").text
+    headings = ["Best configuration", "Comparison", "Loss curves", "Parameters"]
+    headings += ["Parallel coordinates", "Groups", "Jobs", "Fixed settings"]
+    assert sorted(headings, key=text.index) == headings, "what was asked comes first"
+    assert "lr=0.1 is better than lr=1.1 by 1.050 ± 0.099" in text
+    fixed = text[text.index("Fixed settings") :]
+    assert "data python_docs, path builtin:python_docs, model gpt_nano, begun 2023-11-1" in fixed
+    assert "weight_decay: 0.1" in fixed and "lr: " not in fixed and "seed: " not in fixed
+
+
+def test_columns_that_no_row_has_are_left_out(tmp_path):
+    for number in range(2):
+        fake_run(tmp_path / f"{number}", {"optimizer.lr": number}, None, None)
+        (tmp_path / f"{number}" / "metrics.jsonl").unlink()
+    head = report([tmp_path], tmp_path / "page.html").splitlines()[0]
+    assert head.split() == ["status", "lr", "job"]
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<th>") == 4, "rank, status, learning rate, directory"
+
+
+@pytest.mark.parametrize("jobs", [2, 100])
 def test_every_job_is_drawn_everywhere(tmp_path, jobs):
     for number in range(jobs):
         values = {"optimizer.lr": 1e-4 * 1.05**number, "model.n_layer": number % 3}
         fake_run(tmp_path / f"job{number}", values, val_loss=2 + number / 100)
     report([tmp_path], tmp_path / "page.html")
     page = Page(tmp_path / "page.html")
-    several = jobs > 1
-    assert page.count("div") >= len(page.figures) == 2 + 3 * several
-    assert page.traces("lines") == [jobs] * (2 + several), (
+    assert page.count("div") >= len(page.figures) == 5
+    assert page.traces("lines") == [jobs] * 3, (
         "validation loss, training loss, parallel coordinates"
     )
-    assert [len(figure["data"][0]["x"]) for figure in page.figures[2:-1]] == [jobs] * 2 * several
+    assert [len(figure["data"][0]["x"]) for figure in page.figures[2:-1]] == [jobs] * 2
     assert page.count("tr") == 1 + jobs
     assert (tmp_path / "page.html").stat().st_size < 6_000_000
 
@@ -470,8 +510,13 @@ def test_the_labels_have_the_parameters_of_a_job(tmp_path):
     report([tmp_path], tmp_path / "page.html")
     figures = Page(tmp_path / "page.html").figures
     best, pruned = (figures[-1]["data"][rank]["text"] for rank in (1, 0))
-    assert best == "<b>#1</b> complete, validation loss 2<br>activation: gelu<br>lr: 3e-4"
-    assert pruned == "<b>#2</b> pruned, validation loss 3<br>activation: a&lt;b&gt;<br>lr: 0.001"
+    assert (
+        best == "<b>#1</b> complete, validation loss 2<br>activation: gelu<br>learning rate: 3e-4"
+    )
+    assert (
+        pruned
+        == "<b>#2</b> pruned, validation loss 3<br>activation: a&lt;b&gt;<br>learning rate: 0.001"
+    )
 
 
 def test_a_line_passes_below_the_axes_of_parameters_that_a_job_lacks(tmp_path):
@@ -480,7 +525,11 @@ def test_a_line_passes_below_the_axes_of_parameters_that_a_job_lacks(tmp_path):
     fake_run(tmp_path / "c", {"optimizer.lr": 2}, val_loss=3.0)
     report([tmp_path], tmp_path / "page.html")
     figure = Page(tmp_path / "page.html").figures[-1]
-    assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "momentum", "validation loss"]
+    assert figure["layout"]["xaxis"]["ticktext"] == [
+        "learning rate",
+        "momentum",
+        "validation loss",
+    ]
     assert [trace["y"] for trace in figure["data"]] == [
         [1, pytest.approx(-0.16), 1],
         [1, 0, 0.5],
