@@ -33,7 +33,7 @@ from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
 from mingpt_ddp.sweeps.schedule import check_schedule, has_own_sweeper, plan_slots
-from mingpt_ddp.sweeps.sources import in_lock_step, is_study, number_of_jobs, source_of
+from mingpt_ddp.sweeps.sources import number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 
 log = logging.getLogger(__name__)
@@ -91,16 +91,13 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
             not is_single_run,
             f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
         )
-    open_source = partial(source_of, sweep.settings, overrides, first, sweep.directory)
     if is_ours:
-        env.call_on_rank_zero(open_source)  # refuses before anything is written
+        sweep.source = source_of(sweep.settings, overrides, first, sweep.directory, env)
     if first.run.name is not None:
         sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
         sweep.file = env.call_on_rank_zero(lambda: SweepFile(sweep.directory)) or sweep.file
     sweep.planned = number_of_jobs(sweep.settings, overrides)
     if is_ours:
-        source = env.call_on_rank_zero(open_source)  # again: another sweep may just have ended
-        sweep.source = in_lock_step(source, sweep.planned, is_study(sweep.settings), env)
         env.call_on_rank_zero(partial(_begin, sweep, first))
     log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), sweep.directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
@@ -118,8 +115,8 @@ def _begin(sweep: Sweep, first: Config) -> None:
     sweep.has_other_limits = sweep.file.has_other_limits(sweep.limits)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
-    if sweep.source is not None:
-        sweep.source.begin()
+    if sweep.trials is not None:
+        sweep.trials.begin()
 
 
 def _constant(overrides: list[Override]) -> str:

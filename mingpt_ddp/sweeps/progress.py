@@ -22,29 +22,39 @@ def jobs_left(sweep: Sweep, source: Source) -> Iterator[int]:
                 sweep.settings.max_failures,
             )
             return
-        if source.is_settled(number, sweep.has_other_limits):
-            count_settled(sweep, source, number)
+        if _is_settled(sweep, number):
+            _count_settled(sweep, source, number)
         else:
             yield number
 
 
-def attempts(sweep: Sweep, source: Source, number: int) -> Iterator[None]:
+def attempts(sweep: Sweep, number: int) -> Iterator[None]:
     """Yield for each time that a job may start, the first and `sweep.retries`."""
     retries = sweep.settings.retries
     yield
     for retry in range(1, retries + 1):
-        if source.failed_before(number) is not None:  # as often, with earlier starts
+        if sweep.failed_before(number) is not None:  # as often, with earlier starts
             return
         log.warning("job %d: retry %d of %d", number + 1, retry, retries)
         sweep.failed.pop(number, None)  # not yet
         yield
 
 
-def count_settled(sweep: Sweep, source: Source, number: int) -> None:
-    """Count a job that an earlier start has ended for good."""
-    reason = source.failed_before(number)
+def _is_settled(sweep: Sweep, number: int) -> bool:
+    """Return whether an earlier start has ended a job for good, as its study says.
+
+    Several ranks ask rank zero once the job has its process group.
+    """
+    if sweep.trials is None or sweep.env.world_size > 1:
+        return False
+    return sweep.trials.is_settled(number, sweep.has_other_limits)
+
+
+def _count_settled(sweep: Sweep, source: Source, number: int) -> None:
+    assert sweep.trials is not None
+    reason = sweep.failed_before(number)
     if reason is None:
-        sweep.done[number] = source.directory(number)
+        sweep.done[number] = sweep.trials.directory(number)
         sweep.n_done_before += 1
         log.info("%s: already complete", sweep.done[number])
     else:

@@ -79,7 +79,7 @@ class Scheduler:
 
     async def _run_job(self, number: int, slot: Slot) -> None:
         """Run a job, and again while it fails and retries are left."""
-        for _ in attempts(self._sweep, self._source, number):
+        for _ in attempts(self._sweep, number):
             try:
                 await self._attempt(number, slot)
                 return

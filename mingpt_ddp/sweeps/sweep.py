@@ -3,11 +3,12 @@
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.config import hydra_utils
 from mingpt_ddp.config.config import Config
@@ -33,6 +34,9 @@ from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.jobs import look_up
 from mingpt_ddp.sweeps.sources import Source
+
+if TYPE_CHECKING:
+    from mingpt_ddp.sweeps.search.trials import Trials
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +96,15 @@ class Sweep:
         return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
 
     @property
+    def trials(self) -> "Trials | None":
+        """Return what becomes of the trials of a study, on rank zero; None without one."""
+        return None if self.source is None else self.source.trials
+
+    def failed_before(self, number: int) -> str | None:
+        """Return why a job has failed for good; None if it has not."""
+        return None if self.trials is None else self.trials.failed_before(number)
+
+    @property
     def is_over(self) -> bool:
         """Return whether all jobs have ended."""
         return self.planned <= len(self.done) + len(self.failed)
@@ -119,9 +132,7 @@ class Sweep:
         swept = hydra_utils.swept_overrides()
 
         def known() -> Known:
-            source = self.source
-            failure = source.failed_before(job.number) if source else None
-            return (*look_up(config, swept, objective), failure)
+            return (*look_up(config, swept, objective), self.failed_before(job.number))
 
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
@@ -137,9 +148,8 @@ class Sweep:
         else:
             total = f" of {self.planned}" if self.planned else ""
             log.info("job %d%s: %s", job.number + 1, total, job.label)
-            if self.source is not None:
-                source = self.source
-                self.env.call_on_rank_zero(lambda: source.start(job.number))
+            if self.trials is not None:
+                self.trials.start(job.number)
         return config, value
 
     def use_threads(self) -> None:
@@ -154,10 +164,13 @@ class Sweep:
 
     def report_of(self, job: Job) -> Report | None:
         """Return the function that judges the evaluations of a job; None if nothing does."""
-        source = self.source
-        if source is None or not source.judges:
+        if self.source is None or not self.source.has_study:
             return None
-        return lambda step, metrics: source.report(job.number, step, metrics)
+        return partial(self._judge, job.number)
+
+    def _judge(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        assert self.trials is not None  # on rank zero
+        return self.trials.report(number, step, metrics)
 
     def finish_job(
         self, directory: Path, value: float | None, signalled: bool, exit_code: int
@@ -200,8 +213,8 @@ class Sweep:
         self.done[job.number] = directory
 
     def _keep_done(self, job: Job, directory: Path) -> None:
-        if self.source is not None:
-            self.source.finish(job.number, directory)
+        if self.trials is not None:
+            self.trials.finish(job.number, directory)
         self.file.succeed(job.label)
 
     def record_failed(self, job: Job, message: str, code: int) -> JobError:
@@ -216,7 +229,8 @@ class Sweep:
         log.error("%s%s", name, message)
         if self.source is not None:
             self.file.fail(job.label, self._names.get(job.label), message)
-            self.source.fail(job.number, message)
+        if self.trials is not None:
+            self.trials.fail(job.number, message)
 
     @property
     def uses_external_launcher(self) -> bool:
@@ -275,7 +289,7 @@ class Sweep:
             return
         which = "; ".join(dict.fromkeys(failed))
         again = "rerun the same command to retry"
-        if self.source is not None and self.source.judges:
+        if self.trials is not None:
             again = "raise sweep.retries to retry"
         if count < self.planned:
             again = f"{self.planned - count} have not started; raise sweep.max_failures, or {again}"

@@ -50,7 +50,7 @@ def run_jobs(
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )
-    if sweep.uses_external_launcher and source.judges:
+    if sweep.uses_external_launcher and source.has_study:
         _run_batches(sweep, source, launcher, partial(compose, context, config))
     elif sweep.uses_external_launcher:
         _run_grid(source, launcher, max_batch_size or source.total)
@@ -67,7 +67,7 @@ def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
     """Run one job after the other, in this process or by a parent of workers."""
     for number in jobs_left(sweep, source):
         overrides = source.overrides(number)
-        for _ in attempts(sweep, source, number):
+        for _ in attempts(sweep, number):
             (returned,) = launcher.launch([overrides], initial_job_idx=number)
             with contextlib.suppress(JobError):  # recorded
                 _ = returned.return_value  # raises the error of a job that has failed

@@ -80,18 +80,19 @@ class Study:
             not (directory / EARLIER).exists(),
             f"{directory} holds a search of an earlier version, {EARLIER}; {ANOTHER}",
         )
-        self._journal = self._read()
-        self._space = dict(space) if self._listed is None else self._grid_space()
-        self._numbers = self._match_listed()
+        self._space = dict(space)
+        self._load()
 
     def begin(self) -> None:
         """Write the journal of a new study, or mend that of one that was interrupted.
 
         Raises:
-            RunError: the directory cannot be written.
+            ConfigError, RunError: another sweep has just ended that this one cannot continue; the
+                directory cannot be written.
         """
         with self._journal.written():
             self._journal.mend()
+        self._load()
         if self._journal.is_new:
             self._journal.write(self._directions, {HEADER: asdict(self._header)}, [])
         for trial in self._journal.trials():
@@ -216,6 +217,12 @@ class Study:
         )
         return drawing.draw(trials)
 
+    def _load(self) -> None:
+        self._journal = self._read()
+        if self._listed is not None:
+            self._space = self._grid_space(self._listed)
+        self._numbers = self._match_listed()
+
     def _read(self) -> Journal:
         """Read the journal, and check that this command continues it."""
         try:
@@ -253,10 +260,10 @@ class Study:
         }
         return {number: index for number, index in found.items() if index is not None}
 
-    def _grid_space(self) -> dict[str, BaseDistribution]:
+    def _grid_space(self, listed: Sequence[Mapping[str, Any]]) -> dict[str, BaseDistribution]:
         """Return, for Optuna's tools, the values of each key that the trials have or had."""
         values: dict[str, list[Any]] = {}
-        for params in [*(each.params for each in self._journal.trials()), *(self._listed or [])]:
+        for params in [*(each.params for each in self._journal.trials()), *listed]:
             for key, value in params.items():
                 choices = values.setdefault(key, [])
                 if value not in choices:

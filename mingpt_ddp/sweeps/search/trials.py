@@ -14,9 +14,7 @@ from mingpt_ddp.sweeps.search.study import Study
 
 
 class Trials:
-    """The trials of a study."""
-
-    judges = True
+    """What becomes of the trials of a study, whose jobs have the same numbers."""
 
     def __init__(
         self,
@@ -24,7 +22,6 @@ class Trials:
         settings: SweepConfig,
         fixed: list[str],
         directory: Path,
-        total: int,
     ) -> None:
         """
         Args:
@@ -35,19 +32,18 @@ class Trials:
         self._settings = settings
         self._fixed = fixed
         self._directory = directory
-        self.total = total
 
     def begin(self) -> None:
+        """Write what is kept between starts; the directory is locked."""
         self._study.begin()
 
     def overrides(self, number: int) -> list[str]:
-        return [*self._fixed, *self._drawn(number)]
-
-    def _drawn(self, number: int) -> list[str]:
+        """Return the overrides of a job, in the order of the numbers."""
         values = self._study.values(number)
-        return [override_text(key, value) for key, value in values.items()]
+        return [*self._fixed, *(override_text(key, value) for key, value in values.items())]
 
     def is_settled(self, number: int, has_other_limits: bool) -> bool:
+        """Return whether the job has ended for good, so that it need not even be composed."""
         state = self._study.state(number)
         if not state.is_finished():
             return False
@@ -59,22 +55,23 @@ class Trials:
             return False
         return bool(read_result(self.directory(number)))
 
-    def label(self, number: int) -> str:
-        return ", ".join(self._drawn(number))
-
     def directory(self, number: int) -> Path:
+        """Return the directory of a settled job that has not failed."""
         return self._directory / self._study.trial(number).user_attrs["job"]
 
     def failed_before(self, number: int) -> str | None:
+        """Return why the job has failed for good; None if it has not."""
         failures = self._study.failures(number)
         has_failed = self._study.state(number) == TrialState.FAIL
         return failures[-1] if has_failed and len(failures) > self._settings.retries else None
 
     def start(self, number: int) -> None:
+        """Record that a job starts, perhaps again."""
         if self._study.state(number).is_finished():
             self._study.reopen(number)
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Record an evaluation; return why the job is pruned, None if it goes on."""
         objective = self._settings.objectives[0].removeprefix("-")
         value = metrics.get(objective, metrics.get(objective.removeprefix("val_")))
         if value is None:
@@ -82,6 +79,7 @@ class Trials:
         return self._study.report(number, step, value)
 
     def finish(self, number: int, directory: Path) -> None:
+        """Record the end of a complete or pruned job."""
         result = read_result(directory)
         is_pruned = result.get("status") == RunStatus.PRUNED
         state = TrialState.PRUNED if is_pruned else TrialState.COMPLETE
@@ -94,6 +92,7 @@ class Trials:
         self._study.finish(number, state, values, job=directory.name)
 
     def fail(self, number: int, reason: str) -> None:
+        """Record a failure."""
         self.start(number)
         self._study.fail(number, reason)
 

@@ -14,15 +14,15 @@ from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.progress import attempts
 from mingpt_ddp.sweeps.search.trials import Trials
-from mingpt_ddp.sweeps.sources import Grid
+from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from tests.unit.sweeps.studies import open_study, parse
+from tests.unit.sweeps.studies import open_study
 
 
 def test_a_job_that_is_tried_again_has_not_failed_meanwhile():
     """Otherwise no other job would start next to it."""
     sweep = Sweep(settings=SweepConfig(retries=1, max_failures=0))
-    tries = attempts(sweep, Grid(parse("model=gpt_nano", "optimizer.lr=1,2")), 1)
+    tries = attempts(sweep, 1)
     next(tries)
     sweep.failed[1] = "optimizer.lr=2"
     assert sweep.has_too_many_failures
@@ -53,13 +53,14 @@ def test_failures_of_earlier_starts_count(tmp_path):
     study.values(0)
     study.fail(0, "a reason")
     settings = SweepConfig(sampler="random", retries=1)
-    source = Trials(open_study(tmp_path, retries=1), settings, [], tmp_path, 2)
-    assert not source.is_settled(0, False)
-    tries = attempts(Sweep(settings=settings), source, 0)
+    trials = Trials(open_study(tmp_path, retries=1), settings, [], tmp_path)
+    assert not trials.is_settled(0, False)
+    source = Source(2, trials.overrides, frozenset(), has_study=True, trials=trials)
+    tries = attempts(Sweep(settings=settings, source=source), 0)
     next(tries)
-    source.fail(0, "a reason")
+    trials.fail(0, "a reason")
     assert next(tries, "end") == "end"
-    assert source.is_settled(0, False)
+    assert trials.is_settled(0, False)
 
 
 def test_limits_are_those_at_which_all_jobs_have_ended(tmp_path):

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.hydra_utils import SWEEPER, VERSION_BASE, config_directory
+from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.distributed import rendezvous
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
@@ -22,7 +23,7 @@ from mingpt_ddp.storage.sweep_file import Failure, SweepFile
 from mingpt_ddp.sweeps import schedule
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.schedule import check_schedule, plan_slots
-from mingpt_ddp.sweeps.sources import Grid, LockStep
+from mingpt_ddp.sweeps.sources import source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 
 LOCAL = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
@@ -184,21 +185,38 @@ def test_an_unnamed_sweep_writes_no_file(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_rank_zero_sends_the_overrides_of_a_job(monkeypatch):
+def test_rank_zero_sends_the_overrides_of_a_job(monkeypatch, configure, tmp_path):
     from torch.distributed import HashStore, PrefixStore
 
     store = HashStore()
     connect = lambda env, job, timeout_s: PrefixStore(f"{job}", store)  # noqa: E731
     monkeypatch.setattr(rendezvous, "connect", connect)
-    parser = OverridesParser.create()
-    grid = Grid(parser.parse_overrides(["optimizer.lr=1,2", "run.seed=3"]))
-    jobs = [["optimizer.lr=1", "run.seed=3"], ["optimizer.lr=2", "run.seed=3"]]
-    assert [grid.label(number) for number in (0, 1)] == ["optimizer.lr=1", "optimizer.lr=2"]
-    zero = LockStep(grid, 2, False, DistEnv(world_size=2))
-    other = LockStep(None, 2, False, DistEnv(rank=1, world_size=2))
+    settings = SweepConfig(sampler="random", trials=2)
+    swept = OverridesParser.create().parse_overrides(["optimizer.lr=choice(1,2)", "run.seed=3"])
+    zero, other = (
+        source_of(settings, swept, configure(), tmp_path, DistEnv(rank=rank, world_size=2))
+        for rank in (0, 1)
+    )
+    assert other.trials is None and zero.trials is not None
+    zero.trials.begin()
     for number in (0, 1):
-        assert zero.overrides(number) == jobs[number]
-        assert other.overrides(number) == jobs[number]
+        overrides = zero.overrides(number)
+        assert overrides == zero.trials.overrides(number) == other.overrides(number)
+        assert zero.label(number) == other.label(number) == overrides[1]
+        assert overrides[0] == "run.seed=3"
+
+
+def test_the_jobs_of_a_grid_are_in_the_order_of_the_command(configure, tmp_path):
+    words = ["optimizer.lr=1,2", "run.seed=3"]
+    swept = OverridesParser.create().parse_overrides(words)
+    grid = source_of(SweepConfig(), swept, configure(), tmp_path, ALONE)
+    assert [grid.overrides(number) for number in range(grid.total)] == [
+        ["optimizer.lr=1", "run.seed=3"],
+        ["optimizer.lr=2", "run.seed=3"],
+    ]
+    assert [grid.label(number) for number in (0, 1)] == ["optimizer.lr=1", "optimizer.lr=2"]
+    alone = source_of(SweepConfig(), swept[1:], configure(), tmp_path, ALONE)
+    assert (alone.total, alone.label(0)) == (1, "the only job")
 
 
 def test_the_live_table_shows_the_last_values(tmp_path):
