@@ -1,4 +1,4 @@
-"""A run of 800 texts, whose configuration is long: all that reads its records can read them."""
+"""A run of many texts, whose configuration is long: all that reads its records can read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launching import ROOT, TINY, call, python_main
 
 from mingpt_ddp.storage.run_dir import recorded_config
 
-FILES = 800
+FILES = 250  # with long names: Hydra's time is that of their number
 TRAIN = [*python_main(), "--config-dir=conf", "data=many", *TINY, "data.truncate=1.0"]
 
 
@@ -19,7 +19,7 @@ TRAIN = [*python_main(), "--config-dir=conf", "data=many", *TINY, "data.truncate
 def cwd(tmp_path_factory) -> Path:
     """The working directory of a run that was resumed once."""
     cwd = tmp_path_factory.mktemp("many")
-    texts = cwd / f"a_collection_of_{'many_' * 8}texts"
+    texts = cwd / f"a_collection_of_{'many_' * 40}texts"
     texts.mkdir()
     lines = ["defaults: [text_file, _self_]", "name: many", f"path: {texts}", "sources:"]
     for number in range(FILES):
