@@ -45,6 +45,7 @@ PRELOADED = [
 PRELOADED += ["torch.utils.tensorboard", "torch.distributed.run"]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 UNREAD = "unread"  # instead of the path of an output: a pipe whose reader has ended
+READ_ONCE = "MKL_|ATEN_|TORCH(?!ELASTIC)|PYTHON|PYTORCH"  # variables, by Python or torch
 TEMPLATE = "template"  # the name of the process that an agent's workers are forked from
 # by the template, as they are sent to the agent's group
 IGNORED = [signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
@@ -178,9 +179,7 @@ def server_of(command: list[str], env: dict[str, str]) -> ForkServer | None:
         return None
     if not all(Path(directory, "sitecustomize.py").exists() for directory in directories_of(env)):
         return None
-    imported = {
-        key: value for key, value in env.items() if re.match("MKL_|ATEN_|TORCH|PYTHON|PYTORCH", key)
-    }
+    imported = {key: value for key, value in env.items() if re.match(READ_ONCE, key)}
     imported.pop("PYTHONPATH", None)
     return server_for(tuple(sorted(imported.items())))
 
@@ -309,6 +308,8 @@ def run(request: dict[str, Any]) -> None:
     for target, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), *files]):
         os.dup2(descriptor, target)
         os.close(descriptor)
+    # of the server it may be a file, in which this one would seek
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     argv = request["argv"]
     sys.orig_argv = [sys.executable, *argv]
     tempfile.tempdir = None

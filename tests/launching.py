@@ -73,6 +73,13 @@ def call(
     return run_command(command, cwd, environment(cwd, **extra), timeout, separate)
 
 
+def with_code(directory: Path, code: str) -> str:
+    """Return a PYTHONPATH whose sitecustomize module runs code in every process."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "sitecustomize.py").write_text(code)
+    return f"{directory}{os.pathsep}{ROOT}"
+
+
 def copy_source(target: Path) -> None:
     """Copy to a new directory what a build of the package reads from the checkout."""
     for name in ("mingpt_ddp", "hydra_plugins", "conf"):

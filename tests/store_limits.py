@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from launching import ROOT
+from launching import with_code
 
 # Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease, shortened for a test.
 REMOTE = {
@@ -32,12 +31,10 @@ def with_limits(
     Args:
         more: code that the module begins with.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     lines = [more, "from mingpt_ddp.storage import lease, remote"]
     for module, values in (
         ("remote", REMOTE if remote is None else remote),
         ("lease", lease or {}),
     ):
         lines += [f"{module}.{name} = {value}" for name, value in values.items()]
-    (directory / "sitecustomize.py").write_text("\n".join(lines) + "\n")
-    return f"{directory}{os.pathsep}{ROOT}"
+    return with_code(directory, "\n".join(lines) + "\n")

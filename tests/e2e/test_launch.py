@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import UNREAD, server_of
 from launching import (
     PATIENCE_S,
     ROOT,
@@ -23,6 +24,7 @@ from launching import (
     python_main,
     torchrun,
     wait_for,
+    with_code,
 )
 from ports import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -149,17 +151,14 @@ COLLECT = """
 import gc
 collect = gc.collect
 gc.collect = lambda *arguments: print("collected", flush=True) or collect(*arguments)
-from mingpt_ddp.cli.train_command import main
-main()
 """
 
 
 @pytest.mark.parametrize(("words", "collections"), [([], 0), (["-m", "run.seed=1,2"], 2)])
 def test_only_a_job_with_another_after_it_frees_its_memory(words, collections, tmp_path):
     """A process that is about to exit does not look through all objects once more."""
-    (tmp_path / "collecting.py").write_text(COLLECT)
-    command = [sys.executable, "collecting.py", *TINY, "trainer.max_steps=1", *words]
-    done = call(command, tmp_path, PYTHONPATH=str(ROOT))
+    command = [*python_main(), *TINY, "trainer.max_steps=1", *words]
+    done = call(command, tmp_path, PYTHONPATH=with_code(tmp_path / "site", COLLECT))
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines().count("collected") == collections
 
@@ -470,26 +469,32 @@ def test_two_runs_cannot_share_a_snapshot_directory(tmp_path):
         job.kill_tree()
 
 
-def test_a_closed_console_does_not_stop_training(tmp_path):
-    command = " ".join([*python_main(), *TINY, "run.name=a"])
-    for shell in (f"{command} 2>&1 | head -1", f"{command} 2>&- >&-"):
-        shutil.rmtree(tmp_path / "outputs", ignore_errors=True)
-        subprocess.run(
-            ["bash", "-c", shell],
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            timeout=PATIENCE_S,
-            capture_output=True,
-        )
-        assert result(tmp_path / "outputs" / "a")["step"] == 12
+@pytest.mark.parametrize("console", ["unread", "closed"])
+def test_a_closed_console_does_not_stop_training(console, tmp_path):
+    command, env = [*python_main(), *TINY, "run.name=a"], environment(tmp_path)
+    if console == "closed":
+        shell = ["bash", "-c", " ".join([*command, "2>&- >&-"])]
+        subprocess.run(shell, cwd=tmp_path, env=env, timeout=PATIENCE_S)
+    else:
+        server = server_of(command, env)
+        assert server is not None
+        outputs = {"stdout": UNREAD, "stderr": UNREAD}
+        server.run(command, tmp_path, env, PATIENCE_S, separate=True, outputs=outputs)
+    assert result(tmp_path / "outputs" / "a")["step"] == 12
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (40 << 10, 40 << 10))
+"""
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_older_snapshots(tmp_path):
     """A limit on the size of files makes a write fail."""
     whole = call([*python_main(), *TINY, "run.name=a", "trainer.max_steps=8"], tmp_path)
     assert whole.returncode == 0, whole.stdout
-    limited = " ".join(["ulimit -f 40;", "exec", *python_main(), *TINY, "run.name=a"])
-    done = call(["bash", "-c", f"trap '' XFSZ; {limited}"], tmp_path)
+    limited = with_code(tmp_path / "site", LIMITED)
+    done = call([*python_main(), *TINY, "run.name=a"], tmp_path, PYTHONPATH=limited)
     assert done.returncode == 2, done.stdout
     assert done.stdout.splitlines()[-1].startswith(
         "storage error: cannot write the snapshot of step 12"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, call, python_main
+from launching import ROOT, TINY, call, python_main, with_code
 
 from mingpt_ddp.storage.run_dir import recorded_config
 
@@ -85,12 +85,8 @@ def test_a_configuration_that_could_not_be_read_is_refused(cwd):
 
     The limit is lower than usual: of so many texts, Hydra would read half a minute.
     """
-    site = cwd / "site" / "sitecustomize.py"
-    site.parent.mkdir()
-    site.write_text(
-        f"from mingpt_ddp.storage import records\nrecords.MAX_YAML_EVENTS = {4 * FILES}\n"
-    )
-    done = call([*TRAIN, "run.name=refused"], cwd, PYTHONPATH=f"{site.parent}:{ROOT}")
+    limit = f"from mingpt_ddp.storage import records\nrecords.MAX_YAML_EVENTS = {4 * FILES}\n"
+    done = call([*TRAIN, "run.name=refused"], cwd, PYTHONPATH=with_code(cwd / "site", limit))
     assert done.returncode == 2
     line = done.stdout.strip().splitlines()[-1]
     assert line.startswith("config error: the recorded configuration could not be read again")
