@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.model_config import GPTConfig
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv

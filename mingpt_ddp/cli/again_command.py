@@ -38,7 +38,13 @@ from mingpt_ddp.config.config import (
     to_plain,
     with_defaults,
 )
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, hydra_value, key_of
+from mingpt_ddp.config.hydra_utils import (
+    VERSION_BASE,
+    config_directory,
+    hydra_value,
+    key_of,
+    key_of_group,
+)
 from mingpt_ddp.config.schema import GROUPS, selected
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
@@ -191,7 +197,8 @@ def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
     if {*GROUPS, "experiment"} & typed.keys():  # a preset
         return True
     flat = flatten(recorded)
-    for key in named_keys(recorded).keys() & typed.keys():
-        if parse_value(typed[key]) != flat.get(key):
+    named = named_keys(recorded)
+    for key, value in typed.items():
+        if key_of_group(key) in named and parse_value(value) != flat.get(key):
             return True
     return False

@@ -1,6 +1,7 @@
-"""The keys of the task, the model and the data, which users can extend with a Python file.
+"""The keys of the task and the data, which users can extend with a Python file.
 
-So can they the optimizer, in optimizer_config.py. The table of all groups is in schema.py.
+So can they the model, in model_config.py, and the optimizer, in optimizer_config.py. The table of
+all groups is in schema.py.
 """
 
 # ruff: noqa: RUF009  key() returns a dataclass field
@@ -59,68 +60,6 @@ class ClassesConfig(TaskConfig):
     label_smoothing: DecayFactor = key(
         0.0, "share of a target spread over all classes, in training alone"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig(UserCodeConfig):
-    """The keys of every model."""
-
-    name: str = neutral(..., "a label for directories and logs")
-    architecture: str = key(..., "the registered model to build: gpt, modern or your own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelConfig):
-    """The keys of the built-in decoders."""
-
-    n_layer: Annotated[PositiveInt, Field(le=1_000)] = key(..., "blocks")
-    n_head: Annotated[PositiveInt, Field(le=1_000_000)] = key(
-        ..., "attention heads per block; a divisor of n_embd"
-    )
-    n_embd: Annotated[PositiveInt, Field(le=1_000_000)] = key(
-        ..., "width of the residual stream", "features"
-    )
-    dropout: DecayFactor = key(
-        0.0, "fraction of the activations that dropout zeroes", "probability"
-    )
-
-    def __post_init__(self) -> None:
-        divides = self.n_embd % self.n_head == 0
-        check(
-            divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(TransformerConfig):
-    """A GPT-2 style decoder (mingpt_ddp/models/gpt.py)."""
-
-    bias: bool = key(False, "biases in linear layers and layer norms, as in GPT-2")
-    activation: Literal["gelu", "gelu_tanh"] = key(
-        "gelu", "exact, or GPT-2's approximation, which is slower on a CPU"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModernConfig(TransformerConfig):
-    """A decoder with rotary position embeddings and no biases or gains (mingpt_ddp/models)."""
-
-    ngram_rows: Annotated[NonNegativeInt, Field(le=1 << 24)] = key(
-        0, "table of vectors for hashes of the newest 2, 3, 4 and 5 tokens; 0: none", "rows"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        even = self.n_embd // self.n_head % 2 == 0
-        check(
-            even,
-            f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
-            "rotary positions",
-        )
-        check(
-            self.ngram_rows == 0 or self.n_embd % 4 == 0,
-            f"model.n_embd={self.n_embd} must be divisible by 4 with model.ngram_rows",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mingpt_ddp.config.components import DatasetConfig, ModelConfig, TaskConfig
+from mingpt_ddp.config.components import DatasetConfig, TaskConfig
 from mingpt_ddp.config.fields import Effect, enters_name
 from mingpt_ddp.config.hints import known_keys, suggest
+from mingpt_ddp.config.model_config import ModelConfig
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.retired import retired, retired_names
 from mingpt_ddp.config.schema import (
@@ -26,7 +27,7 @@ from mingpt_ddp.config.schema import (
 )
 from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
-from mingpt_ddp.config.validation import build, check, field_types
+from mingpt_ddp.config.validation import NotRegisteredError, build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps")
@@ -188,10 +189,6 @@ def default_values(cls: type) -> dict[str, Any]:
     return _without_optional_nulls(defaults)
 
 
-class NotRegisteredError(ConfigError):
-    """The selected model, optimizer or reader is not registered; `code` may be missing."""
-
-
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return the plain values that Hydra has composed, with interpolations resolved.
 
@@ -225,6 +222,21 @@ def from_mapping(values: dict[str, Any]) -> Config:
     return Config(**{group: build_group(group, values.get(group)) for group in GROUPS})
 
 
+def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
+    """Drop what a preset has at its default, and the task or optimizer of `name` lacks.
+
+    A key that is typed is refused later.
+    """
+    classes = GROUPS[group][1]
+    cls = classes.get(str(values.get("name"))) if isinstance(values, dict) else None
+    if cls is None:
+        return
+    for key in {*values} - {*field_types(cls)}:
+        is_default = any(values[key] == default_values(c).get(key, ...) for c in classes.values())
+        if is_default and f"{group}.{key}" not in typed:
+            del values[key]
+
+
 def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a group that this version knows or refuses, without retired ones."""
     # a key that is read from a record may be no text, nor a number that Python prints
@@ -238,8 +250,10 @@ def build_group(group: str, values: Any) -> Any:
     Raises:
         NotRegisteredError: the selected name is not registered.
     """
-    check(isinstance(values, dict), f"the group {group} is missing")
-    classes = GROUPS[group][1]
+    selectors, classes = GROUPS[group]
+    may_be_empty = not selectors or group in DEFAULT_CHOICE
+    is_there = isinstance(values, dict) and bool(values or may_be_empty)
+    check(is_there, f"the group {group} is missing")
     selector, choice = selected(group, values)
     if choice is None:
         choice = DEFAULT_CHOICE.get(group)

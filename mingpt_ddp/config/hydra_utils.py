@@ -24,6 +24,7 @@ from mingpt_ddp.config.config import (
     LIMITS,
     Config,
     default_values,
+    drop_defaults_of_others,
     from_mapping,
     to_plain,
 )
@@ -32,7 +33,6 @@ from mingpt_ddp.config.hydra_internals import own_parser
 from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.config.validation import field_types
 from mingpt_ddp.errors import ConfigError, with_commands
 
 # Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
@@ -73,13 +73,17 @@ def _store_defaults() -> None:
     conf/mingpt_ddp.yaml begins with `schema`, the groups that have one dataclass. Presets of the
     other groups begin with their own, as in `defaults: [/schema/model/gpt@_here_]`, or that of
     `data/text`. Without `@_here_` it is for groups at the top of a configuration alone.
+
+    Users can add keys to those other groups. Hydra sets keys there that no preset has, without a +;
+    `from_mapping` refuses those that nobody has registered.
     """
     store = ConfigStore.instance().store
-    single = {}
+    single: dict[str, Any] = {}
     for group, (keys, classes) in GROUPS.items():
         if not keys:
             single[group] = default_values(classes[None])
             continue
+        single[group] = OmegaConf.create({}, flags={"struct": False})
         for name, cls in classes.items():
             node = default_values(cls)
             if name is not None:
@@ -189,23 +193,9 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
     with attribute_errors_to_user_code():
         values = run_code(values, directories, hydra.runtime.choices)
-        _drop_defaults_of_other_tasks(values.get("task"), typed)
+        for group in ("task", "optimizer"):
+            drop_defaults_of_others(group, values.get(group), typed)
         return from_mapping(values)
-
-
-def _drop_defaults_of_other_tasks(task: Any, typed: set[str]) -> None:
-    """Drop what the preset of another task has at its default, and the task of task.name lacks.
-
-    A key that is typed is refused later.
-    """
-    cls = GROUPS["task"][1].get(str(task.get("name"))) if isinstance(task, dict) else None
-    if cls is None:
-        return
-    known = known_keys()
-    for key in {*task} - {*field_types(cls)}:
-        name = f"task.{key}"
-        if name in known and name not in typed and task[key] == known[name].default:
-            del task[key]
 
 
 def _refuse_retired(values: dict[str, Any]) -> None:
@@ -253,8 +243,14 @@ def key_of(override: str) -> str:
 
 
 def typed_keys() -> set[str]:
-    """Return the keys that the command line of this job sets."""
-    return {*map(key_of, HydraConfig.get().overrides.task)}
+    """Return the keys that the command line of this job sets, with those that hold others."""
+    keys = {*map(key_of, HydraConfig.get().overrides.task)}
+    return keys | {key_of_group(key) for key in keys}
+
+
+def key_of_group(key: str) -> str:
+    """Return the key of the schema: model.part_settings for model.part_settings.window."""
+    return ".".join(key.split(".")[:2])
 
 
 def swept_overrides() -> dict[str, str]:

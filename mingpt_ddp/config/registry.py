@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.components import DataConfig, DatasetConfig, ModelConfig, TaskConfig
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.components import DataConfig, DatasetConfig, TaskConfig
+from mingpt_ddp.config.model_config import PARTS, ModelConfig, PartConfig
 from mingpt_ddp.config.optimizer_config import SCHEDULES, OptimizerConfig, ScheduleConfig
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
@@ -30,6 +30,7 @@ __all__ = [
     "DatasetConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PartConfig",
     "ScheduleConfig",
     "TaskConfig",
     "check",
@@ -43,7 +44,7 @@ BUILDERS: dict[str, dict[str, Callable[..., Any]]] = {
     kind: {} for kind in (*BASES, "hook", "action")
 }
 # Of the kinds that are the value of a key of their group.
-VALUES = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES}
+VALUES = {"comm_hook": COMM_HOOKS, "schedule": SCHEDULES, **PARTS}
 TAKEN = "the name is taken; choose another"
 MAX_ERROR_LENGTH = 500  # characters
 MAX_CODE_BYTES = 1 << 24
@@ -104,11 +105,12 @@ def register(
             config) -> torch.optim.Optimizer; "dataset", for (config) ->
             `mingpt_ddp.data.samples.Datasets`; "data", for (config) -> an iterator of str, the
             pieces of the text in order; "schedule", for a pure function (step, steps, config) ->
-            the learning rate of a step over `optimizer.lr`, where steps count from 1.
+            the learning rate of a step over `optimizer.lr`, where steps count from 1; "attention",
+            "mlp", "norm" or "activation", for a part of a block as in `mingpt_ddp.parts`.
         name: the value of `task.name`, `model.architecture`, `optimizer.name`, `data.dataset`,
-            `data.reader` or `optimizer.schedule` that selects it.
+            `data.reader`, `optimizer.schedule` or `model.<the part>` that selects it.
         config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
-            OptimizerConfig, DatasetConfig, DataConfig or ScheduleConfig.
+            OptimizerConfig, DatasetConfig, DataConfig, ScheduleConfig or PartConfig.
         files: of "data": (config) -> the local files on which the text depends. The reader is
             called again once one of them, or the Python file, has changed; None: at every start.
 
@@ -176,25 +178,6 @@ def reader_of(name: str) -> tuple[Entry, str] | None:
             if entry.builder is BUILDERS["data"][name]:
                 return entry, file.sha256
     return None
-
-
-def is_user_defined(group: str, name: str) -> bool:
-    """Return whether a registered name comes from a user's file."""
-    return BUILDERS[group][name].__module__.split(".")[0] != __name__.split(".")[0]
-
-
-def uses_user_code(config: Config) -> bool:
-    """Return whether a part of what is trained is a user's, or a hook that acts."""
-    chosen = {
-        "task": config.task.name,
-        "model": config.model.architecture,
-        "optimizer": config.optimizer.name,
-    }
-    if config.optimizer.schedule in BUILDERS["schedule"] or BUILDERS["action"]:
-        return True
-    if isinstance(config.data, DatasetConfig):  # none is built in
-        return True
-    return any(is_user_defined(kind, name) for kind, name in chosen.items())
 
 
 def run_code(

@@ -16,15 +16,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from mingpt_ddp.config.components import (
-    ClassesConfig,
-    DataConfig,
-    DatasetConfig,
-    GPTConfig,
-    ModelConfig,
-    ModernConfig,
-    TaskConfig,
-)
+from mingpt_ddp.config.components import ClassesConfig, DataConfig, DatasetConfig, TaskConfig
 from mingpt_ddp.config.fields import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -33,6 +25,7 @@ from mingpt_ddp.config.fields import (
     key,
     neutral,
 )
+from mingpt_ddp.config.model_config import PARTS, GPTConfig, ModelConfig, ModernConfig, PartConfig
 from mingpt_ddp.config.optimizer_config import (
     AdamWConfig,
     MuonConfig,
@@ -291,6 +284,7 @@ BASES: dict[str, type] = {
     "data": DataConfig,  # readers of text
     "comm_hook": DDPConfig,
     "schedule": ScheduleConfig,  # of the learning rate
+    **dict.fromkeys(PARTS, PartConfig),  # of a block of gpt or modern
 }
 # The registered values of ddp.comm_hook; none of them has keys of its own.
 COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16"), DDPConfig)

@@ -29,6 +29,10 @@ SYNONYMS = {
 MAX_NAME_BYTES = 255  # of a file, on Linux
 
 
+class NotRegisteredError(ConfigError):
+    """A selected name, as of a model or reader, is not registered; `code` may be missing."""
+
+
 def check(ok: bool, message: str) -> None:
     """Raise ConfigError unless `ok`.
 
@@ -48,12 +52,16 @@ def check_choice(key: str, value: str, known: Iterable[str | None]) -> None:
     """Refuse a value that is none of the registered ones.
 
     Raises:
-        ConfigError: names them, and the closest.
+        NotRegisteredError: names them, and the closest.
     """
     names = [*map(str, known)]
+    if value in names:
+        return
+    if not names:
+        raise NotRegisteredError(f"{key}={value} is registered by no Python file named as code")
     meant = did_you_mean(value, names)
     hint = f"{', '.join(names)}{f'; did you mean {meant}?' if meant else ''}"
-    check(value in names, retired(f"{key}={value}") or f"{key}={value} must be one of {hint}")
+    raise NotRegisteredError(retired(f"{key}={value}") or f"{key}={value} must be one of {hint}")
 
 
 def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:

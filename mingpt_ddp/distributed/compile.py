@@ -14,7 +14,8 @@ from torch import nn
 
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import is_user_defined
+from mingpt_ddp.config.model_config import model_label
+from mingpt_ddp.config.user_code import is_own_model, is_user_defined
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.device import cpu_kind
 from mingpt_ddp.errors import ConfigError
@@ -48,7 +49,7 @@ def should_compile(config: Config, device: torch.device, world_size: int = 1) ->
         return False
     missing = _missing_requirement(device) if wanted else None
     if wanted == "auto":
-        is_own = is_user_defined("model", config.model.architecture)
+        is_own = is_own_model(config.model)
         return device.type == "cuda" and not is_own and missing is None
     if missing is not None:
         raise ConfigError(
@@ -180,5 +181,5 @@ def report_compile_errors(config: Config) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"trainer.compile={str(config.trainer.compile).lower()}: torch cannot compile "
-            f"the model {config.model.architecture}; set it to false ({reason})"
+            f"the model {model_label(config.model)}; set it to false ({reason})"
         ) from error

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import is_user_defined
 from mingpt_ddp.config.schema import DDPConfig
 from mingpt_ddp.config.trainer_config import TrainerConfig
+from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
 from mingpt_ddp.distributed.machine import installed_memory
 from mingpt_ddp.errors import ConfigError

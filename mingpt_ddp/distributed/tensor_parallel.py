@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import uses_user_code
+from mingpt_ddp.config.model_config import GPTConfig, changed_parts
+from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.gpt import Block
+from mingpt_ddp.models.parts import MultiHead
 from mingpt_ddp.torch_internals import for_each
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def check_tensor_parallel(config: Config) -> None:
         not has_dropout,
         "model.dropout=0, because split and whole activations need different masks",
     )
+    parts = " and ".join(changed_parts(vars(model)))
+    need(not parts, f"the architecture's own parts, without {parts}")
     need(not uses_user_code(config), "built-in optimizers, tasks and datasets")
     need(
         config.optimizer.name != "muon",
@@ -93,7 +96,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name, parameter in model.named_parameters():
             parameter.copy_(_by_rank(name, parameter, mesh.size()))
     for block in model.get_submodule("blocks").children():
-        assert isinstance(block, Block)
+        assert isinstance(block, Block) and isinstance(block.attention, MultiHead)
         block.attention.n_head //= mesh.size()  # those of this rank
         parallelize_module(block, mesh, styles)
     return model
@@ -102,7 +105,7 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 def keep_part(model: nn.Module, ranks: int) -> None:
     """Leave a GPT the matrices that one of some ranks holds, without a process group."""
     for block in model.get_submodule("blocks").children():
-        assert isinstance(block, Block)
+        assert isinstance(block, Block) and isinstance(block.attention, MultiHead)
         block.attention.n_head //= ranks
         for name, dimension in SPLIT_DIMENSIONS.items():
             layer = block.get_submodule(name)

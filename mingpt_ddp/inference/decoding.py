@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache
+from mingpt_ddp.models import SupportsCUDAGraphDecode, has_cache
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import can_pack, has_hooks, pack_linear
 
@@ -32,9 +32,9 @@ def decoding_precision(wanted: str, model: nn.Module, batch: int) -> str:
     """
     if wanted != "auto":
         return wanted
-    if not isinstance(model, SupportsKVCache):
-        return "fp32"
     device = next(model.parameters()).device
+    if not has_cache(model):
+        return "fp32"
     fast = resolve_precision("auto", device)
     if device.type == "cuda":
         return fast

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.data.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
-from mingpt_ddp.models import SupportsCUDAGraphDecode, SupportsKVCache, eval_mode
+from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 
 CHECK_TOKENS = 16  # on a GPU, where looking whether all rows have ended waits for it
 MIN_TEMPERATURE = 1e-30  # lower ones underflow in fp32; sampling is greedy long before
@@ -89,14 +89,15 @@ class DecodeSession:
         """
         self.model = model
         self.graph = None
-        if not isinstance(model, SupportsKVCache):
+        self.cached = model if has_cache(model) else None
+        if self.cached is None:
             return
         weight = next(model.parameters())
         sized: Any = copy.copy(model)
         # that of an untrusted snapshot may be any number
         vars(sized).update(block_size=positions)
         self.cache = sized.new_cache(batch, weight.dtype)
-        if not isinstance(model, SupportsCUDAGraphDecode) or not weight.is_cuda:
+        if not has_graph_step(model) or not weight.is_cuda:
             return
         # Deterministic algorithms read indices on the host, which a CUDA graph cannot.
         if not torch.are_deterministic_algorithms_enabled():
@@ -109,14 +110,14 @@ class DecodeSession:
             prefill: compute the cache from scratch; otherwise the window is the previous one plus
                 one token.
         """
-        if not isinstance(self.model, SupportsKVCache):
+        if self.cached is None:
             return self.model(window)[:, -1]
         if prefill:
-            return self.model.decode(window, self.cache, 0)
+            return self.cached.decode(window, self.cache, 0)
         position = window.shape[1] - 1
         if self.graph:
             return self.graph(window[:, -1], position)
-        return self.model.decode(window[:, -1:], self.cache, position)
+        return self.cached.decode(window[:, -1:], self.cache, position)
 
 
 def check_logits(logits: Tensor) -> None:

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mingpt_ddp.config.components import ModelConfig, TransformerConfig
+from mingpt_ddp.config.model_config import ModelConfig, TransformerConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.gpt import GPT
@@ -56,6 +56,11 @@ class SupportsKVCache(Protocol):
         """
 
 
+def has_cache(model: nn.Module) -> TypeGuard[SupportsKVCache]:
+    """Return whether a model decodes with a cache: of ours, whether the parts of its blocks do."""
+    return isinstance(model, SupportsKVCache) and bool(getattr(model, "has_cache", True))
+
+
 @runtime_checkable
 class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
     """Optional: on a GPU, sampling captures `step` in a CUDA graph, replayed for each token.
@@ -73,6 +78,12 @@ class SupportsCUDAGraphDecode(SupportsKVCache, Protocol):
             tokens: (B,)
             position: number of cached tokens, an int64 tensor of shape () on the model's device.
         """
+
+
+def has_graph_step(model: nn.Module) -> TypeGuard[SupportsCUDAGraphDecode]:
+    """Return whether a CUDA graph can hold the decoding of a model."""
+    is_known = has_cache(model) and isinstance(model, SupportsCUDAGraphDecode)
+    return is_known and bool(getattr(model, "has_graph_step", True))
 
 
 @runtime_checkable
@@ -136,7 +147,8 @@ def build_model(config: ModelConfig, outputs: int, inputs: int | tuple[int, ...]
     """
     if isinstance(config, TransformerConfig) and not isinstance(inputs, int):
         raise ConfigError(
-            f"model.architecture={config.architecture} needs task.name=language_model"
+            f"model.architecture={config.architecture} takes token ids: a text, or samples of "
+            "torch.int64 of shape (tokens,)"
         )
     build = BUILDERS["model"][config.architecture]
     model = build(config, outputs, inputs)

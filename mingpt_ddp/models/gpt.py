@@ -6,61 +6,59 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 """
 
 import math
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.components import GPTConfig
-from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend, select_positions
+from mingpt_ddp.config.model_config import GPTConfig, PartConfig
+from mingpt_ddp.models.kv_cache import CachePosition, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
-
-
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.n_head = config.n_head  # tensor parallelism lowers it to the heads of this rank
-        self.head_size = config.n_embd // config.n_head
-        self.dropout = config.dropout
-        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-
-    def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
-        qkv = self.qkv(x)  # (B, T, 3C)
-        qkv = qkv.unflatten(-1, (3, self.n_head, self.head_size))
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # each (B, H, T, D)
-
-        weight_dropout = self.dropout if self.training else 0.0
-        y = attend(q, k, v, weight_dropout, cache, start)  # (B, H, T, D)
-        y = y.transpose(1, 2).flatten(2)  # (B, T, C): the heads side by side
-
-        y = self.proj(y)
-        return dropout(y, self.dropout, self.training)
+from mingpt_ddp.models.parts import (
+    Attention,
+    BlockSpec,
+    block_spec,
+    decodes_in_graph,
+    decodes_with_cache,
+    init_own_weights,
+    new_caches,
+    own_part,
+)
 
 
 class Block(nn.Module):
     """Attention, then an MLP four times as wide; each adds to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, block_size: int, layer: int) -> None:
         super().__init__()
+        spec = block_spec(config, block_size, layer, config.bias)
         self.dropout = config.dropout
-        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.norm_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.attention = Attention(config)
-        self.norm_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
-        self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.norm_1 = _norm(config, spec)
+        self.attention = own_part("attention", config, spec) or Attention(PartConfig(), spec)
+        self.norm_2 = _norm(config, spec)
+        self.mlp = own_part("mlp", config, spec)
+        if self.mlp is None:
+            self.up = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+            self.activation = spec.activation
+            self.down = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, cache: KVCache | None = None, start: CachePosition = 0) -> Tensor:
-        x = x + self.attention(self.norm_1(x), cache, start)
+    def forward(self, x: Tensor, cache: Any = None, start: CachePosition = 0) -> Tensor:
+        y = self.norm_1(x)
+        y = self.attention(y) if cache is None else self.attention(y, cache, start)
+        x = x + dropout(y, self.dropout, self.training)
 
-        y = self.up(self.norm_2(x))  # (B, T, 4C)
-        y = F.gelu(y, approximate=self.approximate)
-        y = self.down(y)  # (B, T, C)
+        y = self.norm_2(x)
+        if self.mlp is None:
+            y = self.up(y)  # (B, T, 4C)
+            y = self.down(self.activation(y))  # (B, T, C)
+        else:
+            y = self.mlp(y)
         return x + dropout(y, self.dropout, self.training)
+
+
+def _norm(config: GPTConfig, spec: BlockSpec) -> nn.Module:
+    return own_part("norm", config, spec) or nn.LayerNorm(config.n_embd, bias=config.bias)
 
 
 class GPT(nn.Module):
@@ -72,14 +70,17 @@ class GPT(nn.Module):
         self.block_size = block_size
         self.token_embedding = nn.Embedding(vocab_size, config.n_embd)  # also the head's weight
         self.position_embedding = nn.Embedding(block_size, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.blocks = nn.ModuleList(Block(config, block_size, i) for i in range(config.n_layer))
+        self.norm = _norm(config, block_spec(config, block_size, config.n_layer, config.bias))
+        self.has_cache = decodes_with_cache(config)
+        self.has_graph_step = decodes_in_graph(config)
         self.apply(self._init_weights)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw weights from N(0, 0.02); smaller ones where a layer writes to the residual stream.
 
-        `apply` visits a module after its children, so proj and down are drawn twice.
+        `apply` visits a module after its children, so proj and down are drawn twice. A part of a
+        user whose method `init_weights` draws others comes after its layers, too.
         """
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
@@ -87,10 +88,11 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        if isinstance(module, Attention):
-            nn.init.normal_(module.proj.weight, std=residual_std)
-        if isinstance(module, Block):
-            nn.init.normal_(module.down.weight, std=residual_std)
+        for name in ("proj", "down"):
+            layer = getattr(module, name, None)
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=residual_std)
+        init_own_weights(module)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits, or the loss if targets are given.
@@ -109,7 +111,7 @@ class GPT(nn.Module):
         return cross_entropy(logits, targets)
 
     def _hidden(
-        self, tokens: Tensor, cache: list[KVCache] | None = None, start: CachePosition = 0
+        self, tokens: Tensor, cache: list[Any] | None = None, start: CachePosition = 0
     ) -> Tensor:
         """Return (B, T, C), the normalized output of the last block."""
         T = tokens.shape[1]
@@ -123,16 +125,11 @@ class GPT(nn.Module):
             x = block(x, cache[i] if cache else None, start)
         return self.norm(x)
 
-    def new_cache(self, batch: int, dtype: torch.dtype) -> list[KVCache]:
-        """Allocate a KV cache for `batch` sequences, one entry per block."""
-        cache = []
-        for block in self.blocks:
-            attention = cast(Block, block).attention
-            shape = (batch, attention.n_head, self.block_size, attention.head_size)
-            cache.append(KVCache(shape, dtype, self.token_embedding.weight.device))
-        return cache
+    def new_cache(self, batch: int, dtype: torch.dtype) -> list[Any]:
+        """Allocate a cache for `batch` sequences, one entry per block."""
+        return new_caches(self.blocks, batch, self.block_size, dtype)
 
-    def decode(self, tokens: Tensor, cache: list[KVCache], start: CachePosition) -> Tensor:
+    def decode(self, tokens: Tensor, cache: list[Any], start: CachePosition) -> Tensor:
         """Return the logits (B, V) after the last of the new `tokens` (B, T).
 
         They follow `start` cached positions.
@@ -140,7 +137,7 @@ class GPT(nn.Module):
         x = self._hidden(tokens, cache, start)
         return F.linear(x[:, -1], self.token_embedding.weight)
 
-    def step(self, tokens: Tensor, cache: list[KVCache], position: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, cache: list[Any], position: Tensor) -> Tensor:
         """Decode one new token per sequence (B,).
 
         Args:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mingpt_ddp.models.ops import causal_attention
+from mingpt_ddp.models.ops import causal_attention, masked_bias
 
 # Number of positions before the new ones. In a CUDA graph it is a tensor of shape () whose value
 # only the device knows.
@@ -30,7 +30,13 @@ class KVCache:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, cache: KVCache | None, start: CachePosition
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    cache: KVCache | None,
+    start: CachePosition,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend causally; with a cache, also to the positions before the first query.
 
@@ -39,14 +45,16 @@ def attend(
         dropout: probability of dropping an attention weight; 0 with a cache.
         cache: stores the new keys and values; its entries from `start` on are overwritten or
             ignored.
+        bias: (H or 1, T, S) added to the scaled scores of S = start + T keys; of S = block_size
+            keys if `start` is a tensor.
 
     Returns:
         (B, H, T, D)
     """
     if cache is None:
-        return causal_attention(q, k, v, dropout)
+        return causal_attention(q, k, v, dropout, bias)
     if isinstance(start, Tensor):
-        return _attend_at(q, k, v, cache, start)
+        return _attend_at(q, k, v, cache, start, bias)
 
     T = q.shape[2]
     stop = start + T
@@ -54,17 +62,20 @@ def attend(
     cache.values.narrow(2, start, T).copy_(v)
     keys = cache.keys.narrow(2, 0, stop)  # (B, H, stop, D)
     values = cache.values.narrow(2, 0, stop)
-    return causal_attention(q, keys, values)
+    return causal_attention(q, keys, values, bias=bias)
 
 
-def _attend_at(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, start: Tensor) -> Tensor:
+def _attend_at(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, start: Tensor, bias: Tensor | None
+) -> Tensor:
     """Attend from one new position, in operations that do not depend on the value of `start`."""
     index = start.view(1)
     cache.keys.index_copy_(2, index, k)
     cache.values.index_copy_(2, index, v)
     positions = torch.arange(cache.keys.shape[2], device=q.device)
     is_visible = (positions <= index).expand(q.shape[2], -1)  # (T, block_size)
-    return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=is_visible)
+    mask = is_visible if bias is None else masked_bias(bias, is_visible, q.dtype)
+    return F.scaled_dot_product_attention(q, cache.keys, cache.values, attn_mask=mask)
 
 
 def select_positions(table: Tensor, start: CachePosition, T: int) -> Tensor:

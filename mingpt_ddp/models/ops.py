@@ -59,7 +59,9 @@ def compute_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.dtype
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
     """Attend causally; the last query is at the position of the last key.
 
     One fused kernel, except in bf16 on a CPU, where its backward pass is slow: there matrix
@@ -68,14 +70,19 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     Args:
         q: (B, H, T, D). k, v: (B, H, S, D).
         dropout: probability of dropping an attention weight.
+        bias: (H or 1, T, S) added to the scores, which are products over sqrt(D).
 
     Returns:
         (B, H, T, D)
     """
     if is_on_cpu(q) and q.dtype == torch.bfloat16:
-        return _blockwise_attention(q, k, v, dropout)
+        return _blockwise_attention(q, k, v, dropout, bias)
     T = q.shape[2]
     S = k.shape[2]
+    if bias is not None:
+        is_visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
+        mask = masked_bias(bias, is_visible, q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     if T == S:  # first: in a torch.export T is symbolic, and is_causal must be a plain bool
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
     if T == 1:
@@ -84,7 +91,14 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
     return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, dropout_p=dropout)
 
 
-def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def masked_bias(bias: Tensor, is_visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what to add to scores: a bias (H or 1, T, S), -inf where a key is not visible."""
+    return bias.masked_fill(~is_visible, -torch.inf).to(dtype)
+
+
+def _blockwise_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: Tensor | None
+) -> Tensor:
     """Attend with one pair of matrix products per block of queries, up to its last key."""
     B, H, T, D = q.shape
     cached = k.shape[2] - T  # keys before the first query
@@ -98,6 +112,8 @@ def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Ten
         S = cached + stop
         mask = torch.full((stop - start, S), -torch.inf, dtype=q.dtype)
         mask = mask.triu(diagonal=cached + start + 1)  # 0 up to each query's own position
+        if bias is not None:
+            mask = (mask + bias[:, start:stop, :S]).to(q.dtype).expand(B, H, -1, -1).flatten(0, 1)
         queries = q[:, start:stop]
         keys = k[:, :S].transpose(1, 2)
         scores = torch.baddbmm(mask, queries, keys, alpha=scale)  # (BH, stop - start, S)

@@ -9,7 +9,7 @@ in products (2, or 4 in fp32) and r in the residual stream; P ranks that divide 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mingpt_ddp.config.components import TransformerConfig
+from mingpt_ddp.config.model_config import TransformerConfig, changed_parts
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.planning.state import State
@@ -176,15 +176,15 @@ FORMULAS: dict[type, Callable[[Activations, int], Kept]] = {GPT: gpt, Modern: mo
 
 
 def activations_of(state: State, gathers: bool) -> Activations | None:
-    """Return the formulas of a model; None of a user's own model or task.
+    """Return the formulas of a model; None of a user's own model, part of one, or task.
 
     Args:
         gathers: the strategy gathers divided weights.
     """
-    formula = FORMULAS.get(type(state.model))
-    if formula is None or type(state.task) is not LanguageModel:
-        return None
     config = state.config.model
+    formula = FORMULAS.get(type(state.model))
+    if formula is None or type(state.task) is not LanguageModel or changed_parts(vars(config)):
+        return None
     assert isinstance(config, TransformerConfig)
     block = state.model.get_submodule("blocks.0")
     matrices = sum(p.numel() for p in block.parameters() if p.dim() > 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mingpt_ddp.config.model_config import changed_parts
 from mingpt_ddp.config.schema import MODELS
 from mingpt_ddp.snapshots.format import MODEL, Snapshot
 from mingpt_ddp.snapshots.load import Step, load, recorded_train_state
@@ -65,7 +66,7 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
         values["data"] = state["data"]
         return values
     spec = read_model_spec(state)
-    if spec.model["architecture"] in MODELS:
+    if spec.model["architecture"] in MODELS and not changed_parts(spec.model):
         spec.config()  # others are copied unchecked: export runs no user code
     values["model"] = spec.model
     values["block_size"] = spec.block_size

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.components import ModelConfig, TransformerConfig
-from mingpt_ddp.config.config import NotRegisteredError, build_group
-from mingpt_ddp.config.registry import attribute_errors_to_user_code, is_user_defined
+from mingpt_ddp.config.config import build_group
+from mingpt_ddp.config.model_config import ModelConfig, TransformerConfig, changed_parts
+from mingpt_ddp.config.registry import attribute_errors_to_user_code
+from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, SnapshotError, command
 from mingpt_ddp.models import build_model
@@ -57,14 +59,17 @@ class ModelSpec:
         """Validate the values and return the typed configuration.
 
         Raises:
-            SnapshotError: a value is invalid, or no Python file has registered the architecture.
+            SnapshotError: a value is invalid, or no Python file has registered the architecture or
+                a part.
         """
         try:
             return build_group("model", self.model)
         except NotRegisteredError as error:
+            architecture = f"model.architecture={self.model['architecture']}"
+            [name, *_] = [*changed_parts(self.model), architecture]
             raise SnapshotError(
-                f"model.architecture={self.model['architecture']} is not built in; name the "
-                "Python file that registers it, if you trust it, as in code=my_project/mine.py"
+                f"{name} is not built in; name the Python file that registers it, if you "
+                "trust it, as in code=my_project/mine.py"
             ) from error
         except (ConfigError, TypeError, ValueError) as error:
             raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
@@ -106,7 +111,7 @@ def build_around(
     Raises:
         SnapshotError: the tensors do not fit the configuration.
     """
-    if is_user_defined("model", config.architecture):  # its constructor may compute buffers
+    if is_own_model(config):  # its constructor may compute buffers
         model = build_model(config, *sizes)
         load_model_state(model, tensors)
         return model

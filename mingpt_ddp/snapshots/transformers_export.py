@@ -13,6 +13,7 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.model_config import changed_parts
 from mingpt_ddp.data.bpe import BYTE_NAMES, BPETokenizer
 from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.data.tokenizer_base import END_NAME, END_NAMES, EXACT
@@ -68,10 +69,13 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         SnapshotError: transformers has no form of this model, or it is damaged.
     """
     architecture = _architecture(snapshot.state)
+    unknown = changed_parts(snapshot.state["config"]["model"])
     if architecture not in CONVERTERS:
+        unknown = [f"model.architecture={architecture}"]
+    if unknown:
         raise SnapshotError(
-            f"model.architecture={architecture} has no form that transformers loads; use "
-            "format=safetensors or format=torch"
+            f"{unknown[0]} has no form that transformers loads; use format=safetensors or "
+            "format=torch"
         )
     spec = read_model_spec(snapshot.state)
     model = build_around(spec.config(), spec.sizes, snapshot.model)

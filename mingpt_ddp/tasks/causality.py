@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.errors import CodeError
-from mingpt_ddp.models import eval_mode
+from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 
 # relative to the largest logit; covers summation order and TF32
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
@@ -48,7 +48,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
 
     Raises:
         CodeError: logits depend on later tokens, on other sequences or on chance, or the loss is
-            not their mean cross-entropy.
+            not their mean cross-entropy, or decoding with a cache gives others.
     """
     other = x.clone()
     other[:, -1] = (x[:, -1] + 1) % vocab_size  # another last token
@@ -58,6 +58,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         again = model(x)
         of_other = model(other)
         alone = torch.cat([model(row) for row in x.split(1)])
+        decoded = _decode(model, x)  # the logits after the last token, by each way
 
     rounding = max(torch.finfo(logits.dtype).eps, torch.finfo(loss.dtype).eps)
     logits = logits.float()
@@ -86,8 +87,31 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         logits,
         "mixes sequences: the logits of one depend on the others in its batch",
     )
+    for each in decoded:
+        check_equal(
+            each,
+            logits[:, -1],
+            "decodes other logits with its cache than without; a part of a block that cannot "
+            "decode says recomputes = True",
+        )
     if not math.isclose(float(loss), expected, abs_tol=tolerance):
         raise CodeError(
             f"the model {name}: model(tokens, targets) must return the mean cross-entropy of "
             f"its logits, which in evaluation mode are {expected:.4f} nats, not {float(loss):.4f}"
         )
+
+
+def _decode(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the logits (B, V) after x (B, T), by each way of the model to decode with a cache."""
+    position = x.shape[1] - 1
+    weight = next(model.parameters(), x)
+    in_graph = model if has_graph_step(model) else None
+    if position == 0 or not has_cache(model):
+        return []
+    cache = model.new_cache(len(x), weight.dtype)
+    model.decode(x[:, :-1], cache, 0)
+    decoded = [model.decode(x[:, -1:], cache, position)]
+    if in_graph is not None:
+        in_graph.decode(x[:, :-1], cache, 0)
+        decoded.append(in_graph.step(x[:, -1], cache, torch.tensor(position, device=x.device)))
+    return decoded

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.model_config import model_label
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, RecordedText, TextDataset
@@ -305,7 +306,7 @@ class LanguageModel(Task):
 
     def check_model(self, model: nn.Module, batch: tuple[Tensor, Tensor], trained: bool) -> None:
         tokens, targets = batch
-        name = self.config.model.architecture
+        name = model_label(self.config.model)
         vocab_size, _ = self.shape
         if trained:
             check_is_causal_lm(model, name, vocab_size, tokens, targets)

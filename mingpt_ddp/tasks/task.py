@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.model_config import TransformerConfig
 from mingpt_ddp.data.dataloader import Loader, Split
 from mingpt_ddp.data.samples import Datasets, SampleLoader, SampleSplit, build_datasets
 from mingpt_ddp.distributed.process_group import ProcessGroup
@@ -32,7 +33,7 @@ class Task:
         datasets: the splits.
         sha256: of the data; a run resumes only with the same.
         shape: what the model's builder receives besides its configuration: the outputs, and the
-            shape of an input.
+            shape of an input; of gpt and modern the vocabulary size and the context length.
     """
 
     unit = "samples"  # what a step consumes; metrics count them per second
@@ -64,8 +65,11 @@ class Task:
         self.datasets = built[0] if built else build_datasets(config.data)
         sample = self.datasets.val[0]  # without augmentation
         x = sample[0] if isinstance(sample, (tuple, list)) else sample
-        input_shape = tuple(getattr(x, "shape", ()))
-        self.shape: tuple[int, Any] = (self.datasets.outputs, input_shape)
+        inputs: Any = tuple(getattr(x, "shape", ()))
+        is_tokens = len(inputs) == 1 and x.dtype == torch.int64
+        if is_tokens and isinstance(config.model, TransformerConfig):
+            inputs = len(x)
+        self.shape: tuple[int, Any] = (self.datasets.outputs, inputs)
 
     @classmethod
     def build(cls, config: Config, group: ProcessGroup, kept: dict[str, Any]) -> "Task":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import is_user_defined
+from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.distributed.device import total_memory
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
@@ -124,7 +124,7 @@ def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
             needs.
     """
     # its constructor may allocate any amount
-    if is_user_defined("model", config.model.architecture):
+    if is_own_model(config.model):
         return
     memory = min(runtime.group.all_gather(total_memory(runtime.device)))
     with torch.device("meta"):  # allocates nothing

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import uses_user_code
+from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.runtime import Runtime

@@ -14,13 +14,12 @@ from torch.amp import GradScaler
 from mingpt_ddp.config.config import (
     CODE_LOCATION_KEYS,
     Config,
-    NotRegisteredError,
     flatten,
     from_mapping,
     named_keys,
 )
 from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt
-from mingpt_ddp.config.validation import build
+from mingpt_ddp.config.validation import NotRegisteredError, build
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime

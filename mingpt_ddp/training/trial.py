@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.model_config import model_label
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.distributed.compile import check_compiles
@@ -91,7 +92,7 @@ def check_resumes_exactly(
         del first, trainable
         second = _Trial(runtime, task, trial_loader)
         if fresh != second.digest():
-            raise _not_exact(f"model {task.config.model.architecture}", "first weights depend")
+            raise _not_exact(f"model {model_label(task.config.model)}", "first weights depend")
         second.load(saved)
         again = second.passes(3)
         gradients = second.copy_gradients() if BUILDERS["action"] else {}
@@ -99,7 +100,7 @@ def check_resumes_exactly(
         # otherwise GPU summation order varies
         if runtime.device.type == "cpu" or task.config.trainer.deterministic:
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
-                raise _not_exact(f"model {task.config.model.architecture}", "loss depends")
+                raise _not_exact(f"model {model_label(task.config.model)}", "loss depends")
             if end != second.digest():
                 raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
         task.check_model(second.trainable.model, few[0], trained=True)
@@ -126,7 +127,7 @@ def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> dict[st
     with runtime.autocast():
         task.check_model(model, batch, trained=False)
         outputs = outputs_of(task.loss(model, part), model)
-        check_outputs(f"the model {config.model.architecture}", outputs)
+        check_outputs(f"the model {model_label(config.model)}", outputs)
         check_metrics(config.task.name, outputs.losses | outputs.metrics)
         measured = task.metrics(model, part)
     if runtime.compiles:
@@ -194,7 +195,7 @@ class _GradientCheck:
             if self.config.ddp.reduction == "canonical":
                 allowed_by = f"ddp.reduction=fast and {allowed_by}"
             raise ConfigError(
-                f"{', '.join(unused[:3])} of the model {self.config.model.architecture} have no "
+                f"{', '.join(unused[:3])} of the model {model_label(self.config.model)} have no "
                 f"gradient; remove them, or set {allowed_by}"
             )
         self.counts = dict.fromkeys(self.counts, 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.components import DataConfig
 from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, build_group
-from mingpt_ddp.config.registry import is_user_defined
+from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.distributed.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.snapshots.initial_weights import (
@@ -48,7 +48,7 @@ class WarmStart:
         if not self.tensors:  # a resume
             return
         # it may not know the meta device
-        is_own = is_user_defined("model", self.config.model.architecture)
+        is_own = is_own_model(self.config.model)
         with contextlib.nullcontext() if is_own else torch.device("meta"):
             model = task.build_model()
         check_initial_weights(model, self.tensors, {*zip(self.sizes, task.shape, strict=True)})

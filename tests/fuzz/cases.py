@@ -38,8 +38,9 @@ from mingpt_ddp.cli.export_command import ExportConfig
 from mingpt_ddp.cli.report_command import ReportConfig
 from mingpt_ddp.cli.sample_command import SampleConfig
 from mingpt_ddp.cli.snapshots_command import ListConfig, PruneConfig
-from mingpt_ddp.config.components import DatasetConfig, ModelConfig
+from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL
+from mingpt_ddp.config.model_config import ModelConfig
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.config.validation import field_types, parts
 

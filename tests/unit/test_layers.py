@@ -24,6 +24,7 @@ ROOMS = (
     *(
         "cli",
         "loop",
+        "parts",
         "sweeps",
         "results",
         "planning",

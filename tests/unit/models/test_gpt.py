@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.components import GPTConfig, ModernConfig
+from mingpt_ddp.config.model_config import GPTConfig, ModernConfig
 from mingpt_ddp.models import build_model, count_parameters
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
@@ -86,7 +86,8 @@ def test_the_logits_with_a_cache_equal_those_without(model, pieces):
     with torch.no_grad():
         expected = model(tokens)
         cache = model.new_cache(len(tokens), torch.float32)
-        for layer in cache if isinstance(cache, list) else [each.kv for each in cache.layers]:
+        layers = cache if isinstance(cache, list) else [each.attention for each in cache.layers]
+        for layer in layers:
             for tensor in (layer.keys, layer.values):
                 tensor.fill_(torch.nan)  # what has not been written must not be read
         start = 0
@@ -357,7 +358,9 @@ def test_dropout_is_where_gpt2_has_it(part):
     seen: dict[str, Tensor] = {}
     block = model.blocks[0]
     block.norm_1.register_forward_pre_hook(lambda _, inputs: seen.update(embedding=inputs[0]))
-    block.attention.register_forward_hook(lambda _, __, output: seen.update(residual=output))
+    block.norm_2.register_forward_pre_hook(
+        lambda _, inputs: seen.update(residual=inputs[0] - seen["embedding"])
+    )
     block.attention.proj.register_forward_pre_hook(
         lambda _, inputs: seen.update(attention=inputs[0])
     )

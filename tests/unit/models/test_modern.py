@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mingpt_ddp.config.components import ModernConfig
+from mingpt_ddp.config.model_config import ModernConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import Modern, build_model
-from mingpt_ddp.models.modern import rotary_table
 from mingpt_ddp.models.ngrams import NGramEmbedding
 from mingpt_ddp.models.ops import (
     causal_attention,
@@ -22,6 +21,7 @@ from mingpt_ddp.models.ops import (
     relu_squared,
     rms_norm,
 )
+from mingpt_ddp.models.rotary import rotary_table
 
 CONFIG = ModernConfig(
     name="test", architecture="modern", n_layer=2, n_head=2, n_embd=16, dropout=0.0

@@ -9,11 +9,11 @@ import torch
 from tasks import gpt_config
 from torch import nn
 
-from mingpt_ddp.config.components import ModernConfig
+from mingpt_ddp.config.model_config import ModernConfig
 from mingpt_ddp.config.optimizer_config import MuonConfig
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.models.modern import FusedLinear
+from mingpt_ddp.models.rotary import FusedLinear
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.optim.muon import MIN_SINGULAR_VALUE, Muon, polar_express
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state

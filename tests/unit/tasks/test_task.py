@@ -207,7 +207,7 @@ def test_data_that_does_not_fit_the_task(overrides, message):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model=gpt_nano"], "model.architecture=gpt needs task.name=language_model"),
+        (["model=gpt_nano"], r"gpt takes token ids: a text, or samples of torch.int64 of shape"),
         (
             ["model=convnet"],
             r"model.architecture=convnet needs images \(C, H, W\) of at least 4 x 4, not \(10,\)",

@@ -14,9 +14,9 @@ from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config import registry
-from mingpt_ddp.config.components import ModelConfig
+from mingpt_ddp.config import registry, user_code
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.model_config import ModelConfig
 from mingpt_ddp.config.optimizer_config import AdamWConfig
 from mingpt_ddp.config.schema import GROUPS
 from mingpt_ddp.data.dataloader import MicroBatch
@@ -416,7 +416,7 @@ def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, mon
 
 
 def test_built_in_models_and_optimizers_are_not_checked(config):
-    assert not registry.uses_user_code(config)
+    assert not user_code.uses_user_code(config)
 
 
 @pytest.mark.parametrize(

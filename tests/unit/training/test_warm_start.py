@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mingpt_ddp.cli.evaluate_command import EvaluateConfig, evaluate
 from mingpt_ddp.cli.export_command import ExportConfig, export
-from mingpt_ddp.config.components import GPTConfig
 from mingpt_ddp.config.config import from_mapping, named_values
+from mingpt_ddp.config.model_config import GPTConfig
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime

@@ -1,0 +1,99 @@
+"""The attention of `modern`: rotary positions, normalized queries and keys, mixed values.
+
+Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.model_config import PartConfig
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache
+from mingpt_ddp.models.ops import norm_and_rotate
+from mingpt_ddp.models.parts import BlockSpec, MultiHead
+
+
+class FusedLinear(nn.Linear):
+    """A linear layer without bias whose weight is several matrices, concatenated by rows."""
+
+    def __init__(self, inputs: int, outputs: int, parts: int) -> None:
+        """
+        Args:
+            outputs: rows of each matrix.
+            parts: number of matrices; Muon orthogonalizes each by itself.
+        """
+        super().__init__(inputs, parts * outputs, bias=False)
+        self.parts = parts
+
+
+class RotaryAttention(MultiHead):
+    """Causal self-attention with rotary positions, normalized queries and keys, mixed values.
+
+    Each block adds the values of the first block to its own, by a learned fraction.
+
+    Sources: Su et al. 2021, "RoFormer" (arXiv:2104.09864); Henry et al. 2020, "Query-Key
+    Normalization" (arXiv:2010.04245); Zhou et al. 2024, "Value Residual Learning"
+    (arXiv:2410.17897).
+    """
+
+    rotary = True
+
+    def __init__(self, config: PartConfig, block: BlockSpec) -> None:
+        """
+        Args:
+            config: the keys of a variant, an instance of its registered dataclass.
+        """
+        super().__init__(block)
+        self.qkv = FusedLinear(block.n_embd, block.n_embd, parts=3)
+        self.proj = nn.Linear(block.n_embd, block.n_embd, bias=False)
+        self.value_mix = nn.Parameter(torch.empty(block.n_embd))
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        v1: Tensor | None,
+        cache: KVCache | None,
+        start: CachePosition,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: (B, T, C).
+            rotary: (T, 2, 1, 1, D), see `rotary_table`.
+            v1: (B, H, T, D) the values of the first block; None in that block.
+
+        Returns:
+            (B, T, C) for the residual stream, and the values of the first block.
+        """
+        B, T, C = x.shape
+        qkv = self.qkv(x)  # (B, T, 3C)
+        qk, v = qkv.split([2 * C, C], dim=-1)
+        qk = qk.unflatten(-1, (2, self.n_head, -1))  # (B, T, 2, H, D)
+        v = v.unflatten(-1, (self.n_head, -1))  # (B, T, H, D)
+
+        qk = norm_and_rotate(qk, rotary)  # (B, T, 2, H, D)
+        q, k = (part.transpose(1, 2) for part in qk.unbind(2))  # each (B, H, T, D)
+        v = v.transpose(1, 2)
+        if v1 is None:
+            v1 = v
+        value_mix = self.value_mix.view(self.n_head, 1, -1)  # (H, 1, D)
+        v = torch.addcmul(v, value_mix.to(v.dtype), v1)
+
+        y = self.attend(q, k, v, cache, start)  # (B, H, T, D)
+        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side
+        return self.proj(y), v1
+
+
+def rotary_table(T: int, D: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return (T, 2, 1, 1, D): the cosine and the sine of each position's angles.
+
+    The sine has the signs that `norm_and_rotate` needs.
+    """
+    frequencies = 10_000.0 ** (-2 * torch.arange(D // 2, device=device) / D)
+    positions = torch.arange(T, device=device)
+    angles = torch.outer(positions, frequencies)  # (T, D / 2)
+    cos = angles.cos()
+    sin = angles.sin()
+    cos = torch.cat([cos, cos], dim=-1)  # (T, D)
+    sin = torch.cat([-sin, sin], dim=-1)
+    table = torch.stack([cos, sin], dim=1)
+    return table[:, :, None, None].to(dtype)

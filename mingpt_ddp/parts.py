@@ -1,0 +1,30 @@
+"""What models of your own, and parts of a block, are made of. docs/your-own-model.md.
+
+Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
+"""
+
+from mingpt_ddp.config.model_config import PartConfig
+from mingpt_ddp.models.kv_cache import CachePosition, KVCache
+from mingpt_ddp.models.ops import (
+    causal_attention,
+    cross_entropy,
+    dropout,
+    relu_squared,
+    rms_norm,
+)
+from mingpt_ddp.models.parts import Attention, BlockSpec
+from mingpt_ddp.models.rotary import RotaryAttention
+
+__all__ = [
+    "Attention",
+    "BlockSpec",
+    "CachePosition",
+    "KVCache",
+    "PartConfig",
+    "RotaryAttention",
+    "causal_attention",
+    "cross_entropy",
+    "dropout",
+    "relu_squared",
+    "rms_norm",
+]

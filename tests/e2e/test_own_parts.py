@@ -1,0 +1,123 @@
+"""A part of the blocks of gpt from a user's file, and gpt with a task of a user's own."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import ROOT, TINY, call, python_main
+from user_code_page import page_files
+
+from mingpt_ddp.storage.run_dir import read_result
+
+TWO_RANKS = [*TINY, "--config-dir=my_parts", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
+# A snapshot is committed before the next step: no kill comes before it.
+SETTINGS = [*TWO_RANKS, "snapshot.background=false", "data.code=kill.py", "run.name=run"]
+KILL = """
+import os, signal
+from mingpt_ddp.registry import acts
+
+@acts("update")
+def kill(step, weights):
+    if step == int(os.environ.get("KILL_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+ALIBI = ["model.code=mine.py", "model.attention=alibi", "model.part_settings.steepness=4"]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    cwd = tmp_path_factory.mktemp("project")
+    for name, content in {**page_files("my_parts"), "my_parts/kill.py": KILL}.items():
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text(content)
+    return cwd
+
+
+def train(cwd: Path, *overrides: str, kill_at: int = 0) -> Any:
+    return call([*python_main(), *SETTINGS, *overrides], cwd, KILL_AT=str(kill_at))
+
+
+def weights(run: Path) -> str:
+    file = run / "snapshots" / "step_00000012" / "model.safetensors"
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def command(cwd: Path, *words: str) -> Any:
+    return call([sys.executable, *words], cwd)
+
+
+def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(project):
+    done = train(project, *ALIBI)
+    assert done.returncode == 0, done.stdout
+    killed = [*ALIBI, "run.root=killed"]
+    assert train(project, *killed, kill_at=7).returncode != 0
+    done = train(project, *killed)
+    assert done.returncode == 0, done.stdout
+    assert "resuming from the snapshot of step 6 " in done.stdout
+    run = project / "outputs" / "run"
+    assert weights(project / "killed" / "run") == weights(run)
+
+    refused = train(project, *ALIBI[:2], "trainer.max_steps=16")  # another steepness
+    assert refused.returncode == 2
+    assert (
+        "other settings: model.part_settings ({'steepness': 4} there, None now)" in refused.stdout
+    )
+    words = [str(ROOT / "sample.py"), str(run), "max_new_tokens=30", "prompt=a"]
+    done = command(project, *words, "code=my_parts/mine.py")
+    assert done.returncode == 0 and len(done.stdout) >= 31, done.stdout
+    done = command(project, *words)
+    assert done.returncode == 2
+    assert "model.attention=alibi is not built in; name the Python file that" in done.stdout
+    export = ["-m", "mingpt_ddp.snapshots", "export", str(run), f"to={project}/exported"]
+    done = command(project, *export, "format=hf")
+    assert done.returncode == 2
+    assert "model.attention=alibi has no form that transformers loads; use" in done.stdout
+    assert not (project / "exported").exists()
+    assert command(project, *export).returncode == 0, "as safetensors, without running the code"
+
+
+ANSWERS = """
+import torch
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from mingpt_ddp.data.samples import Datasets
+from mingpt_ddp.registry import DatasetConfig, TaskConfig, register
+from mingpt_ddp.tasks import Task
+
+DIGITS, PROMPT = 10, 4  # four digits, then the same four backwards
+
+@register("dataset", "backwards", DatasetConfig)
+def backwards(config):
+    prompts = torch.randint(DIGITS, (600, PROMPT), generator=torch.Generator().manual_seed(0))
+    tokens = torch.cat([prompts, prompts.flip(1)], dim=1)
+    train, val = tokens[:500], tokens[500:]
+    return Datasets(*(TensorDataset(t[:, :-1], t[:, 1:]) for t in (train, val)), outputs=DIGITS)
+
+@register("task", "answers", TaskConfig)
+class Answers(Task):
+    def loss(self, model, batch):  # of the answer alone
+        tokens, targets = batch
+        logits = model(tokens)[:, PROMPT - 1 :]
+        return F.cross_entropy(logits.flatten(0, 1), targets[:, PROMPT - 1 :].flatten())
+"""
+
+
+def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
+    (tmp_path / "mine" / "data").mkdir(parents=True)
+    (tmp_path / "mine" / "mine.py").write_text(ANSWERS)
+    preset = "name: backwards\ndataset: backwards\ncode: mine.py\n"
+    (tmp_path / "mine" / "data" / "backwards.yaml").write_text(preset)
+    words = ["--config-dir=mine", "task.name=answers", "data=backwards", "model=gpt_nano"]
+    words += ["optimizer.lr=0.01", "trainer.batch_size=50", "trainer.max_steps=40"]
+    words += ["trainer.max_epochs=null", "optimizer.warmup_steps=5", "run.name=run"]
+    done = call([*python_main(), *words, "trainer.precision=fp32"], tmp_path)
+    assert done.returncode == 0, done.stdout
+    result = read_result(tmp_path / "outputs" / "run")
+    assert result["val_loss"] < 2.0, "less than log 10, of chance"
+    done = command(tmp_path, "-m", "mingpt_ddp.evaluate", "outputs/run", "code=mine/mine.py")
+    assert done.returncode == 0, done.stdout

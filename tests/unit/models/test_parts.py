@@ -1,0 +1,272 @@
+"""Registered parts of the blocks of gpt and modern: those of docs/your-own-model.md."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from multiprocess.ranks import configure
+from tasks import text_task
+from torch import Tensor, nn
+from torch.nn import functional as F
+from user_code_page import page_files
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.model_config import PARTS, PartConfig, changed_parts
+from mingpt_ddp.config.registry import BUILDERS, register, run_code
+from mingpt_ddp.config.user_code import uses_user_code
+from mingpt_ddp.config.validation import NotRegisteredError
+from mingpt_ddp.data.dataloader import MicroBatch
+from mingpt_ddp.distributed.compile import should_compile
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.inference.generate import SamplingParams, generate
+from mingpt_ddp.models import build_model, has_cache, has_graph_step
+from mingpt_ddp.parts import Attention, RotaryAttention, causal_attention
+from mingpt_ddp.tasks.causality import check_is_causal_lm
+from mingpt_ddp.training.trial import check_resumes_exactly
+
+T, V = 16, 11
+CHOICES = [
+    ["model.attention=temperature", "model.activation=snake"],
+    ["model.attention=alibi", "model.part_settings={steepness: 4}", "model.norm=rms"],
+    ["model.attention=mean", "model.mlp=swiglu"],
+    ["model.activation=relu_squared", "model.mlp=swiglu"],
+    ["model.activation=gelu"],
+]
+
+
+@pytest.fixture(autouse=True)
+def registered(tmp_path):
+    (tmp_path / "mine.py").write_text(page_files("my_parts")["my_parts/mine.py"])
+    run_code({"model": {"code": "mine.py"}}, [tmp_path])
+    yield
+    run_code({}, [])
+
+
+@pytest.fixture
+def own():
+    """Return a function that registers a part as `own`."""
+    kinds = []
+
+    def add(kind: str, part: Any) -> None:
+        kinds.append(kind)
+        register(kind, "own", PartConfig)(part)
+
+    yield add
+    for kind in kinds:
+        del PARTS[kind]["own"], BUILDERS[kind]["own"]
+
+
+def config(*overrides: str, model: str = "gpt_nano") -> Config:
+    small = [f"model={model}", "model.n_layer=2", "model.n_head=2", "model.n_embd=16"]
+    return from_mapping(configure(*small, f"data.block_size={T}", *overrides))
+
+
+def built(*overrides: str, model: str = "gpt_nano") -> nn.Module:
+    torch.manual_seed(1)
+    return build_model(config(*overrides, model=model).model, V, T)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    return model.eval()
+
+
+def tokens(batch: int = 2) -> Tensor:
+    return torch.randint(V, (batch, T), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("model", ["gpt_nano", "modern_nano"])
+@pytest.mark.parametrize("parts", CHOICES, ids=" ".join)
+def test_a_part_trains_and_samples_the_same_with_a_cache(parts, model):
+    """The check before a run covers causality and the cache."""
+    made = randomized(built(*parts, model=model))
+    assert has_cache(made) == ("model.attention=mean" not in parts)
+    x, y = tokens(), tokens().flip(1)
+    check_is_causal_lm(made, "mine", V, x, y)
+    made(x, y).backward()
+    assert all(p.grad is not None for p in made.parameters())
+    steps = list(generate(made, x[:, :3], T, SamplingParams(temperature=0)))
+    made.has_cache = False
+    again = list(generate(made, x[:, :3], T, SamplingParams(temperature=0)))
+    assert torch.equal(torch.stack(steps), torch.stack(again))
+
+
+def test_a_part_is_built_with_its_keys_and_the_rest_of_the_model_is_as_without():
+    plain, alibi = built(), built("model.attention=alibi")
+    assert plain.state_dict().keys() == alibi.state_dict().keys()
+    steep = built("model.attention=alibi", "model.part_settings.steepness=4")
+    slopes = steep.get_submodule("blocks.1.attention").slopes
+    assert slopes.tolist() == [2.0**-2, 2.0**-4]
+
+
+@pytest.mark.parametrize("model", ["gpt_nano", "modern_nano"])
+def test_initial_weights(model):
+    """Layers have those of the model; other parameters are as the constructor made them."""
+    names = dict(built("model.attention=temperature", "model.mlp=swiglu", model=model).state_dict())
+    of_gate, of_down = names["blocks.0.mlp.gate.weight"], names["blocks.0.mlp.down.weight"]
+    deviations = {"gpt_nano": (0.02, 0.01), "modern_nano": (0.25, 0)}[model]
+    assert (float(of_gate.std()), float(of_down.std())) == pytest.approx(deviations, rel=0.1)
+    assert names["blocks.0.attention.scale"].tolist() == [1, 1]
+
+
+def test_attention_with_a_bias_is_that_by_hand():
+    """In bf16 on a CPU by blocks of queries, also after cached keys."""
+    q, k, v = torch.randn(3, 2, 2, 100, 8).unbind(0)
+    bias = torch.randn(2, 100, 100)
+    scores = q @ k.mT / 8**0.5 + bias
+    is_later = torch.ones(100, 100, dtype=torch.bool).triu(1)
+    expected = scores.masked_fill(is_later, -torch.inf).softmax(dim=-1) @ v
+    torch.testing.assert_close(causal_attention(q, k, v, bias=bias), expected)
+    low = causal_attention(*(each.bfloat16() for each in (q, k, v)), bias=bias)
+    torch.testing.assert_close(low.float(), expected, atol=0.05, rtol=0.05)
+    last = causal_attention(q[:, :, 90:], k, v, bias=bias[:, 90:])
+    torch.testing.assert_close(last, expected[:, :, 90:])
+
+
+class Whole(Attention):
+    """Not causal."""
+
+    def attend(self, q, k, v, cache=None, start=0, bias=None):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class Shifted(nn.Module):
+    """An MLP that looks at the token before, and does not say so."""
+
+    def __init__(self, config, block):
+        super().__init__()
+        self.down = nn.Linear(block.n_embd, block.n_embd)
+
+    def forward(self, x):
+        return self.down(F.pad(x, (0, 0, 1, -1)))
+
+
+class Honest(Shifted):
+    recomputes = True
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "problem"),
+    [
+        ("attention", Whole, "is not causal: its logits at a position depend on later"),
+        ("mlp", Shifted, "decodes other logits with its cache than without; .* recomputes = True"),
+        ("mlp", Honest, None),
+    ],
+)
+def test_a_mistake_is_found_before_anything_is_written(own, kind, part, problem):
+    own(kind, part)
+    made = randomized(built(f"model.{kind}=own"))
+
+    def check() -> None:
+        check_is_causal_lm(made, f"gpt with model.{kind}=own", V, tokens(), tokens())
+
+    if problem is None:
+        return check()
+    with pytest.raises(CodeError, match=f"the model gpt with model.{kind}=own {problem}"):
+        check()
+
+
+class NoArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+
+class Pair(NamedTuple):
+    config: Any
+    block: Any
+
+
+class NoCache(Attention):
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "error"),
+    [
+        ("mlp", NoArguments, r"the mlp own must take \(config, block\), but there is too many"),
+        ("norm", Pair, "the norm own must be an nn.Module, not Pair"),
+        ("attention", NoCache, r"forward of the attention own must take \(x, cache, start\)"),
+        ("activation", lambda x: x, r"the activation own must take \(x, config\)"),
+        ("attention", RotaryAttention, "model.attention=own is a RotaryAttention, which needs"),
+    ],
+)
+def test_what_is_no_part_is_refused(own, kind, part, error):
+    own(kind, part)
+    with pytest.raises((CodeError, ConfigError), match=error):
+        built(f"model.{kind}=own")
+
+
+def test_modern_gives_its_rotary_attention_what_it_needs(own):
+    own("attention", RotaryAttention)
+    variant = built("model.attention=own", model="modern_nano")
+    plain = built(model="modern_nano")
+    assert torch.equal(variant(tokens()), plain(tokens()))
+    assert has_cache(variant) and has_graph_step(plain)
+    assert not has_graph_step(variant), "a class says so itself"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (
+            ["model.attention=alibbi"],
+            "alibbi must be one of .*; did you mean alibi",
+        ),
+        (["model.norm=alibi"], "model.norm=alibi must be one of rms$"),
+        (
+            ["model.attention=alibi", "model.part_settings={steepnes: 1}"],
+            "model.part_settings.steepnes is not a key; did you mean model.part_settings.steepness",
+        ),
+        (["model.part_settings={steepness: 1}"], "steepness is not a key; choose a part"),
+        (
+            ["model.attention=alibi", "model.part_settings={steepness: x}"],
+            "model.part_settings.steepness='x' must be a valid number",
+        ),
+    ],
+)
+def test_a_mistyped_key_is_one_line(overrides, error):
+    with pytest.raises(ConfigError, match=error):
+        config(*overrides)
+
+
+def test_what_a_part_cannot_is_refused_in_one_line():
+    chosen = config("model.attention=alibi", "ddp.tensor_parallel=2")
+    with pytest.raises(ConfigError, match=r"own parts, without model.attention=alibi; or set"):
+        check_tensor_parallel(chosen)
+    assert uses_user_code(chosen) and not uses_user_code(config())
+    assert not should_compile(config("model.attention=alibi"), torch.device("cuda"))
+
+
+def test_a_name_at_its_default_renames_no_run():
+    values: dict[str, Any] = config().to_dict()
+    for key in ("attention", "mlp", "norm", "part_settings"):
+        del values["model"][key]
+    assert from_mapping(values).digest() == config().digest()
+    assert config("model.attention=alibi").digest() != config().digest()
+    assert changed_parts({"architecture": "own", "attention": "x"}) == []
+
+
+def test_a_run_without_the_file_that_registers_a_part(tmp_path):
+    run_code({}, [])
+    with pytest.raises(NotRegisteredError, match="alibi is registered by no Python file named as"):
+        config("model.attention=alibi")
+
+
+def test_the_preflight_names_the_part(own):
+    """As that of a model of one's own."""
+
+    own("activation", lambda x, config: x * torch.rand(()).item())
+    chosen = config("model.activation=own", "trainer.batch_size=2")
+    runtime = Runtime(chosen, DistEnv())
+    loader: Any = type("Loader", (), {"steps_per_epoch": 1, "items_per_step": 1})
+    with pytest.raises(CodeError, match=r"the model gpt with model.activation=own is random"):
+        batch = [MicroBatch(0, (tokens(), tokens()))]
+        check_resumes_exactly(runtime, text_task(chosen, vocab_size=V), loader, batch)
