@@ -60,7 +60,7 @@ a larger `trainer.max_steps` continues the run.
 | measurement | what evaluations measure: `data.val_paths` adds losses, `trainer.eval_steps` changes `val_loss` | are replicates if only `data.val_paths` differs |
 | nothing | no result: where files are, what is logged and saved, how long to wait | are replicates |
 
-[Reports](sweeps.md#tell-a-difference-from-noise) go by it, and so do replays of
+[Reports](sweeps.md#read-the-results) go by it, and so do replays of
 [recorded steps](fault-tolerance.md). The keys of your own classes enter the name and change the training.
 """  # noqa: E501
 OTHERS = """## Coming from nanoGPT, Lightning or Hugging Face

@@ -23,7 +23,10 @@ class SweepConfig:
         None, "draws the values of a search; null: all combinations, a grid"
     )
     sampler_settings: dict[str, Any] | None = neutral(
-        None, "settings of the sampler by name, as in {n_startup_trials: 5}; null: docs/sweeps.md"
+        None,
+        "settings of the sampler by name; tpe: {n_startup_trials: 10, n_ei_candidates: 24, "
+        "multivariate: true, constant_liar: true}, but not multivariate for several objectives; "
+        "gp: {n_startup_trials: 10, deterministic_objective: false}",
     )
     trials: PositiveInt = neutral(20, "jobs of a search")
     seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
@@ -34,7 +37,10 @@ class SweepConfig:
         "none", "ends jobs whose evaluations are worse than those of others"
     )
     pruner_settings: dict[str, Any] | None = neutral(
-        None, "settings of the pruner by name; null: docs/sweeps.md"
+        None,
+        "settings of the pruner by name; median: {n_startup_trials: 5, n_warmup_steps: 0, "
+        "interval_steps: 1, n_min_trials: 1}; asha: {min_resource: null, reduction_factor: 3, "
+        "min_early_stopping_rate: 0, bootstrap_count: 0}, null: the step of the first evaluation",
     )
 
     def __post_init__(self) -> None:

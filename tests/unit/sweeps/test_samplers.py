@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import logging
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import warnings
 
 import pytest
 
+from mingpt_ddp.config.sweep_config import SweepConfig
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState, optuna
 from mingpt_ddp.sweeps.search.pruners import PRUNERS
 from mingpt_ddp.sweeps.search.samplers import SAMPLERS, rounded, seed_of
@@ -35,6 +38,15 @@ CLASSES = [
 def test_every_setting_of_this_optuna_is_known(table, cls):
     known = inspect.signature(cls.__init__).parameters.keys() - NOT_OFFERED
     assert known == table.keys()
+
+
+def test_the_reference_has_every_setting_with_its_default():
+    metadata = {field.name: field.metadata for field in dataclasses.fields(SweepConfig)}
+    for what, tables in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
+        described = metadata[f"{what}_settings"]["description"]
+        for name, table in tables.items():
+            defaults = [f"{key}: {json.dumps(setting.default)}" for key, setting in table.items()]
+            assert not table or f"{name}: {{{', '.join(defaults)}}}" in described
 
 
 @pytest.mark.parametrize(
