@@ -27,6 +27,7 @@ from mingpt_ddp.distributed.exit import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
 from mingpt_ddp.snapshots.ledger import LEDGER, Hashes, Ledger, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.code_identity import difference_of, recorded_code
 
 CONFIRMED = 0
 REFUTED = 1
@@ -82,6 +83,8 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
                 echo(f"refuted: the snapshot of step {step} holds another {difference}")
                 return REFUTED
     repeated, here = train_again(recorded, interval, ranks, words)
+    if files := difference_of(recorded_code(interval.state), recorded_code(here)):
+        echo_error(f"the code differs from that of step {interval.target}: {files}")
     for step in sorted(expected.keys() & repeated.keys()):
         # hooks of evaluations, which a replay leaves out, may have other state
         if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
@@ -128,14 +131,16 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
     """Return why a replay may differ without damage.
 
     Args:
-        here: the environment of the replay.
+        here: the state.json of the replay.
     """
     state = interval.state
     there = state["environment"]
     reasons = []
-    for key in sorted(there.keys() & here.keys()):
-        if there[key] != here[key]:
-            reasons.append(f"{key} was {str(there[key])[:60]} and is {here[key]}")
+    for key in sorted(there.keys() & here["environment"].keys()):
+        if there[key] != here["environment"][key]:
+            reasons.append(f"{key} was {str(there[key])[:60]} and is {here['environment'][key]}")
+    if files := difference_of(recorded_code(state), recorded_code(here)):
+        reasons.append(f"the code differs: {files}")
     is_exact = state["config"]["trainer"].get("deterministic") is True
     if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(there.get("device"))):  # no CPU
         reasons.append("the run was on a GPU without trainer.deterministic=true")
@@ -149,7 +154,7 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
 def train_again(
     recorded: RecordedRun, interval: Interval, ranks: int, words: list[str]
 ) -> tuple[dict[int, Hashes], dict[str, Any]]:
-    """Train an interval in a temporary directory; return the hashes by step, and the environment.
+    """Train an interval in a temporary directory; return the hashes by step, and the last state.
 
     Raises:
         UserError: the training failed.
@@ -167,7 +172,7 @@ def train_again(
         hashes = {step: record.hashes for step, record in Ledger(run).read().items()}
         snapshot = read_snapshot(SnapshotStore(f"{run}/snapshots"), interval.target)
     hashes[interval.target] = hash_snapshot(snapshot)
-    return hashes, snapshot.state["environment"]
+    return hashes, snapshot.state
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:

@@ -88,6 +88,7 @@ class UserFile:
 
 _files: dict[Path, UserFile] = {}  # files run so far
 _entries: list[Entry] = []  # registered so far, one after the other
+CHOSEN: dict[str, Path] = {}  # the files that the configuration names, by group
 
 
 def register(
@@ -198,13 +199,14 @@ def run_code(
     for file in _files.values():  # of earlier jobs of the sweep
         for entry in file.entries:
             entry.remove()
+    CHOSEN.clear()
     values = dict(values)
     for group in BASES:
         keys = values.get(group)
         if isinstance(keys, dict) and keys.get("code") is not None:
             folders = _folders(group, directories, presets or {})
-            path = _find(keys["code"], f"{group}.code", folders)
-            sha256 = run_file(path, f"{group}.code", keys.get("code_sha256"))
+            CHOSEN[group] = _find(keys["code"], f"{group}.code", folders)
+            sha256 = run_file(CHOSEN[group], f"{group}.code", keys.get("code_sha256"))
             values[group] = {**keys, "code_sha256": sha256}
     return values
 
@@ -306,11 +308,7 @@ def _compile(content: bytes, path: Path) -> types.CodeType:
 
 @contextlib.contextmanager
 def attribute_errors_to_user_code() -> Iterator[None]:
-    """Re-raise an exception from a user's file as a one-line CodeError.
-
-    Raises:
-        CodeError: with the file and the line.
-    """
+    """Re-raise an exception from a user's file as a one-line CodeError with its file and line."""
     try:
         yield
     except (Exception, SystemExit) as error:

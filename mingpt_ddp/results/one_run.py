@@ -26,7 +26,7 @@ TIMINGS = {  # plot and column titles, by tag
 }
 # Lines of the log that say what a restart changed, and all warnings and errors.
 EVENT = re.compile(
-    r"\S+ \S+ (WARNING|ERROR|INFO (resuming from|results may differ|the configuration d"
+    r"\S+ \S+ (WARNING|ERROR|INFO (resuming from|results may differ|the co(nfiguration|de) d"
     r"|the learning rate of))"
 )
 

@@ -28,6 +28,7 @@ from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
 from mingpt_ddp.results.text import columns_of, count_seeds, front_line, with_interval
 from mingpt_ddp.results.verdict import sentences
+from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 IMPORTANCE = (
     "Importance: how much the values of a parameter differ between the best groups and all "
@@ -223,6 +224,8 @@ def _settings(jobs: list[Job]) -> str:
     sizes = {_number(job, "parameters") for job in jobs}
     facts = [f"{word} {shown(config[key])}" for key, word in FIXED.items() if key in config]
     facts += [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
+    codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
+    facts += [f"code {code}" for code in codes if len(codes) == 1]
     facts.append(f"begun {when(min(job.history.began for job in jobs))}")
     groups: dict[str, dict[str, Value]] = {}
     for key, value in config.items():

@@ -32,6 +32,7 @@ HEADER = "mingpt_ddp"  # attribute of its study: what all trials share
 MAX_FAILURES = 10**6  # of attempts of a run; more are no count
 PARTIAL_FILES = (
     ".config*.partial",
+    ".code*.partial",
     ".result.json.*.partial",
     ".attempt.json.*.partial",
     ".tokenizer.json.*.partial",

@@ -61,6 +61,8 @@ def _result(inputs: Inputs, setup: Setup, outcome: Outcome) -> dict[str, Any]:
     result["wall_seconds"] = state.wall_seconds
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
+    if setup.code:
+        result["code"] = {key: value for key, value in setup.code.items() if key != "files"}
     return result
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Container
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.registry import CHOSEN
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.distributed.env import process_start_time
@@ -13,6 +14,7 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
+from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.attempts import count_attempt, record_attempt
@@ -64,10 +66,11 @@ def run(
     times = StartTimes(started_at or process_start_time())
     times.done("processes", at=runtime.began_at)
     times.done("rendezvous")
+    code = runtime.group.env.call_on_rank_zero(lambda: start_reading({**CHOSEN}))
     inputs = prepare(config, runtime, typed, hydra_files, times)
     times.done("data")
     with contextlib.ExitStack() as resources:
-        record = open_directory(inputs, resources)
+        record = open_directory(inputs, code, resources)
         times.done("run directory")
         setup = build(inputs, record)
         times.done("model and snapshot")
@@ -131,7 +134,7 @@ def begin_attempt(
     model = setup.trainable.model
     metrics = MetricsProcessor(runtime, task, loader, model, steps, inputs.times)
     metrics.resume(listeners.outboxes, record.end)
-    context = Context(task, runtime, setup.trainable, state, metrics, interrupt)
+    context = Context(task, runtime, setup.trainable, state, metrics, interrupt, setup.code)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)
     saves = SaveSchedule(context, setup.manager, anomaly, copies, plan, first_save_s)

@@ -241,6 +241,7 @@ class SaveSchedule:
             self.plan,
             self.context.metrics.steps.stop,
         )
+        values["code"] = self.context.code
         tensors = self.context.trainable.tensors()
         checksums = self.copies.checksums(tensors)
         return RunState(state.step, values, tensors, state.best_step, checksums)

@@ -6,6 +6,7 @@ Each is a collective, and returns what the later ones need: inputs, the run's re
 import contextlib
 import uuid
 from collections.abc import Container
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_dir import (
     Attempt,
@@ -52,6 +54,7 @@ from mingpt_ddp.training.record_checks import (
 )
 from mingpt_ddp.training.start_log import (
     log_changes,
+    log_code,
     log_start,
     warn_of_lost_snapshots,
     warn_of_unused_changes,
@@ -106,6 +109,7 @@ class RunRecord:
     owner: RunDirectory | None  # on rank zero
     last: Attempt  # the attempt before, on rank zero
     end: HistoryEnd | None  # of the measurements of the attempts before, on rank zero
+    code: Future[Code] | None  # of this attempt, on rank zero
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Setup:
     state: TrainState
     evaluator: Evaluator
     is_complete: bool  # there is nothing to train
+    code: dict[str, Any]  # the record of what trains, or has trained; on rank zero
 
 
 @dataclass(frozen=True)
@@ -222,10 +227,13 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
         check_user_code(runtime, task, inputs.loader, plan)
 
 
-def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> RunRecord:
+def open_directory(
+    inputs: Inputs, code: Future[Code] | None, resources: contextlib.ExitStack
+) -> RunRecord:
     """Lock the run directory and those of its snapshots; begin to log there.
 
     Args:
+        code: of this attempt, on rank zero.
         resources: releases the locks when it is closed.
     """
     group = inputs.runtime.group
@@ -248,7 +256,7 @@ def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> RunRecord
     last = owner.last_attempt(METRICS) if owner else Attempt()
     end = read_end(inputs.directory / METRICS) if owner else None
     logs.to_file(inputs.directory, group.env)
-    return RunRecord(owner, last, end)
+    return RunRecord(owner, last, end, code)
 
 
 def build(inputs: Inputs, record: RunRecord) -> Setup:
@@ -269,7 +277,10 @@ def build(inputs: Inputs, record: RunRecord) -> Setup:
     evaluator = Evaluator(task, runtime)
     log_start(runtime, task, trainable.model, inputs.directory, range(state.step, steps))
     is_complete = _is_complete(inputs, record, state)
-    return Setup(manager, snapshot, trainable, state, evaluator, is_complete)
+    code = recorded_code(snapshot.state if snapshot else None)
+    if record.code and not is_complete:
+        code = record.code.result().record_in(inputs.directory, code)
+    return Setup(manager, snapshot, trainable, state, evaluator, is_complete, code)
 
 
 def _is_complete(inputs: Inputs, record: RunRecord, state: TrainState) -> bool:
@@ -301,9 +312,13 @@ def record_start(
     if previous and setup.is_complete:
         warn_of_unused_changes(previous, config)
     else:
-        record.owner.record_start(config.to_dict(), hydra_files, inputs.task.files())
+        files = inputs.task.files()
+        if record.code and not setup.is_complete and (patch := record.code.result().patch):
+            files[setup.code["patch"]] = patch
+        record.owner.record_start(config.to_dict(), hydra_files, files)
     if setup.is_complete:
         return
+    log_code(setup.code, setup.snapshot)
     if setup.snapshot:
         log_changes(setup.snapshot, config, inputs.runtime, inputs.loader.steps_per_epoch)
     else:

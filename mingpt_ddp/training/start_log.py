@@ -19,6 +19,7 @@ from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.storage.code_identity import describe, difference_of, recorded_code
 from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.train_step import count_steps
@@ -111,6 +112,14 @@ def long_metrics(config: Config, steps: int) -> str | None:
         f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
         "trainer.log_every"
     )
+
+
+def log_code(code: dict[str, Any], snapshot: Snapshot | None) -> None:
+    """Log which code trains, and in which files it differs from that of the snapshot."""
+    log.info("code %s", describe(code))
+    before = recorded_code(snapshot.state if snapshot else None)
+    if files := difference_of(before, code):
+        log.info("the code differs from the snapshot's, %s: %s", describe(before), files)
 
 
 def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:

@@ -171,6 +171,7 @@ class Context:
     state: TrainState
     metrics: MetricsProcessor
     interrupt: SignalHandler
+    code: dict[str, Any]  # what trains, on rank zero: storage/code_identity.py
 
     @property
     def config(self) -> Config:

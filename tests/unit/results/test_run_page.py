@@ -20,6 +20,7 @@ LOG = """2026-01-01 00:00:00,000 INFO run outputs/a
 2026-01-01 00:00:01,000 WARNING the warm-up <b>takes long
 2026-01-01 00:00:02,000 INFO resuming from the snapshot of step 40 of 100
 2026-01-01 00:00:03,000 INFO the configuration differs from the last start: trainer.max_steps: 40 -> 100
+2026-01-01 00:00:03,000 INFO the code differs from the snapshot's, 1a2b3c4d5e6f: model/mine.py
 2026-01-01 00:00:04,000 INFO step 50/100: loss 2.0
 """  # noqa: E501
 
@@ -44,6 +45,9 @@ def run(tmp_path) -> Path:
             logger.log_text(100, "sample", f"the last text {HOSTILE}")
         logger.close()
     (run / "main.rank0.log").write_text(LOG)
+    code = {"sha256": "3f" * 32, "commits": {HOSTILE: "0f" * 20 + "-dirty"}}
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "code": code}))
     return run
 
 
@@ -88,10 +92,12 @@ def test_everything_of_a_run_is_on_its_page(run):
         "trainer.max_steps: 40 -> 100" in body
         and "resuming from" in body
         and "WARNING the warm-up" in body
+        and "the code differs from" in body
     )
     assert "INFO run" not in body and "INFO step" not in body
     assert f"name: {HOSTILE}" in body and "lr: 0.001" in body
     assert re.search("validation loss +2 ", body) and "Notes" not in body
+    assert f"code 3f3f3f3f3f3f, {HOSTILE} at 0f0f0f0f0f0f-dirty" in body
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "directory"])

@@ -22,9 +22,12 @@ from multiprocess.ranks import configure
 from tasks import text_task
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.registry import run_code
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.storage import code_identity
+from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.record_checks import check_records
 from mingpt_ddp.training.start_log import log_changes, log_start, long_metrics
@@ -222,6 +225,44 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
 
 
 # The end
+
+
+def test_a_run_of_a_dirty_checkout_and_its_resume(log_lines, cwd, monkeypatch):
+    """Each with its commit and patch; the resume names the files that have changed since."""
+    monkeypatch.setattr(code_identity, "GIT_S", 600)
+    project = cwd / "project"
+    project.mkdir()
+    (project / "mine.py").write_text("import helper\n")
+    (project / "helper.py").write_text("x = 1\n")
+    for words in ("init -q", "add mine.py", "-c user.name=a -c user.email=a@b commit -qm first"):
+        subprocess.run(["git", *words.split()], cwd=project, check=True)
+    run_code({"task": {"code": "mine.py"}}, [project])
+    shutil.rmtree("run")
+    train(NAME, STEPS)
+    (line,) = lines_with(log_lines, "INFO code ")
+    assert re.search(r"project at [0-9a-f]{12}-dirty, .*code.patch$", line)
+    first = read_result(cwd / "run")["code"]
+    assert line.startswith(f"INFO code {first['sha256'][:12]}, ") and first["earlier"] == []
+    patch = (cwd / "run" / "code.patch").read_text()
+    assert "+++ b/helper.py" in patch
+
+    (project / "helper.py").write_text("x = 1  # the same\n")
+    code_identity._user_files.cache_clear()  # as in a new process
+    log_lines.clear()
+    train(NAME, STEPS + 1)
+    (line,) = lines_with(log_lines, "the code differs")
+    assert line.startswith(f"INFO the code differs from the snapshot's, {first['sha256'][:12]}, ")
+    assert line.endswith("code.patch: task/helper.py")
+    second = read_result(cwd / "run")["code"]
+    assert second["earlier"] == [first["sha256"]]
+    assert (cwd / "run" / "code.patch").read_text() == patch
+    assert "# the same" in (cwd / "run" / second["patch"]).read_text()
+
+    run_code({}, [])  # a complete run has the code that has trained it
+    log_lines.clear()
+    train(NAME, STEPS + 1)
+    assert read_result(cwd / "run")["code"] == second
+    assert lines_with(log_lines, "code ") == []
 
 
 @pytest.mark.parametrize("least_s", [0.0, 1e6])  # the run began with this process, perhaps long ago

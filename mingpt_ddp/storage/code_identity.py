@@ -1,0 +1,285 @@
+"""Which code trains: one SHA-256 over its Python files, and what its checkouts have changed.
+
+A record of it, in every state.json and in result.json:
+
+    {"sha256": "3f2a91...", "commits": {"my_project": "0ffcaf...-dirty"}, "patch": "code.patch"}
+
+and `earlier`, the SHA-256 of other code that has trained the run before; in state.json also
+`files`, the first digits of that of each file.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.storage.storage import read_regular
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PATCH = "code.patch"
+MAX_CODE_BYTES = 1 << 24  # of a file
+MAX_PATCH_BYTES = 1_000_000
+TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
+HEX = 40  # digits of a commit
+GIT_S = 5.0  # for all that git is asked
+SHOWN = 5  # files that a message names
+LONGEST = 400  # characters of a description
+KINDS = {"sha256": str, "commits": dict, "files": dict, "earlier": list}  # of a record
+# No program that a checkout configures is run, nothing is locked, fetched or asked.
+OPTIONS = (
+    *("--no-optional-locks", "--no-pager"),
+    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
+    *("-c", f"core.bigFileThreshold={MAX_PATCH_BYTES}"),  # which are not compared line by line
+)
+ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
+STATUS = (
+    *("status", "--porcelain=v2", "--branch", "-z"),
+    *("--untracked-files=all", "--ignore-submodules=dirty", "--no-renames"),
+)
+CHANGED = ("1 ", "2 ", "u ")  # how the entries of tracked files begin there
+UNTRACKED = "? "
+DIFF = (
+    *("diff", "--no-ext-diff", "--no-textconv", "--no-color"),
+    *("--ignore-submodules=dirty", "--src-prefix=a/", "--dst-prefix=b/"),
+)
+SECRET_NAME = re.compile(
+    r"/(\.env|\.netrc|\.pgpass|\.pypirc|id_(rsa|dsa|ecdsa|ed25519))|secret|credential|passw|"
+    r"\.(pem|key|p12|pfx|kdbx)\b",
+    re.IGNORECASE,
+)
+SECRET = re.compile(  # in a text in lower case, where this is four times as fast
+    r"""
+    -----begin[ ][a-z ]*private[ ]key
+    | ://[^/\s:@"']*:[^/\s@"']+@                                      # user:password@host
+    | \b(?:(?:akia|asia)[0-9a-z]{16}|aiza[\w-]{30}|(?:sk|glpat|xox[a-z])-[\w-]{10})
+    | \b(?:(?:gh[a-z]|hf)_[a-z0-9]{20}|github_pat_\w{20})
+    | (?:passw|secret|credential|(?:api|access|auth|private)_?(?:key|token))\w*["']?\s*[:=]\s*
+      (?:["'][^"'\s]{6,}["']|[^"'\s()\[\]{},]{6,}\s*$)
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code of this process, and the changes in its checkouts."""
+
+    record: dict[str, Any]  # without what depends on the run
+    patch: str  # "": there is none, or it is too large
+
+    def record_in(self, directory: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the record of a run that trains from here on.
+
+        Args:
+            directory: of the run; a patch of an earlier start stays.
+            before: the record in the snapshot that it resumes from; {}: there is none.
+        """
+        earlier = [*map(str, before.get("earlier", []))]
+        if before and before["sha256"] not in (self.record["sha256"], *earlier):
+            earlier.append(before["sha256"])
+        record = {**self.record, "earlier": earlier}
+        if self.patch:
+            record["patch"] = PATCH
+            with contextlib.suppress(OSError):
+                if read_regular(directory / PATCH, 2 * MAX_PATCH_BYTES) != self.patch.encode():
+                    record["patch"] = f"code-{_sha256(self.patch.encode())[:8]}.patch"
+        return record
+
+
+def start_reading(chosen: Mapping[str, Path]) -> Future[Code]:
+    """Call `read_code` on a thread, during the rest of a start."""
+    pool = ThreadPoolExecutor(1)
+    reading = pool.submit(read_code, chosen)
+    pool.shutdown(wait=False)
+    return reading
+
+
+def read_code(chosen: Mapping[str, Path]) -> Code:
+    """Return the code of the package and of a user's files.
+
+    Args:
+        chosen: the files that the configuration names, by group.
+    """
+    files = dict(_package_files())
+    folders = [PACKAGE]
+    for group, path in chosen.items():
+        path = path.resolve()
+        folders.append(path.parent)
+        for name, sha256 in _user_files(path).items():
+            files[f"{group}/{name}"] = sha256
+    commits = {}
+    patches: list[str | None] = []
+    for root in filter(None, dict.fromkeys(map(_root_of, folders))):
+        try:
+            commits[root.name], patch = _read_checkout(root)
+            patches.append(patch)
+        except subprocess.TimeoutExpired:
+            commits[root.name] = f"unknown: git took more than {GIT_S:g} s"
+        except (OSError, subprocess.CalledProcessError):
+            pass  # without git, or with another user's checkout
+    is_kept = None not in patches
+    record = {
+        "sha256": _sha256(json.dumps(files, sort_keys=True).encode()),
+        "commits": commits,
+        "patch": None if is_kept else TOO_LARGE,
+        "files": {name: sha256[:8] for name, sha256 in files.items()},
+    }
+    return Code(record, "".join(filter(None, patches)) if is_kept else "")
+
+
+def recorded_code(values: Any) -> dict[str, Any]:
+    """Return the record of the code in an untrusted state.json or result.json; {}: it has none."""
+    code = values.get("code") if isinstance(values, dict) else None
+    if not isinstance(code, dict) or not code.get("sha256"):
+        return {}
+    has_types = all(isinstance(code.get(key, kind()), kind) for key, kind in KINDS.items())
+    return code if has_types else {}
+
+
+def describe(code: Mapping[str, Any]) -> str:
+    """Return `3f2a91bc4d5e, my_project at 0ffcafa12345-dirty, code.patch`."""
+    words = [str(code["sha256"])[:12]]
+    for name, commit in code.get("commits", {}).items():
+        words.append(f"{name} at {str(commit)[:12]}{str(commit)[HEX:]}")
+    if code.get("patch"):
+        words.append(str(code["patch"]))
+    return ", ".join(words)[:LONGEST]
+
+
+def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return which files differ between two records; "" if none does, or a record is {}."""
+    if not before or not now or before["sha256"] == now["sha256"]:
+        return ""
+    old = before.get("files", {})
+    new = now.get("files", {})
+    names = sorted(name for name in old | new if old.get(name) != new.get(name))
+    more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return ", ".join([name[:100] for name in names[:SHOWN]] + more)
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@functools.cache
+def _package_files() -> dict[str, str]:
+    """Return the SHA-256 of each Python file of the package by name, as this process has it."""
+    found = {}
+    for name in glob("**/*.py", root_dir=PACKAGE, recursive=True):  # follows the link to conf/
+        with contextlib.suppress(OSError):  # it is being replaced
+            found[f"{PACKAGE.name}/{name}"] = _sha256((PACKAGE / name).read_bytes())
+    return found
+
+
+@functools.cache
+def _user_files(path: Path) -> dict[str, str]:
+    """Return the SHA-256 of a user's file, and of what it imports from next to it, by name."""
+    folder = path.parent
+    left = [path]
+    found: dict[str, str] = {}
+    while left:
+        file = left.pop()
+        name = file.relative_to(folder).as_posix()
+        if name in found or name.startswith(f"{PACKAGE.name}/"):
+            continue
+        with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            content = read_regular(file, MAX_CODE_BYTES)
+            found[name] = _sha256(content)
+            left += _imported(ast.parse(content), file, folder)
+    return found
+
+
+def _imported(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
+    """Yield where the modules below a folder may be that a file imports, also in functions."""
+    for node in ast.walk(tree):
+        base = folder
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+            base = file.parents[node.level - 1] if node.level else folder
+        else:
+            continue
+        if not base.is_relative_to(folder):
+            continue
+        for name in names:
+            stem = base
+            for part in name.split("."):
+                stem /= part
+                yield from (stem.with_suffix(".py"), stem / "__init__.py")
+
+
+def _root_of(folder: Path) -> Path | None:
+    """Return the checkout that holds a folder; None: it is in none, or installed."""
+    if {"site-packages", "dist-packages"} & {*folder.parts}:
+        return None
+    return next((path for path in (folder, *folder.parents) if os.path.exists(path / ".git")), None)
+
+
+def _read_checkout(root: Path) -> tuple[str, str | None]:
+    """Return the commit of a checkout, and the patch from there to its files; None: too large.
+
+    Raises:
+        As of `_git`, which may refuse the checkout of another user.
+    """
+    git = functools.partial(_git, root, time.monotonic() + GIT_S)
+    filters = []
+    for key in git("config", "--list", "--name-only", "-z").split("\0"):
+        if key.startswith("filter."):
+            filters += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
+    entries = git(*filters, *STATUS).split("\0")
+    commit = entries[0].removeprefix("# branch.oid ")
+    diff = functools.partial(git, *filters, *DIFF)
+    patch = ""
+    if any(entry.startswith(CHANGED) for entry in entries):
+        patch = diff("HEAD")
+    for entry in entries:
+        if entry.startswith(UNTRACKED) and entry.endswith(".py"):
+            patch += diff("--no-index", "--", os.devnull, entry.removeprefix(UNTRACKED))
+    if not patch:
+        return commit, ""
+    content = patch.encode(errors="surrogateescape")
+    if len(content) > MAX_PATCH_BYTES:
+        return f"{commit}-dirty", None
+    kept = f"# {root.name!a}, changes since {commit}\n"
+    parts = re.split("^(?=diff --git )", content.decode(errors="replace"), flags=re.MULTILINE)
+    for part in parts:
+        name = part.partition("\n")[0]
+        is_secret = SECRET_NAME.search(name) or SECRET.search(part.lower())
+        kept += f"# not here, as it may hold a secret: {name}\n" if is_secret else part
+    return f"{commit}-dirty", kept
+
+
+def _git(root: Path, deadline: float, *words: str) -> str:
+    """Return what git prints.
+
+    Raises:
+        TimeoutExpired: it takes too long.
+        OSError, CalledProcessError: it fails.
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    done = subprocess.run(
+        ["git", *OPTIONS, *words],
+        cwd=root,
+        env=environment | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=max(0.0, deadline - time.monotonic()),
+        check=False,
+    )
+    if done.returncode not in (0, 1):  # 1: there are differences
+        done.check_returncode()
+    return done.stdout
