@@ -6,6 +6,7 @@
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
+by         code: compare takes versions of the code as settings of their own
 watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself
 format     text, or json: print a JSON document instead
 
@@ -15,11 +16,11 @@ changed. The page of one directory is its report.html, that of several is report
 plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
-deviation and the number of seeds. The best has the lowest mean.
+deviation and the number of seeds. The best has the lowest mean. Versions of the code that have trained one row are counted.
 
 The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
 with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
-"name", "directory", "status", "seed" and "result" (every number of its result.json). Of a search with several objectives it
+"name", "directory", "status", "seed", "code" and "result" (every number of its result.json). Of a search with several objectives it
 has "objectives" too, and each group "on_front". What is unknown or not finite is null.
 
 Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
@@ -53,6 +54,7 @@ class ReportConfig:
 
     runs: list[str]
     format: Literal["text", "json"] = "text"
+    by: Literal["code"] | None = None
 
 
 def main() -> None:
@@ -72,11 +74,13 @@ def _command(config: ReportConfig) -> int:
             )
     directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
     as_json = config.format == "json"
+    by_code = config.by == "code"
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
+    check(COMPARE in words or not by_code, f"by=code belongs to {COMPARE}; write that, too")
     if WATCH in words:
         echo(watch(directories, page_path(directories)))
     elif COMPARE in words:
-        echo(verdict(directories, as_json))
+        echo(verdict(directories, as_json, by_code))
     elif as_json:
         echo(json_report(read_results(directories)))
     else:

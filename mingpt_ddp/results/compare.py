@@ -14,6 +14,7 @@ from mingpt_ddp.results.significance import LEVEL, Difference, difference, holm,
 
 KEYS_IN_NAME = 3
 PART = "trainer.eval_steps"  # of the validation split; null: all of it
+Parts = dict[Path | str | None, list[Job]]  # of a group, by directory or by code
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,24 @@ class Comparison:
         return self.difference is not None and self.p < LEVEL
 
 
-def settings_of(jobs: list[Job], directories: list[Path]) -> list[Setting]:
+def settings_of(jobs: list[Job], directories: list[Path], by_code: bool = False) -> list[Setting]:
     """Return the settings: jobs that differ in `run.seed` alone, the best first.
 
     Directories with the same recipe are settings of their own if they have trained the same seeds
     (the code or the machine differs), or if there is nothing else to compare.
+
+    Args:
+        by_code: versions of the code are settings of their own, whatever their directories.
     """
     groups = replicates(jobs)
     keys = varying(groups)
     settings = []
     for group in groups:
-        parts = _by_directory(group, directories)
-        if not _are_settings(parts, is_only=len(groups) == 1):
+        parts = _by_code(group) if by_code else _by_directory(group, directories)
+        if not by_code and not _are_settings(parts, is_only=len(groups) == 1):
             parts = {None: group.jobs}
-        for directory, members in parts.items():
-            label = _label(group, keys, directory)
+        for part, members in parts.items():
+            label = _label(group, keys, part)
             settings.append(Setting(members, group.config, label))
     labels = [each.label for each in settings]
     if len({*labels}) < len(labels):
@@ -98,16 +102,24 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
     return comparisons
 
 
-def _by_directory(group: Group, directories: list[Path]) -> dict[Path | None, list[Job]]:
+def _by_code(group: Group) -> Parts:
+    """Return the jobs of a group by the code that has trained them."""
+    parts: Parts = {}
+    for job in group.jobs:
+        parts.setdefault(f"code {job.code or 'unknown'}", []).append(job)
+    return parts
+
+
+def _by_directory(group: Group, directories: list[Path]) -> Parts:
     """Return the jobs of a group by the directory, named on the command line, that holds them."""
-    parts: dict[Path | None, list[Job]] = {}
+    parts: Parts = {}
     for job in group.jobs:
         holders = [path for path in directories if job.directory.is_relative_to(path)]
         parts.setdefault(holders[0] if holders else None, []).append(job)
     return parts
 
 
-def _are_settings(parts: dict[Path | None, list[Job]], is_only: bool) -> bool:
+def _are_settings(parts: Parts, is_only: bool) -> bool:
     """Return whether the directories of a group are compared with each other."""
     if is_only and any(len(jobs) > 1 for jobs in parts.values()):
         return True
@@ -127,8 +139,8 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
     return why_incomparable(one.by_seed, other.by_seed)
 
 
-def _label(group: Group, keys: list[str], directory: Path | None) -> str:
-    """Return the values that distinguish a group, or its name; and its directory, if given."""
+def _label(group: Group, keys: list[str], part: Path | str | None) -> str:
+    """Return the values that distinguish a group, or its name; and its part, if given."""
     names = short_names(keys)
     words = []
     for key in keys:
@@ -137,9 +149,9 @@ def _label(group: Group, keys: list[str], directory: Path | None) -> str:
     text = cut(group.name)
     if 0 < len(words) <= KEYS_IN_NAME:
         text = ", ".join(words)
-    if directory is None:
+    if part is None:
         return text
-    name = cut(directory.resolve().name)
+    name = cut(part.resolve().name) if isinstance(part, Path) else part
     return f"{name} ({text})" if keys else name
 
 

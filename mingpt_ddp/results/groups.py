@@ -58,6 +58,11 @@ class Group:
         return len({seed_of(job) for job in self.jobs})
 
     @property
+    def codes(self) -> int:
+        """The number of versions of the code that have trained them, as far as it is known."""
+        return len({job.code for job in self.jobs if job.code})
+
+    @property
     def complete(self) -> int:
         """The number of seeds whose job is complete and has an objective."""
         return self.estimate.n if self.estimate else 0

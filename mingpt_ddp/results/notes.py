@@ -50,6 +50,12 @@ def comparison_notes(jobs: list[Job]) -> list[str]:
     if keys := _different_parts(measured):
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
+    codes = {job.code for job in jobs if job.code}
+    if len(codes) > 1:
+        notes.append(
+            f"{len(codes)} versions of the code have trained the jobs: "
+            f"`{command('report')} DIR compare by=code` takes them apart"
+        )
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
         notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps")

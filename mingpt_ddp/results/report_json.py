@@ -72,5 +72,6 @@ def _job(job: Job) -> dict[str, Any]:
         "directory": str(job.directory),
         "status": job.status,
         "seed": job.config.get(SEED),
+        "code": job.code or None,
         "result": result,
     }

@@ -20,6 +20,7 @@ from mingpt_ddp.config.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.errors import DataError, RunError, command
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.results.objective import LOSS, Objective, loss_unit, objective_of
+from mingpt_ddp.storage.code_identity import recorded_code
 from mingpt_ddp.storage.records import read_yaml
 from mingpt_ddp.storage.run_dir import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
@@ -84,6 +85,13 @@ class Job:
         """The median over the log steps, in units per second over all ranks."""
         values = self.history.values(f"{self.unit}_per_s")
         return statistics.median(values) if values else None
+
+    @cached_property
+    def code(self) -> str:
+        """The SHA-256, cut, of the code, or of several, that trained it; "" if it is unknown."""
+        found = recorded_code(self.result)
+        codes = [*found.get("earlier", []), found["sha256"]] if found else []
+        return "+".join(str(each)[:12] for each in codes)
 
     @property
     def faults(self) -> int | None:

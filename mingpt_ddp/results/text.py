@@ -123,9 +123,10 @@ def _value(group: Group) -> str:
 
 
 def _count(group: Group) -> str:
-    """Format the number of seeds, as 2/3 if only two are complete."""
+    """Format the number of seeds, as 2/3 if only two are complete, and that of several codes."""
     total = group.seeds
-    return f"{total}" if group.complete == total else f"{group.complete}/{total}"
+    count = f"{total}" if group.complete == total else f"{group.complete}/{total}"
+    return f"{count} ({group.codes} codes)" if group.codes > 1 else count
 
 
 def _steps(group: Group) -> str:

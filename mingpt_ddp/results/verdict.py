@@ -19,20 +19,23 @@ MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
 MOST_DECIMALS = 8
 
 
-def verdict(directories: list[Path], as_json: bool) -> str:
+def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> str:
     """Return which settings are better than others, as text or as JSON.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        by_code: as for `settings_of`.
 
     Raises:
         RunError: a directory holds no run, or there is one setting only.
     """
     jobs = read_jobs(directories)
-    settings = settings_of(jobs, directories)
+    settings = settings_of(jobs, directories, by_code)
     if len(settings) < 2:
+        have_codes = replicates(jobs)[0].codes > 1
         raise RunError(
             "there is one setting to compare; name runs that differ in more than run.seed"
+            + (", or write by=code" if have_codes and not by_code else "")
         )
     comparisons = compare(settings)
     notes = _notes(jobs, settings, comparisons)

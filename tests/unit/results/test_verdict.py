@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from fake_runs import fake_run
 from tools import call_tool
 
@@ -42,6 +43,38 @@ def test_two_directories_are_compared_seed_by_seed(tmp_path, call):
         "no difference shown between lr=0.001 and lr=0.003: 0.20 ± 0.25 (95% interval -0.05 to "
         "0.45, 3 paired seeds, p = 0.074)"
     )
+
+
+def test_versions_of_the_code_are_taken_apart_on_demand(tmp_path, call):
+    """Until then they are one setting, which says so."""
+    replicate(tmp_path, [1.0, 2.0, 3.0, 1.1, 2.3, 3.2])
+    runs = sorted(tmp_path.iterdir())
+    for n, run in enumerate(runs):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["run"]["seed"] = n % 3
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        code = {"sha256": "ab"[n // 3] * 64, "earlier": ["c" * 64] * (n // 3)}
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps({**result, "code": code}))
+    code, _, err = call(tmp_path, "compare")
+    assert (code, err) == (
+        2,
+        "run error: there is one setting to compare; name runs that differ in more than run.seed, "
+        "or write by=code\n",
+    )
+    code, out, _ = call(tmp_path, "compare", "by=code")
+    assert out.splitlines()[-1].startswith(
+        "no difference shown between code aaaaaaaaaaaa and code cccccccccccc+bbbbbbbbbbbb: 0.20 "
+    )
+    assert (
+        call(tmp_path, "by=code")[2]
+        == "config error: by=code belongs to compare; write that, too\n"
+    )
+    table = call(tmp_path)[1]
+    assert "3 (2 codes)" in table
+    assert "note: 2 versions of the code have trained the jobs: `python -m" in table
+    groups = strict(call(tmp_path, "format=json")[1])["groups"]
+    assert groups[0]["jobs"][0]["code"] == "a" * 12
 
 
 def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
