@@ -3,11 +3,13 @@
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] [format=text]
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=text]
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] watch
+    python -m mingpt_ddp.report experiments [outputs]
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
 by         code: compare takes versions of the code as settings of their own
 watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself
+experiments  print the verdicts of all comparisons of the runs in a directory, which outputs/experiments.jsonl has
 format     text, or json: print a JSON document instead
 
 Prints a table of the jobs, best first, and writes a page: the best one, whether it is better by more than chance, curves,
@@ -39,6 +41,7 @@ from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.results.experiments import experiments_table
 from mingpt_ddp.results.report import page_path, report, watch
 from mingpt_ddp.results.report_json import json_report
 from mingpt_ddp.results.results import read_results
@@ -46,6 +49,7 @@ from mingpt_ddp.results.verdict import verdict
 
 COMPARE = "compare"
 WATCH = "watch"
+EXPERIMENTS = "experiments"
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,12 @@ def main() -> None:
 
 
 def _command(config: ReportConfig) -> int:
-    runs = [run for run in config.runs if run not in (COMPARE, WATCH)]
+    runs = [run for run in config.runs if run not in (COMPARE, WATCH, EXPERIMENTS)]
     words = [run for run in config.runs if run not in runs]
     check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
+    if EXPERIMENTS in words:
+        echo(experiments_table(Path(*runs[:1] or ["outputs"])))
+        return 0
     check(bool(runs), f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
     for url in runs:
         if "://" in url:

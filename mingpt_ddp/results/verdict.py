@@ -5,9 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.distributed.exit import echo_error
 from mingpt_ddp.errors import RunError, command, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.compare import Comparison, Setting, compare, settings_of
+from mingpt_ddp.results.experiments import append, root_of
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.intervals import numbers
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
@@ -20,7 +22,7 @@ MOST_DECIMALS = 8
 
 
 def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> str:
-    """Return which settings are better than others, as text or as JSON.
+    """Return which settings are better than others, as text or as JSON, and record it.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
@@ -39,8 +41,13 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
         )
     comparisons = compare(settings)
     notes = _notes(jobs, settings, comparisons)
+    document = _numbers(jobs, settings, comparisons, notes)
+    if comparisons:
+        experiment = {"runs": [*map(str, directories)], **document}
+        if note := append(root_of(jobs[0]), experiment):
+            echo_error(f"note: {note}")
     if as_json:
-        return json.dumps(_numbers(jobs, settings, comparisons, notes), indent=1, allow_nan=False)
+        return json.dumps(document, indent=1, allow_nan=False)
     if not comparisons:
         return nothing(settings)
     lines = [f"compared by {_objective(jobs)}", *_table(settings)]
@@ -165,7 +172,8 @@ def _numbers(
     """Return the comparison as JSON's types."""
     listed = []
     for setting in settings:
-        more = {"by_seed": setting.by_seed, "left_out": setting.left_out}
+        codes = sorted({job.code for job in setting.jobs if job.code})
+        more = {"by_seed": setting.by_seed, "left_out": setting.left_out, "codes": codes}
         listed.append({"name": setting.label, **numbers(setting.estimate), **more})
     return {
         "objective": jobs[0].ranked_by.series,

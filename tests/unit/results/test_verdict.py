@@ -77,6 +77,35 @@ def test_versions_of_the_code_are_taken_apart_on_demand(tmp_path, call):
     assert groups[0]["jobs"][0]["code"] == "a" * 12
 
 
+def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / "outputs"
+    for name, losses in (("a", [1.0, 2.0, 3.0]), ("b", [1.1, 2.2, 3.3])):
+        replicate(root / "lr" / name, losses, lr=1 if name == "a" else 3)
+    for config in root.rglob("config.yaml"):
+        values = yaml.safe_load(config.read_text())
+        values["run"]["name"] = str(config.parent.relative_to(root))
+        config.write_text(yaml.safe_dump(values))
+    assert "cannot read outputs/experiments.jsonl: No such file" in call("experiments")[2]
+    _, out, err = call("outputs/lr/a", "outputs/lr/b", "compare", "format=json")
+    call("outputs/lr/a", "outputs/lr/b", "compare")
+    assert err == ""
+    lines = (root / "experiments.jsonl").read_text().splitlines()
+    record = json.loads(lines[0])
+    assert len(lines) == 2 and record.pop("when").startswith("20")
+    assert record == {"runs": ["outputs/lr/a", "outputs/lr/b"], **strict(out)}
+    with (root / "experiments.jsonl").open("a") as file:
+        file.write('{"runs": 1}\n\n')
+    table = call("experiments")[1].splitlines()
+    assert len(table) == 3 and table[0].split() == ["when", "runs", "verdict"]
+    assert table[1].split("  ")[-1].startswith("no difference shown between lr=1 and lr=3: 0.20 ")
+    (root / "experiments.jsonl").unlink()
+    (root / "experiments.jsonl").symlink_to(tmp_path / "precious")
+    code, out, err = call("outputs/lr/a", "outputs/lr/b", "compare")
+    assert code == 0 and "no difference shown" in out and err.count("note: cannot write") == 1
+    assert not (tmp_path / "precious").exists()
+
+
 def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
     """Trackers, checks, evaluations and further texts change no result."""
     watched = {

@@ -1,0 +1,69 @@
+"""The record of verdicts: each comparison of settings is a line of experiments.jsonl."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mingpt_ddp.errors import RunError, printable, reason
+from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.results.formats import cut
+from mingpt_ddp.results.runs import Job
+from mingpt_ddp.storage.lines import read_lines
+from mingpt_ddp.storage.storage import open_regular
+
+EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
+MAX_BYTES = 1 << 26
+FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a link could lead to any file
+LONGEST = 300  # characters of a verdict
+
+
+def root_of(job: Job) -> Path:
+    """Return the run.root of a job: outputs of outputs/sweep/job."""
+    directory = job.directory.resolve()
+    name = PurePosixPath(str(job.config.get("run.name"))).parts
+    is_named = directory.parts[-len(name) :] == name
+    return directory.parents[len(name) - 1 if is_named else 0]
+
+
+def append(root: Path, experiment: dict[str, Any]) -> str | None:
+    """Append a line in one write, as other processes may; return why it cannot be written."""
+    when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    line = json.dumps({"when": when, **experiment}).encode() + b"\n"
+    try:
+        with open_regular(root / EXPERIMENTS, FLAGS, "ab") as file:
+            if os.write(file.fileno(), line) < len(line):
+                raise OSError("the disk is full")
+    except OSError as error:
+        return f"cannot write {root / EXPERIMENTS}: {reason(error)}; the verdict is not recorded"
+    return None
+
+
+def experiments_table(root: Path) -> str:
+    """Return a row for each verdict in the record, the oldest first.
+
+    Raises:
+        RunError: there is no record that can be read.
+    """
+    rows = [["when", "runs", "verdict"]]
+    try:
+        for line in read_lines(root / EXPERIMENTS, MAX_BYTES):
+            rows += _rows(line)
+    except OSError as error:
+        raise RunError(
+            f"cannot read {root / EXPERIMENTS}: {reason(error)}; each compare adds a line to it"
+        ) from error
+    return printable("\n".join(table_lines(rows, left=(0, 1, 2))))
+
+
+def _rows(line: bytes) -> Iterator[list[str]]:
+    """Yield the rows of a line; none of one that is no record."""
+    with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
+        record = json.loads(line)
+        runs = cut(" ".join(map(str, record["runs"])))
+        for comparison in record["comparisons"]:
+            verdict = str(comparison["sentence"]).replace("\n", "\\n")
+            yield [str(record["when"])[:16], runs, cut(verdict, LONGEST)]
