@@ -31,7 +31,7 @@ from mingpt_ddp.data.file_records import (
 from mingpt_ddp.data.texts import Text
 from mingpt_ddp.data.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError, reason
-from mingpt_ddp.storage.lock import LOCK, is_lock_of, log_if_long
+from mingpt_ddp.storage.lock import LOCK, lock_now, log_if_long, open_lock
 from mingpt_ddp.storage.storage import read_regular
 
 FORMAT = 4
@@ -69,7 +69,7 @@ class TextCache:
             DataError: the cache cannot be written.
         """
         try:
-            lock = self._lock()
+            lock = open_lock(self.root, self._wait_for)
         except OSError as error:
             raise _not_writable(self.root, error) from error
         with lock:
@@ -79,20 +79,6 @@ class TextCache:
                 yield
             except OSError as error:
                 raise _not_writable(self.root, error) from error
-
-    def _lock(self, waits: bool = True) -> Any:
-        while True:
-            self.root.mkdir(parents=True, exist_ok=True)
-            # O_NOFOLLOW: a symbolic link could lead to any file.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-            lock = os.fdopen(os.open(self.root / LOCK, flags, 0o666))
-            if waits:
-                self._wait_for(lock)
-            else:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if is_lock_of(self.root, lock):
-                return lock
-            lock.close()  # another process has discarded the cache meanwhile
 
     def _wait_for(self, lock: Any) -> None:
         waits = f"waiting for another process, which encodes a text in data.cache_dir={self.root}"
@@ -139,7 +125,7 @@ class TextCache:
     def keep_records(self) -> None:
         """Write what has been found by reading, unless another process holds the lock."""
         if self.records.new:
-            with contextlib.suppress(OSError), self._lock(waits=False):
+            with contextlib.suppress(OSError), open_lock(self.root, lock_now):
                 self.records.write()
 
     @contextlib.contextmanager
@@ -154,7 +140,7 @@ class TextCache:
         """Delete what this object has added, also the cache itself if it is new and empty."""
         if not self.root.exists() or not (self._added or self._missing):
             return
-        with contextlib.suppress(OSError, DataError), self._lock():
+        with contextlib.suppress(OSError, DataError), open_lock(self.root, self._wait_for):
             for directory in self._added:
                 shutil.rmtree(directory, ignore_errors=True)
             for path in self._copies:

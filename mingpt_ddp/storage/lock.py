@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -45,34 +45,62 @@ def acquire_lock(
         RunError: another process has locked it, or it is not writable.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        # O_NOFOLLOW: a symbolic link could lead to any file.
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock: IO[str] = open_regular(directory / LOCK, flags, "a+")
+        lock = open_lock(directory, lambda file: _wait_for(file, directory, wait_s))
     except OSError as error:
         raise RunError(
             f"cannot write to {what} {directory}: {reason(error)}; choose another {key}"
         ) from error
-    deadline = time.monotonic() + wait_s
-    for attempt in itertools.count():
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except OSError as error:
-            if time.monotonic() > deadline:
-                lock.seek(0)
-                owner = lock.read().strip() or "another process"
-                raise still_running(directory, owner) from error
-            if attempt == 10:
-                log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
-            time.sleep(POLL_S)
-    if not is_lock_of(directory, lock):  # deleted before it was locked
-        lock.close()
-        return acquire_lock(directory, wait_s, what=what, key=key)
     with contextlib.suppress(OSError):  # a full disk: a later write reports it
         os.truncate(lock.fileno(), 0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     return lock
+
+
+def _wait_for(file: IO[str], directory: Path, wait_s: float) -> None:
+    deadline = time.monotonic() + wait_s
+    for attempt in itertools.count():
+        try:
+            lock_now(file)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                raise still_running(directory, owner) from error
+            if attempt == 10:
+                log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
+            time.sleep(POLL_S)
+
+
+def open_lock(directory: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
+    """Create a directory if needed, open the lock in it, and lock it.
+
+    Again if the file was deleted before it was locked: other processes would lock a new one.
+
+    Args:
+        lock: locks the open file, or raises an exception.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    # O_NOFOLLOW: a symbolic link could lead to any file.
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        file: IO[str] = open_regular(directory / LOCK, flags, "a+")
+        lock(file)
+        if is_lock_of(directory, file):
+            return file
+        file.close()
+
+
+def lock_now(file: IO[str]) -> None:
+    """Lock a file.
+
+    Raises:
+        OSError: another process has locked it, or the file system has no locks.
+    """
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @contextlib.contextmanager
