@@ -59,8 +59,9 @@ CLOCKS = (
     "save_durable_s",
     "saved_at",
     "run_id",
+    "timed_seconds",
 )
-NEWER = ("train_metrics",)  # in state.json, of later versions alone
+NEWER = ("train_metrics", "timed_steps", "step_seconds")  # in state.json, of later versions alone
 PARTS = ("model", "optimizer", "ema", "state", "losses")
 
 

@@ -182,7 +182,7 @@ def _save(inputs: Inputs, setup: Setup) -> None:
         "train_state": asdict(setup.state) | {"step": 1},
         "scaler": inputs.runtime.scaler.state_dict(),
         "micro_batch_size": 1,
-        "steps": inputs.steps,
+        "steps": setup.length.steps,
         **inputs.task.state(),
         "config": inputs.config.to_dict(),
         "environment": inputs.runtime.environment(),

@@ -91,7 +91,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
             check(is_name, f"{run}/config.yaml has the key {str(key)[:50]!r}, which no run writes")
     keys = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
     typed_limits = [name for name in LIMITS if f"trainer.{name}" in keys]
-    if len(typed_limits) == 1:  # it is the only limit
+    if typed_limits:  # they are the only limits
         recorded["trainer"] |= dict.fromkeys(LIMITS)
     if "trainer.batch_size_per_rank" in keys:
         recorded["trainer"].pop("batch_size", None)

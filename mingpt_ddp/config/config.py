@@ -30,7 +30,7 @@ from mingpt_ddp.config.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import NotRegisteredError, build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
-LIMITS = ("max_epochs", "max_steps")
+LIMITS = ("max_epochs", "max_steps", "max_minutes")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
 COMMAND_KEYS = ("run.on_end", "run.on_failure")
 DEFAULT_CHOICE = {"task": "language_model"}

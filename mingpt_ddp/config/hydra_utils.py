@@ -207,16 +207,15 @@ def _refuse_retired(values: dict[str, Any]) -> None:
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets one of two limits or batch sizes, unset the other one.
+    """If the command line sets limits, or one of two batch sizes, unset the others.
 
-    That is a preset's, or the default.
+    Those are a preset's, or the default.
     """
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
-    for limit, other in (LIMITS, reversed(LIMITS)):
-        is_only_one = f"trainer.{limit}" in typed and f"trainer.{other}" not in typed
-        if is_only_one and trainer.get(limit) is not None:
-            trainer[other] = None
+    typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
+    if any(trainer.get(limit) is not None for limit in typed_limits):
+        trainer |= dict.fromkeys({*LIMITS} - typed_limits)
 
 
 def is_multirun() -> bool:

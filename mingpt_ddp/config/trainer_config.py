@@ -27,6 +27,13 @@ class TrainerConfig:
     max_steps: PositiveInt | None = neutral(
         None, "limit of optimizer steps; if typed alone, the only limit", "steps", changes="end"
     )
+    max_minutes: Annotated[PositiveFloat, Field(le=1e9)] | None = neutral(
+        None,
+        "limit of training time, which becomes a number of steps after the warm-up; if typed "
+        "alone, the only limit",
+        "minutes",
+        changes="end",
+    )
     batch_size: PositiveInt = key(12, "per optimizer step over all ranks", "sequences")
     batch_size_per_rank: PositiveInt | None = key(
         None, "instead of batch_size, at the first start", "sequences"
@@ -104,10 +111,11 @@ class TrainerConfig:
             f"trainer.patience={self.patience} needs evaluations during training; set "
             "trainer.eval_every",
         )
-        limits = (self.max_epochs, self.max_steps)
+        limits = (self.max_epochs, self.max_steps, self.max_minutes)
         check(
-            limits != (None, None),
-            "trainer.max_epochs and trainer.max_steps are both null; set one of them",
+            any(limits),
+            "trainer.max_epochs, trainer.max_steps and trainer.max_minutes are null; set one of "
+            "them",
         )
         first, last = self.profile or (1, 1)
         check(

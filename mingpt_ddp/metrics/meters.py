@@ -1,5 +1,6 @@
 """Averages over training steps, MFU, and the matmul rate of the device."""
 
+import time
 import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ class Pause:
 class Meter:
     """Accumulate losses and times without waiting for the device.
 
-    Only `read`, `state` and `paused` synchronize.
+    Only `read`, `state`, `paused` and a `clock` that waits synchronize.
     """
 
     def __init__(self, runtime: Runtime, items_per_step: int, unit: str) -> None:
@@ -44,6 +45,7 @@ class Meter:
         self.items_per_step = items_per_step
         self.unit = unit
         self.grad_norm = torch.zeros((), device=runtime.device)  # of the last step, before clipping
+        self._paused_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -79,10 +81,21 @@ class Meter:
         """
         pause = Pause()
         since = self._since
+        paused_s = self._paused_s
         begin = self.runtime.now()
         yield pause
         pause.seconds = self.runtime.now() - begin
         self._since = since + pause.seconds
+        self._paused_s = paused_s + pause.seconds
+
+    def clock(self, waits: bool) -> float:
+        """Return the seconds of a clock that stands still in pauses.
+
+        Args:
+            waits: until a GPU has done what is queued.
+        """
+        now = self.runtime.now() if waits else time.perf_counter()
+        return now - self._paused_s
 
     def read(self) -> dict[str, float]:
         """Return the metrics since the last reading by tag, and reset; {} without steps.

@@ -33,25 +33,29 @@ def sparkline(values: list[float]) -> str:
 class Panel:
     """Loss, speed, goodput, the slowest rank, the last snapshot and the time left."""
 
-    def __init__(self, env: DistEnv, title: str, steps: range, unit: str) -> None:
+    def __init__(self, env: DistEnv, title: str, unit: str) -> None:
         """
         Args:
-            steps: range(steps done so far, steps of the whole run).
             unit: of the items, as in `tokens`.
         """
         self.title = printable(title)
-        self.steps = steps
         self.unit = unit
-        self.step = steps.start
+        self.step = 0
+        self.last: int | None = None  # step of the run, if it is known
         self.is_drawn = can_draw(env)
         self.snapshot_step: int | None = None
         self._metrics: dict[str, float] = {}
         self._losses: deque[float] = deque(maxlen=LOSSES)
         self._display: Display | None = None
 
-    def advance(self, step: int) -> None:
-        """Show that a step is done; the first one starts the panel."""
+    def advance(self, step: int, last: int | None) -> None:
+        """Show that a step is done; the first one starts the panel.
+
+        Args:
+            last: the last step of the run, if it is known.
+        """
         self.step = step
+        self.last = last
         if self.is_drawn and self._display is None:
             self._display = Display(sys.stderr, self.draw)
             logs.show(self._display)
@@ -74,14 +78,13 @@ class Panel:
         return Frame(text, title=Text(self.title), title_align="left")
 
     def _progress(self) -> str:
-        done = self.step / max(1, self.steps.stop)
+        if self.last is None:
+            return f"step {self.step:,}/?"
+        done = self.step / max(1, self.last)
         filled = round(BAR * done)
-        line = (
-            f"step {self.step:,}/{self.steps.stop:,} {'━' * filled}{'─' * (BAR - filled)} "
-            f"{done:.0%}"
-        )
+        line = f"step {self.step:,}/{self.last:,} {'━' * filled}{'─' * (BAR - filled)} {done:.0%}"
         if "speed/step_ms" in self._metrics:
-            left = (self.steps.stop - self.step) * self._metrics["speed/step_ms"] / 1e3
+            left = (self.last - self.step) * self._metrics["speed/step_ms"] / 1e3
             line += f", {timedelta(seconds=round(min(left, 1e9)))} left"
         return line
 

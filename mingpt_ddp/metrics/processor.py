@@ -42,18 +42,18 @@ class MetricsProcessor:
         task: Task,
         loader: Loader,
         model: nn.Module,
-        steps: range,
+        start: int,
         times: StartTimes,
     ) -> None:
         """
         Args:
             model: not wrapped; utilization is logged if it has `flops_per_token()`.
-            steps: range(steps done so far, steps of the whole run).
+            start: the steps done so far.
             times: of the start of this attempt.
         """
         self.runtime = runtime
         self.task = task
-        self.steps = steps
+        self.start = start
         self.steps_per_epoch = loader.steps_per_epoch
         directory = run_directory(task.config)
         chosen = task.config.tracker
@@ -68,10 +68,10 @@ class MetricsProcessor:
         ]
         # rank zero alone writes metrics of the whole run
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
-        self.panel = Panel(env, str(directory), steps, task.unit)
+        self.panel = Panel(env, str(directory), task.unit)
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
-        self.stragglers = Stragglers(runtime.group, steps.start)
+        self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
         self._core_waits = (
             CoreWaits(torch.get_num_threads()) if runtime.device.type == "cpu" else None
@@ -81,7 +81,7 @@ class MetricsProcessor:
         self._is_first = True
         self._reached = 0  # the last step that an earlier attempt has logged
         for logger in self.loggers:
-            logger.start(steps.start, runtime.group.world_size)
+            logger.start(start, runtime.group.world_size)
 
     def resume(self, outboxes: list[Outbox], end: HistoryEnd | None) -> None:
         """Go on after what the attempts before have logged.
@@ -100,20 +100,24 @@ class MetricsProcessor:
         for outbox in self.outboxes:
             outbox.cover(step or 0)
 
-    def step_done(self, step: int) -> None:
-        """Show that a step is done."""
+    def step_done(self, step: int, last: int | None) -> None:
+        """Show that a step is done.
+
+        Args:
+            last: the last step of the run, if it is known.
+        """
         if self._is_first:
             with self.meter.paused():  # the panel imports rich
-                self.panel.advance(step)
+                self.panel.advance(step, last)
             self._times.done("first step")
             log.info("the first step was done after %.2f s", self._times.elapsed)
             log.info("of these: %s", self._times.describe(), extra={"file_only": True})
             self._is_first = False
         else:
-            self.panel.advance(step)
+            self.panel.advance(step, last)
         if self._core_waits is not None and (line := self._core_waits.check()):
             log.info(line)
-        if self.steps.start < self._reached < step:
+        if self.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})
             self._reached = 0
@@ -127,7 +131,7 @@ class MetricsProcessor:
             return
         with self.meter.paused():
             self.tensorboard.open()
-            step = self.steps.start + 1
+            step = self.start + 1
             config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
             env = self.runtime.group.env
             env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
@@ -139,10 +143,13 @@ class MetricsProcessor:
         for logger in self.loggers:
             logger.rollback(step)
 
-    def log_train(self, step: int, model: nn.Module, lr: float, goodput: float) -> dict[str, float]:
+    def log_train(
+        self, step: int, last: int | None, model: nn.Module, lr: float, goodput: float
+    ) -> dict[str, float]:
         """Log the steps since the last call. A collective.
 
         Args:
+            last: the last step of the run, if it is known.
             model: wrapped for training.
             goodput: of the whole run; rank zero logs it.
 
@@ -170,28 +177,30 @@ class MetricsProcessor:
         for logger in self.loggers:
             logger.log(step, shown)
         self.panel.update(shown)
-        self._log_line(step, metrics)
+        self._log_line(step, last, metrics)
         return metrics
 
-    def _log_line(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_line(self, step: int, last: int | None, metrics: dict[str, float]) -> None:
         """Log the main metrics in one line; to the file alone while the panel shows them."""
-        last = self.steps.stop
         unit = self.task.unit
         brief = f"loss {metrics['train/loss']:.4f}, {metrics[f'speed/{unit}_per_s']:,.0f} {unit}/s"
         if "speed/mfu" in metrics:
             brief += f", MFU {metrics['speed/mfu']:.1%}"
         epoch = math.ceil(step / self.steps_per_epoch)
-        epochs = math.ceil(last / self.steps_per_epoch)
-        left_s = (last - step) * metrics["speed/step_ms"] / 1e3
-        left = timedelta(seconds=round(min(left_s, 1e9)))
+        epochs = "?"
+        left = ""
+        if last is not None:
+            epochs = str(math.ceil(last / self.steps_per_epoch))
+            left_s = (last - step) * metrics["speed/step_ms"] / 1e3
+            left = f", {timedelta(seconds=round(min(left_s, 1e9)))} left"
         norm = metrics["train/grad_norm"]
         for name, value in own_metrics(metrics).items():
             brief += f", {name} {value:.4g}"
-        details = f"lr {metrics['train/lr']:.2e}, gradient norm {norm:.2f}, {left} left"
+        details = f"lr {metrics['train/lr']:.2e}, gradient norm {norm:.2f}{left}"
         log.info(
-            "step %d/%d: %s, epoch %d/%d, %s",
+            "step %d/%s: %s, epoch %d/%s, %s",
             step,
-            last,
+            last or "?",
             brief,
             epoch,
             epochs,

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.training.start_log import early_end, long_metrics, long_warmup
+from mingpt_ddp.training.length import early_end
+from mingpt_ddp.training.start_log import long_metrics, long_warmup
 
 # usual ones, by optimizer
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
@@ -41,12 +42,13 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
     trainer = config.trainer
     if warmup := long_warmup(config, length["steps"]):
         yield warmup
-    if trainer.max_steps is not None and trainer.max_epochs is not None:
-        other = (
+    if end := early_end(trainer, length["limits"]):
+        yield end
+    elif trainer.max_steps is not None and trainer.max_epochs is not None:
+        yield (
             f"trainer.max_steps={trainer.max_steps} ends the run before "
-            f"trainer.max_epochs={trainer.max_epochs}"
+            f"trainer.max_epochs={trainer.max_epochs}; set one of them to null"
         )
-        yield early_end(config, length["steps"]) or f"{other}; set one of them to null"
     items = length["items"] / length["epochs"]
     drops = getattr(config.model, "dropout", 0.0) > 0
     if length["epochs"] > MANY_EPOCHS and parameters > LARGE * items and not drops:

@@ -38,6 +38,7 @@ from mingpt_ddp.planning.strategies import STRATEGIES, Footprint, Strategy
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.length import known_length
 
 CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
 GIB = 2**30
@@ -211,6 +212,7 @@ def make_gpu_plan(
         elif warm:
             warm.check(task)
         loader = task.train_loader(runtime.device)
+        length = known_length(config, loader.steps_per_epoch)
     loader.close()
     plan = GPUPlan(task, loader, cluster, machine)
     strategies = {strategy.name: plan.of(strategy) for strategy in STRATEGIES}
@@ -228,7 +230,7 @@ def make_gpu_plan(
         "run": str(run_directory(config)),
         "data": data,
         "device": f"{cluster.ranks} x {gpu.name} in {precision_of_gpu(config)}",
-        **describe_work(task, loader, count_parameters(model), flops_per_token(model)),
+        **describe_work(task, loader, length, count_parameters(model), flops_per_token(model)),
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "gpu": {
             "device": machine.device,

@@ -16,6 +16,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import count_parameters, eval_mode, flops_per_token
 from mingpt_ddp.tasks.outputs import outputs_of
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
@@ -67,7 +68,8 @@ def _measure(runtime: Runtime, task: Task) -> Measured:
         model = trainable.model
         first = loader.get_batch(1, plan, 0)[0]
         activations = _activations(runtime, task, model, first.batch)
-        train_step = TrainStep(runtime, task, loader, plan, trainable)
+        length = RunLength(task.config, loader.steps_per_epoch)
+        train_step = TrainStep(runtime, task, loader, plan, trainable, length)
         passes, updates = _time_steps(runtime, train_step)
         evaluation_s = _time_evaluation(runtime, task, model, split)
         begin = runtime.now()

@@ -37,10 +37,10 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.length import RunLength, check_minutes, known_length
 from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
 from mingpt_ddp.training.save_schedule import automatic_interval
 from mingpt_ddp.training.stages import snapshot_urls
-from mingpt_ddp.training.train_step import count_steps
 from mingpt_ddp.training.warm_start import WarmStart, warm_start
 
 WRITTEN = 1 << 25  # bytes, to measure a disk
@@ -89,12 +89,14 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         if warm:
             warm.check(task)
         check_fits(task.config, runtime, task)
+        check_minutes(task.config)
         loader = task.train_loader(runtime.device)
     loader.close()
     measured = measure(runtime, task, batch.micro_batch_size)
-    work = describe_work(task, loader, measured.parameters, measured.flops)
-    steps = work["length"]["steps"]
     step_s = batch.micro_batches_per_rank * measured.micro_s + measured.update_s
+    length = known_length(task.config, loader.steps_per_epoch, step_s)
+    work = describe_work(task, loader, length, measured.parameters, measured.flops)
+    steps = length.steps
     snapshots = _snapshots(config, measured, steps, step_s, loader.steps_per_epoch)
     plan: dict[str, Any] = {
         "run": str(run_directory(config)),
@@ -130,7 +132,7 @@ def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) 
 
 
 def describe_work(
-    task: Task, loader: Loader, parameters: int, flops: float | None
+    task: Task, loader: Loader, length: RunLength, parameters: int, flops: float | None
 ) -> dict[str, dict[str, Any]]:
     """Return the size of the model, and its work in a run; the length of the run.
 
@@ -138,7 +140,7 @@ def describe_work(
         parameters: a number.
         flops: per item.
     """
-    steps = count_steps(task.config, loader.steps_per_epoch)
+    steps = length.steps
     items = steps * loader.items_per_step
     model = {
         "name": task.config.model.name,
@@ -148,8 +150,8 @@ def describe_work(
         "items_per_parameter": items / parameters,
     }
     epochs = steps / loader.steps_per_epoch
-    length = {"steps": steps, "epochs": epochs, "items": items, "unit": task.unit}
-    return {"model": model, "length": length}
+    described = {"steps": steps, "epochs": epochs, "items": items, "unit": task.unit}
+    return {"model": model, "length": {**described, "limits": length.limits}}
 
 
 def _totals(

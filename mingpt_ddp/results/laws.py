@@ -36,7 +36,7 @@ class Axis:
 AXES = (
     Axis("parameters", SIZE_KEYS, lambda job: number(job.result.get("parameters"))),
     Axis("data.truncate", ("data.truncate",), lambda job: number(job.config.get("data.truncate"))),
-    Axis("steps", ("trainer.max_steps",), lambda job: number(job.step)),
+    Axis("steps", ("trainer.max_steps", "trainer.max_minutes"), lambda job: number(job.step)),
 )
 
 

@@ -58,8 +58,16 @@ def comparison_notes(jobs: list[Job]) -> list[str]:
         )
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
-        notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps")
+        notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps{_equal_minutes(jobs)}")
     return notes
+
+
+def _equal_minutes(jobs: list[Job]) -> str:
+    """Return the minutes that all jobs have trained, which makes their settings equal."""
+    minutes = {number(job.config.get("trainer.max_minutes")) for job in jobs}
+    if len(minutes) > 1 or None in minutes:
+        return ""
+    return f", which count as equal: each has trained for trainer.max_minutes={minutes.pop():g}"
 
 
 def group_notes(groups: list[Group]) -> list[str]:

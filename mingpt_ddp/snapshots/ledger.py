@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.config import decides_bits
+from mingpt_ddp.config.config import LIMITS, decides_bits
 from mingpt_ddp.errors import reason
 from mingpt_ddp.snapshots.format import (
     KINDS,
@@ -107,8 +107,10 @@ def digest_settings(state: Mapping[str, Any]) -> str:
         "environment": state.get("environment"),
         "micro_batch_size": state.get("micro_batch_size"),
     }
-    if config.get("optimizer", {}).get("schedule_steps") is None:
-        settings["steps"] = state.get("steps")  # the length of the schedules
+    if config.get("optimizer", {}).get("schedule_steps") is None:  # the length of the schedules
+        limits = {key: state.get("config", {}).get("trainer", {}).get(key) for key in LIMITS}
+        # the steps of minutes are not known at the begin, where no rate depends on them
+        settings["steps"] = limits if limits["max_minutes"] else state.get("steps")
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

@@ -60,7 +60,8 @@ class SweepFile:
         before = self._values.get("limits")
         if before is None:
             self.keep_limits(limits)
-        return before is not None and before != limits
+        # earlier versions lack some
+        return before is not None and dict.fromkeys(limits) | before != limits
 
     def keep_limits(self, limits: dict[str, Any]) -> None:
         """Keep the limits at which all jobs have ended."""

@@ -101,9 +101,9 @@ def _has_reached_limits(result: dict[str, Any], recorded: dict[str, Any], config
     if result.get("stopped_early"):
         keys.append("patience")
     for key in keys:
-        old = recorded["trainer"][key]
+        old = recorded["trainer"].get(key)  # older runs lack max_minutes
         new = getattr(config.trainer, key)
-        # an old limit of null did not apply: the other one was reached
+        # an old limit of null did not apply: another one was reached
         is_reached = old is None or (new is not None and new <= old)
         if not is_reached:
             return False

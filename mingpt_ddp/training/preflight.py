@@ -19,6 +19,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.train_state import INVALID, TrainState, read_train_state
 
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
 
@@ -31,7 +32,11 @@ class Recorded:
     batch_size: int  # trainer.batch_size
     micro_batch_size: int
     source: str | None  # the URL that run.resume names, if the run has no snapshot of its own
-    state: Any  # the content of its state.json, untrusted
+    state: Any  # the content of its state.json, untrusted but for its train state
+
+    @property
+    def train_state(self) -> TrainState:
+        return read_train_state(self.state)
 
 
 def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
@@ -74,7 +79,8 @@ def _recorded(newest: Snapshot, source: str | None) -> Recorded:
         micro = newest.state["micro_batch_size"]
         if not all(type(size) is int and size > 0 for size in (batch, micro)):
             raise ValueError(f"batches of {batch} and {micro}")
-    except (LookupError, TypeError, ValueError) as error:
+        read_train_state(newest.state)
+    except INVALID as error:
         raise SnapshotError(
             f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]
         ) from error

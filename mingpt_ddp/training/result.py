@@ -39,7 +39,7 @@ def _result(inputs: Inputs, setup: Setup, outcome: Outcome) -> dict[str, Any]:
     state = setup.state
     task = inputs.task
     result: dict[str, Any] = {"status": outcome.status.value}
-    has_ended_early = outcome.status is RunStatus.COMPLETE and state.step < inputs.steps
+    has_ended_early = outcome.status is RunStatus.COMPLETE and state.step < setup.length.steps
     if has_ended_early and has_stopped_early(state, inputs.config.trainer.patience):
         result["stopped_early"] = True
     result["step"] = state.step
@@ -80,6 +80,8 @@ def _log_end(inputs: Inputs, setup: Setup, outcome: Outcome) -> None:
         lost = timedelta(seconds=round(state.stall_seconds + state.wasted_seconds))
         causes = "startup, snapshots and repeated steps"
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
+    if inputs.config.trainer.max_minutes is not None:
+        log.info(setup.length.describe_time())
     values = f"validation {task.describe(state.val_metrics)}"
     if outcome.test_metrics:
         values += f"; test {task.describe(outcome.test_metrics)}"

@@ -129,14 +129,13 @@ def begin_attempt(
     plan = plan_batches(config, runtime.group.data_size, kept_size)
 
     # first: no clock counts how long it takes to wrap the model
-    train_step = TrainStep(runtime, task, loader, plan, setup.trainable)
-    steps = range(state.step, inputs.steps)
+    train_step = TrainStep(runtime, task, loader, plan, setup.trainable, setup.length)
     model = setup.trainable.model
-    metrics = MetricsProcessor(runtime, task, loader, model, steps, inputs.times)
+    metrics = MetricsProcessor(runtime, task, loader, model, state.step, inputs.times)
     metrics.resume(listeners.outboxes, record.end)
     context = Context(task, runtime, setup.trainable, state, metrics, interrupt, setup.code)
     anomaly = AnomalyPolicy(context)
     copies = CopyCheck(context)
-    saves = SaveSchedule(context, setup.manager, anomaly, copies, plan, first_save_s)
+    saves = SaveSchedule(context, setup.manager, anomaly, copies, train_step, first_save_s)
     validation = Validation(context, saves, setup.evaluator, listeners.hooks, report)
     return Trainer(context, train_step, saves, validation, anomaly, listeners.hooks)

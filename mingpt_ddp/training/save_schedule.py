@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Iterator
 
-from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.training.anomaly import AnomalyPolicy
@@ -27,6 +26,7 @@ from mingpt_ddp.training.train_state import (
     restore_newest,
     snapshot_state,
 )
+from mingpt_ddp.training.train_step import TrainStep
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class SaveSchedule:
         manager: SnapshotManager,
         anomaly: AnomalyPolicy,
         copies: CopyCheck,
-        plan: BatchPlan,
+        train_step: TrainStep,
         first_s: float = math.inf,
     ) -> None:
         """
@@ -83,7 +83,7 @@ class SaveSchedule:
         self.manager = manager
         self.anomaly = anomaly
         self.copies = copies
-        self.plan = plan
+        self.train_step = train_step
         self._every: list[int] = []  # steps
         if isinstance(self.snapshot_config.every_steps, int):
             self._every.append(self.snapshot_config.every_steps)
@@ -238,8 +238,8 @@ class SaveSchedule:
             state,
             self.context.runtime,
             self.context.task,
-            self.plan,
-            self.context.metrics.steps.stop,
+            self.train_step.plan,
+            self.train_step.steps,
         )
         values["code"] = self.context.code
         tensors = self.context.trainable.tensors()

@@ -40,6 +40,7 @@ from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluator import Evaluator
 from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.length import RunLength, check_minutes
 from mingpt_ddp.training.preflight import (
     Recorded,
     check_directories,
@@ -66,7 +67,6 @@ from mingpt_ddp.training.train_state import (
     record_last_evaluation,
     restore,
 )
-from mingpt_ddp.training.train_step import count_steps
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 from mingpt_ddp.training.trial import check_user_code
 from mingpt_ddp.training.warm_start import WarmStart, warm_start
@@ -96,10 +96,9 @@ class Inputs:
         """The run directory; an unnamed run's name is a hash of the whole configuration."""
         return run_directory(self.config)
 
-    @property
-    def steps(self) -> int:
-        """The optimizer steps of the whole run."""
-        return count_steps(self.config, self.loader.steps_per_epoch)
+    def length(self, state: TrainState | None) -> RunLength:
+        """Return the number of optimizer steps, of a run with this train state if there is one."""
+        return RunLength(self.config, self.loader.steps_per_epoch, state)
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,7 @@ class Setup:
     snapshot: Snapshot | None
     trainable: Trainable
     state: TrainState
+    length: RunLength
     evaluator: Evaluator
     is_complete: bool  # there is nothing to train
     code: dict[str, Any]  # the record of what trains, or has trained; on rank zero
@@ -207,8 +207,10 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
     task = inputs.task
     config = inputs.config
     group = runtime.group
+    check_minutes(config)
+    length = inputs.length(recorded.train_state if recorded else None)
     # a complete run divides no batch any more
-    resumes = recorded is not None and recorded.step < inputs.steps
+    resumes = recorded is not None and recorded.step < length.steps
     kept_size = recorded.micro_batch_size if recorded is not None and resumes else None
     plan = plan_batches(config, group.data_size, kept_size)
 
@@ -263,7 +265,6 @@ def build(inputs: Inputs, record: RunRecord) -> Setup:
     """Build what is trained and evaluated, as the newest snapshot has it if there is one."""
     runtime = inputs.runtime
     task = inputs.task
-    steps = inputs.steps
     warm = inputs.warm
     manager = SnapshotManager(inputs.config, runtime, inputs.stores, inputs.directory)
     snapshot = manager.load_latest(partial(check_state, task=task))
@@ -273,24 +274,28 @@ def build(inputs: Inputs, record: RunRecord) -> Setup:
     if snapshot:
         snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
-    record_last_evaluation(state, inputs.config, steps, record.end, runtime.group)
+    length = inputs.length(state)
+    if steps := length.reckon(state.step):
+        length.fix(steps, state.step)
+    record_last_evaluation(state, inputs.config, length.steps, record.end, runtime.group)
     evaluator = Evaluator(task, runtime)
-    log_start(runtime, task, trainable.model, inputs.directory, range(state.step, steps))
-    is_complete = _is_complete(inputs, record, state)
+    log_start(runtime, task, trainable.model, inputs.directory, length)
+    is_complete = _is_complete(inputs, record, length)
     code = recorded_code(snapshot.state if snapshot else None)
     if record.code and not is_complete:
         code = record.code.result().record_in(inputs.directory, code)
-    return Setup(manager, snapshot, trainable, state, evaluator, is_complete, code)
+    return Setup(manager, snapshot, trainable, state, length, evaluator, is_complete, code)
 
 
-def _is_complete(inputs: Inputs, record: RunRecord, state: TrainState) -> bool:
+def _is_complete(inputs: Inputs, record: RunRecord, length: RunLength) -> bool:
     """Return whether there is nothing to train, nor to evaluate at the end.
 
     A kill after the last snapshot leaves metrics.jsonl without the end of the run.
     """
-    if state.step > inputs.steps:
+    state = length.state
+    if state.step > length.steps:
         return True
-    has_evaluated_last = state.step == state.val_step == inputs.steps
+    has_evaluated_last = state.step == state.val_step == length.steps
     if not has_evaluated_last and not has_stopped_early(state, inputs.config.trainer.patience):
         return False
     end = record.end or HistoryEnd(is_complete=True)  # resumed from a snapshot elsewhere
@@ -320,7 +325,7 @@ def record_start(
         return
     log_code(setup.code, setup.snapshot)
     if setup.snapshot:
-        log_changes(setup.snapshot, config, inputs.runtime, inputs.loader.steps_per_epoch)
+        log_changes(setup.snapshot, config, inputs.runtime, setup.length)
     else:
         warn_of_lost_snapshots(record.end, record.last)
 

@@ -22,7 +22,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.code_identity import describe, difference_of, recorded_code
 from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.train_step import count_steps
+from mingpt_ddp.training.length import RunLength, early_end
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,12 @@ BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
 def log_start(
-    runtime: Runtime, task: Task, model: nn.Module, directory: Path, steps: range
+    runtime: Runtime, task: Task, model: nn.Module, directory: Path, length: RunLength
 ) -> None:
-    """Log the data, the model, the device and the limits.
-
-    Args:
-        steps: range(steps done so far, steps of the whole run).
-    """
+    """Log the data, the model, the device and the limits."""
     config = task.config
+    step = length.state.step
+    steps = length.steps
     log.info("run %s", directory)
     log.info("%s", task.describe_data())
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
@@ -56,7 +54,7 @@ def log_start(
         config.optimizer.name,
         ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()),
     )
-    if end := early_end(config, steps.stop):
+    if end := length.is_fixed and early_end(config.trainer, length.limits):
         log.info(end)
     if config.optimizer.lr_scaling != "none":
         rates = (scale_lr(config.optimizer, config.trainer.batch_size).lr, config.optimizer.lr)
@@ -66,29 +64,16 @@ def log_start(
             *rates,
             *batches,
         )
-    if steps and (warmup := long_warmup(config, steps.stop)):
+    if step < steps and (warmup := long_warmup(config, steps)):
         log.warning(warmup)
-    if full := long_metrics(config, steps.stop):
+    if full := length.is_fixed and long_metrics(config, steps):
         log.warning(full)
-    if steps.start > steps.stop:
-        log.info(
-            "complete: the snapshot of step %d is beyond the limit of %d steps",
-            steps.start,
-            steps.stop,
-        )
-    elif not steps:
-        log.info("complete: the snapshot of step %d is of the last step", steps.stop)
-    elif steps.start:
-        log.info("resuming from the snapshot of step %d of %d", steps.start, steps.stop)
-
-
-def early_end(config: Config, steps: int) -> str | None:
-    """Return a notice if the limit of epochs ends the run before that of steps."""
-    limit = config.trainer.max_steps
-    if limit is None or steps >= limit:
-        return None
-    end = f"trainer.max_epochs={config.trainer.max_epochs} ends the run at step {steps}"
-    return f"{end}, before trainer.max_steps={limit}; set it to null to continue"
+    if step > steps:
+        log.info("complete: the snapshot of step %d is beyond the limit of %d steps", step, steps)
+    elif step == steps:
+        log.info("complete: the snapshot of step %d is of the last step", steps)
+    elif step:
+        log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
 
 
 def long_warmup(config: Config, steps: int) -> str | None:
@@ -131,17 +116,18 @@ def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, steps_per_epoch: int) -> None:
+def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, length: RunLength) -> None:
     """Log what differs from the snapshot's attempt: the environment, the schedule's length."""
     _log_changed_environment(snapshot.state.get("environment"), runtime.environment())
     recorded = snapshot.state["config"]
-    limits = {key: recorded["trainer"][key] for key in LIMITS}
+    limits = {key: recorded["trainer"].get(key) for key in LIMITS}
     optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
     with contextlib.suppress(ConfigError):  # of a class that has other keys now
         optimizer = build_group("optimizer", recorded["optimizer"])
     before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
-    old_steps = _schedule_steps(before, steps_per_epoch)
-    new_steps = _schedule_steps(config, steps_per_epoch)
+    old_length = RunLength(before, length.steps_per_epoch, length.state)
+    old_steps = optimizer.schedule_steps or old_length.steps
+    new_steps = config.optimizer.schedule_steps or length.steps
     step = snapshot.step + 1
     scaled = scale_lr(config.optimizer, config.trainer.batch_size)
     new_lr = get_lr(step, replace(scaled, schedule_steps=new_steps), new_steps)
@@ -180,10 +166,6 @@ def _log_changed_environment(old: Any, new: dict[str, Any]) -> None:
         log.info(
             "results may differ in the last bits from now on, because of %s", "; ".join(changes)
         )
-
-
-def _schedule_steps(config: Config, steps_per_epoch: int) -> int:
-    return config.optimizer.schedule_steps or count_steps(config, steps_per_epoch)
 
 
 def warn_of_lost_snapshots(end: HistoryEnd | None, last: Attempt) -> None:

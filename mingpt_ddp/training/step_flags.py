@@ -20,6 +20,7 @@ class StepFlags:
     saving: bool = False  # a snapshot is being written
     save_is_due: bool = False  # by rank zero's clock
     loss: float = 0.0  # the sum of all ranks' shares, if the anomaly policy checks every step
+    steps: int = 0  # of the run, which rank zero's clock fixes in this step; 0: it does not
 
 
 def send_flags(
@@ -37,10 +38,16 @@ def send_flags(
     receive = group.all_gather_async(torch.tensor(values, dtype=torch.float64))
 
     def receive_flags() -> StepFlags:
-        interrupted, saving, save_is_due, losses, digests = receive().T.tolist()
+        interrupted, saving, save_is_due, losses, steps, digests = receive().T.tolist()
         if len({*digests}) > 1:
             refuse_other_names(group.all_gather(list(names)))
-        return StepFlags(any(interrupted), any(saving), bool(save_is_due[0]), sum(losses))
+        return StepFlags(
+            interrupted=any(interrupted),
+            saving=any(saving),
+            save_is_due=bool(save_is_due[0]),
+            loss=sum(losses),
+            steps=int(steps[0]),
+        )
 
     return receive_flags
 

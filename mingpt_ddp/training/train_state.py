@@ -63,6 +63,8 @@ class Progress:
     # of the task's several losses, if it has some, and the sums and counts of metrics
     loss_part_sums: Metrics = field(default_factory=dict)
     loss_steps: int = 0
+    timed_steps: int = 0  # all but the first of each attempt
+    timed_seconds: float = 0.0  # of these, without evaluations and stalls
     stall_seconds: float = 0.0  # of wall_seconds, lost to stalls for snapshots
     saved_at: float = 0.0  # seconds since 1970, when the snapshot was taken
     loss_ema: float | None = None  # exponential moving average, to detect loss spikes
@@ -84,6 +86,8 @@ class TrainState(Progress):
     skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
     failures: NonNegativeInt = 0  # attempts that died
+    # of a step, which trainer.max_minutes is divided by; None: it has fixed no number of steps
+    step_seconds: float | None = None
 
     @property
     def goodput(self) -> float:
@@ -231,7 +235,7 @@ def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> Tra
         log.warning("the snapshot has %s", note)
     if snapshot.state["scaler"]:
         scaler.load_state_dict(snapshot.state["scaler"])
-    return _train_state(snapshot.state)
+    return read_train_state(snapshot.state)
 
 
 def _encode(state: TrainState) -> dict[str, Any]:
@@ -243,7 +247,7 @@ def _encode(state: TrainState) -> dict[str, Any]:
     return values
 
 
-def _train_state(state: Any) -> TrainState:
+def read_train_state(state: Any) -> TrainState:
     """Return the train state in a state.json, without fields added by later versions."""
     names = {each.name for each in fields(TrainState)}
     known = {key: value for key, value in state["train_state"].items() if key in names}
@@ -308,7 +312,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
         recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
     micro_batch_size = state["micro_batch_size"]
     is_divided = recorded["trainer"]["batch_size"] % micro_batch_size == 0
-    if _train_state(state).step != step or not is_divided:
+    if read_train_state(state).step != step or not is_divided:
         recorded_step = state["train_state"]["step"]
         raise ValueError(f"step {recorded_step}, micro_batch_size {micro_batch_size}")
     settings = flatten(recorded)

@@ -10,7 +10,6 @@ import time
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.compile import replays_graphs
@@ -20,19 +19,10 @@ from mingpt_ddp.errors import CodeError
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.length import RunLength, known_length
 from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
-
-
-def count_steps(config: Config, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the whole run: the smaller of its two limits."""
-    limits = []
-    if config.trainer.max_steps is not None:
-        limits.append(config.trainer.max_steps)
-    if config.trainer.max_epochs is not None:
-        limits.append(config.trainer.max_epochs * steps_per_epoch)
-    return min(limits)
 
 
 class TrainStep:
@@ -45,8 +35,16 @@ class TrainStep:
         loader: Loader,
         plan: BatchPlan,
         trainable: Trainable,
+        length: RunLength | None = None,
     ) -> None:
-        """Wrap the model with the strategy, which averages its gradients over the ranks."""
+        """Wrap the model with the strategy, which averages its gradients over the ranks.
+
+        Args:
+            length: of a run that trainer.max_minutes may end; None: it does not.
+
+        Raises:
+            ConfigError: the number of steps is not known.
+        """
         self.config = task.config
         self.runtime = runtime
         self.strategy = runtime.strategy
@@ -56,7 +54,7 @@ class TrainStep:
         self.model = trainable.model
         self.optimizer = trainable.optimizer
         self.average = trainable.average
-        self.steps = count_steps(self.config, loader.steps_per_epoch)
+        self.length = length or known_length(self.config, loader.steps_per_epoch)
         self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
         # of the configuration: loading the optimizer's state replaces its groups
         self.weight_decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
@@ -69,6 +67,11 @@ class TrainStep:
         self.actions = trainable.actions
         self._step = 0  # of the latest passes
         self._losses: dict[str, Tensor] = {}  # of the latest passes
+
+    @property
+    def steps(self) -> int:
+        """The steps of the whole run."""
+        return self.length.steps
 
     def passes(self, step: int) -> dict[str, Tensor]:
         """Run forward and backward of this rank's micro-batches; average the gradients over ranks.

@@ -16,6 +16,7 @@ from mingpt_ddp.metrics.profile import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
 from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.length import StepTimer
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
@@ -51,7 +52,7 @@ class Trainer:
         self.state = context.state
         self.metrics = context.metrics
         self.train_step = train_step
-        self.steps = train_step.steps
+        self.timer = StepTimer(train_step.length, self.metrics.meter)
         self.saves = saves
         self.validation = validation
         self.anomaly = anomaly
@@ -65,6 +66,11 @@ class Trainer:
             range(self.state.step, self.steps),
             self.metrics.meter.paused,
         )
+
+    @property
+    def steps(self) -> int:
+        """The steps of the whole run."""
+        return self.train_step.steps
 
     def train(self) -> Outcome:
         """Train to the end of the run, again from a snapshot wherever memory was damaged."""
@@ -92,10 +98,12 @@ class Trainer:
                 flags = self._train(step)
             if flags is None:  # rolled back
                 continue
+            if flags.steps:
+                self.train_step.length.fix(flags.steps, step)
             self.state.step = step
             self._finish()
             is_last = step == self.steps
-            self.metrics.step_done(step)
+            self.metrics.step_done(step, self.train_step.length.known_steps)
             if not flags.saving:
                 self.saves.take_result()
             if not flags.interrupted:  # then only the snapshot is checked, while there is time
@@ -160,11 +168,11 @@ class Trainer:
         """Train one step unless it is to be skipped; return None after a rollback."""
         if step in self.state.skipped_steps:
             log.info("step %d is skipped after the rollback", step)
-            receive_flags = self._send_flags({"loss": torch.zeros(())})
+            receive_flags = self._send_flags(step, {"loss": torch.zeros(())})
             return receive_flags()
         losses = self.train_step.passes(step)
         self.saves.wait_for_staging()  # the last snapshot may still copy the weights
-        receive_flags = self._send_flags(losses)  # they travel while we clip
+        receive_flags = self._send_flags(step, losses)  # they travel while we clip
         grad_norm = self.train_step.clip()
         flags = receive_flags()
         if anomaly := self.anomaly.find_in_step(flags.loss, grad_norm):
@@ -177,7 +185,7 @@ class Trainer:
         self.metrics.meter.record(losses, grad_norm, self.train_step.phase.fetch_s)
         return flags
 
-    def _send_flags(self, losses: dict[str, Tensor]) -> Callable[[], StepFlags]:
+    def _send_flags(self, step: int, losses: dict[str, Tensor]) -> Callable[[], StepFlags]:
         """Send this rank's flags; return a function that waits for those of all ranks.
 
         Args:
@@ -189,6 +197,7 @@ class Trainer:
             save_is_due=self.saves.is_due(),
             # reading it waits for a GPU
             loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
+            steps=self.timer.take(step),
         )
         return send_flags(flags, losses, self.context.runtime.group)
 
@@ -238,6 +247,7 @@ class Trainer:
         state.skipped_steps = sorted({*state.skipped_steps, *skipping})
         state.roll_back(restored)
         self._load_meter()
+        self.timer.restart()
         self.metrics.rollback(state.step)
         return state.step
 
@@ -277,7 +287,11 @@ class Trainer:
     def _log(self) -> None:
         state = self.saves.update_wall_time()
         metrics = self.metrics.log_train(
-            state.step, self.train_step.parallel_model, self.lr, state.goodput
+            state.step,
+            self.train_step.length.known_steps,
+            self.train_step.parallel_model,
+            self.lr,
+            state.goodput,
         )
         if metrics:
             state.train_loss = metrics["train/loss"]

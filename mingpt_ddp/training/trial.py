@@ -23,8 +23,9 @@ from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.action_trial import check_actions
 from mingpt_ddp.training.actions import Actions
+from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.train_state import TrainState, restore
-from mingpt_ddp.training.train_step import TrainStep, count_steps
+from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
@@ -75,7 +76,9 @@ def check_resumes_exactly(
     few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
     trial_loader = _TrialLoader(loader, few)
     with attribute_errors_to_user_code():
-        check_schedule(task.config.optimizer, count_steps(task.config, loader.steps_per_epoch))
+        optimizer = task.config.optimizer
+        length = RunLength(task.config, loader.steps_per_epoch)
+        check_schedule(optimizer, length.known_steps or optimizer.schedule_steps or 1)
         names = _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
         # new ones: the checks may have changed buffers
         first = _Trial(runtime, task, trial_loader)
@@ -214,7 +217,8 @@ class _Trial:
         )
         micro_batches = len(loader.batch)
         plan = BatchPlan(micro_batches, 1, world_size=1)
-        self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable)
+        length = RunLength(task.config, loader.steps_per_epoch)
+        self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable, length)
         self.gradients: _GradientCheck | None = None  # which several ranks would wait for
         if runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
             model = self.trainable.model

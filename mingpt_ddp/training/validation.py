@@ -110,7 +110,7 @@ class Validation:
     def log_sample(self) -> None:
         """Log a text that the model generates, if the task has one."""
         self.context.runtime.group.set_activity(f"sampling after step {self.state.step}")
-        with self._averaged_weights():
+        with self.context.metrics.meter.paused(), self._averaged_weights():
             text = self.evaluator.sample(self.context.trainable.model, self.state.step)
         self.context.metrics.log_sample(self.state.step, text)
 

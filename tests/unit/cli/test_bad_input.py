@@ -238,7 +238,17 @@ CASES = [
     ),
     (
         "trainer.max_epochs=null",
-        "config error: trainer.max_epochs and trainer.max_steps are both null",
+        "config error: trainer.max_epochs, trainer.max_steps and trainer.max_minutes are null; set",
+    ),
+    (
+        "trainer.max_minutes=1 optimizer.warmup_steps=19",
+        "config error: trainer.max_minutes=1 becomes a number of steps at the end of the warm-up, "
+        "and needs optimizer.warmup_steps >= 20, not 19; raise it, or set optimizer.schedule_steps",
+    ),
+    (
+        "trainer.max_minutes=1 optimizer.weight_decay_schedule=linear",
+        "config error: optimizer.weight_decay_schedule=linear needs the number of steps at once, "
+        "which trainer.max_minutes=1 fixes later; set optimizer.schedule_steps, or",
     ),
     (
         "optimizer=sgd optimizer.momentum=0",

@@ -56,17 +56,19 @@ def default() -> Config:
 @pytest.mark.parametrize(
     ("overrides", "limits"),
     [
-        ([], (4, None)),
-        (["trainer.max_steps=2000"], (None, 2000)),
-        (["experiment=demo", "trainer.max_epochs=2"], (2, None)),
-        (["trainer.max_steps=2000", "trainer.max_epochs=3"], (3, 2000)),
-        (["experiment=demo", "++trainer.max_steps=7"], (None, 7)),
-        (["trainer.max_steps=null"], (4, None)),
+        ([], (4, None, None)),
+        (["trainer.max_steps=2000"], (None, 2000, None)),
+        (["experiment=demo", "trainer.max_epochs=2"], (2, None, None)),
+        (["trainer.max_steps=2000", "trainer.max_epochs=3"], (3, 2000, None)),
+        (["experiment=demo", "++trainer.max_steps=7"], (None, 7, None)),
+        (["trainer.max_steps=null"], (4, None, None)),
+        (["experiment=demo", "trainer.max_minutes=0.5"], (None, None, 0.5)),
+        (["trainer.max_steps=9", "trainer.max_minutes=0.5"], (None, 9, 0.5)),
     ],
 )
 def test_a_limit_on_the_command_line_is_the_only_one(overrides, limits):
     trainer = started(*overrides).trainer
-    assert (trainer.max_epochs, trainer.max_steps) == limits
+    assert (trainer.max_epochs, trainer.max_steps, trainer.max_minutes) == limits
 
 
 def test_every_folder_of_conf_is_a_known_group():

@@ -43,6 +43,9 @@ CHOSEN: dict[str, str | None] = {
 OTHER_TEXTS = {"code_sha256": "0" * 64, "sha256": "0" * 64, "init_sha256": "0" * 64}
 
 
+# What the number of steps stands for, or stands for the number of steps.
+OF_THE_LENGTH = ("optimizer.schedule_steps", "trainer.max_minutes")
+
 # No dataset is built in: this one has the keys of all.
 DATASET = {"mine": DatasetConfig}
 
@@ -141,7 +144,7 @@ def test_every_question_about_a_key_has_the_answer_of_the_schema(
 
     bits = effect_of(key) in ("training", "rounding") and key not in NOT_IN_SETTINGS
     before, after = ({"config": each, "steps": 10} for each in (values, changed))
-    if key != "optimizer.schedule_steps":  # the number of steps stands for it
+    if key not in OF_THE_LENGTH:
         assert (digest_settings(before) != digest_settings(after)) == bits
 
     for seed, config in enumerate((values, changed), start=1):
@@ -156,6 +159,17 @@ def test_every_question_about_a_key_has_the_answer_of_the_schema(
     is_named = any(key in note for note in pooling_notes(groups))
     if name != "name":  # a preset's label
         assert is_named == (is_pooled(key) and key not in PLACES)
+
+
+def test_steps_before_and_after_minutes_become_a_number_have_the_same_settings():
+    """A replay may repeat them together, for no rate before depends on the number."""
+    values = values_of()
+    minutes = with_value(values, "trainer.max_minutes", 1.0)
+    longer = with_value(values, "trainer.max_minutes", 2.0)
+    before, after = (digest_settings({"config": minutes, "steps": steps}) for steps in (99, 500))
+    assert before == after != digest_settings({"config": longer, "steps": 500})
+    before, after = (digest_settings({"config": values, "steps": steps}) for steps in (99, 500))
+    assert before != after
 
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group != "sweep"])

@@ -43,12 +43,12 @@ def make(config: Config, runtime: Runtime, tmp_path: Path, model: nn.Module) -> 
     config = replace(config, run=replace(config.run, root=str(tmp_path.parent), name=tmp_path.name))
     loader = SimpleNamespace(steps_per_epoch=3, items_per_step=12 * 16)
     times = StartTimes(0.0)
-    return MetricsProcessor(runtime, text_task(config), loader, model, range(0, 9), times)
+    return MetricsProcessor(runtime, text_task(config), loader, model, 0, times)
 
 
 def train(processor: MetricsProcessor, step: int) -> dict[str, float]:
     processor.meter.record({"loss": torch.tensor(4.0)}, torch.tensor(1.0), data_time_s=0.0)
-    return processor.log_train(step, nn.Linear(1, 1), lr=1e-3, goodput=1.0)
+    return processor.log_train(step, 9, nn.Linear(1, 1), lr=1e-3, goodput=1.0)
 
 
 def read_back(directory) -> EventAccumulator:
@@ -108,7 +108,7 @@ def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(
 
 def test_nothing_is_logged_if_all_steps_were_skipped(config, runtime, tmp_path):
     processor = make(config, runtime, tmp_path, nn.Linear(1, 1))
-    assert processor.log_train(1, nn.Linear(1, 1), lr=1e-3, goodput=1.0) == {}
+    assert processor.log_train(1, 9, nn.Linear(1, 1), lr=1e-3, goodput=1.0) == {}
     processor.close()
     assert not (tmp_path / "tensorboard").exists()
 

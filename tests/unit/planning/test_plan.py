@@ -16,6 +16,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.planning import measure
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.plan import make_plan
+from mingpt_ddp.training.length import RunLength
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +56,7 @@ def test_a_language_model(cwd):
         "epochs": 4.0,
         "items": steps * 12 * length,
         "unit": "tokens",
+        "limits": {"max_epochs": steps},
     }
     tensors = 3 + layers * 6  # AdamW counts the steps of each in 4 bytes
     memory = plan["memory"]
@@ -204,6 +206,7 @@ def doubts(overrides: list[str], change: dict[str, dict[str, Any]]) -> list[str]
     config = configuration(
         "model=gpt_nano", "trainer.max_epochs=null", "trainer.max_steps=1000", *overrides
     )
+    plan["length"]["limits"] = RunLength(config, 125).limits
     return find_doubts(config, plan, cores=4)
 
 
@@ -237,7 +240,7 @@ def test_a_sound_configuration(overrides, change):
         (
             ["trainer.max_steps=2000", "trainer.max_epochs=9"],
             {},
-            "trainer.max_epochs=9 ends the run at step 1000",
+            "trainer.max_epochs=9 ends the run at step 1125",
         ),
         (
             [],

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from fake_runs import fake_run
 
+from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.report import report
+from mingpt_ddp.results.runs import read_jobs
 
 RANKED = "note: ranked by bits per byte: losses per token of different tokenizers do not compare"
 DIFFERENT_TASKS = "the jobs have different tasks, each of which defines its own loss (task.name)"
@@ -245,6 +247,18 @@ def test_different_steps_of_complete_jobs(tmp_path):
         fake_run(tmp_path / f"{steps}", {"trainer.max_steps": steps}, steps=steps)
     fake_run(tmp_path / "pruned", {"optimizer.lr": 2}, "pruned", steps=20)
     assert notes(tmp_path) == ["the jobs ran 60 to 200 steps"]
+
+
+def test_equal_minutes_are_equal_settings(tmp_path):
+    """However many steps they are: jobs that differ in their seed too are replicates."""
+    for seed, steps in enumerate((200, 60)):
+        config = {"trainer.max_minutes": 0.5, "run.seed": seed}
+        fake_run(tmp_path / f"{seed}", config, steps=steps)
+    assert len(replicates(read_jobs([tmp_path]))) == 1
+    count = "which count as equal: each has trained for trainer.max_minutes=0.5"
+    assert notes(tmp_path) == [f"the jobs ran 60 to 200 steps, {count}"]
+    fake_run(tmp_path / "longer", {"trainer.max_minutes": 1.0}, steps=400)
+    assert notes(tmp_path) == ["the jobs ran 60 to 400 steps"]
 
 
 def test_a_job_without_a_result_says_nothing(tmp_path):

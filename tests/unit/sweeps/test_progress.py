@@ -70,7 +70,8 @@ def test_limits_are_those_at_which_all_jobs_have_ended(tmp_path):
     for _ in range(2):
         assert SweepFile(tmp_path).has_other_limits({"max_steps": 8})
     SweepFile(tmp_path).keep_limits({"max_steps": 8})
-    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 8})
+    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 8, "max_minutes": None})
+    assert SweepFile(tmp_path).has_other_limits({"max_steps": 8, "max_minutes": 1.0})
 
 
 def test_more_failures_than_could_be_read_again(tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import result
+from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.record_checks import check_records
 from mingpt_ddp.training.start_log import log_changes, log_start, long_metrics
 
@@ -83,7 +84,7 @@ def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
     runtime = SimpleNamespace(environment=lambda: {**ENVIRONMENT, **now})
     config = configuration(NAME, STEPS)
     state = {"config": config.to_dict(), "environment": recorded}
-    log_changes(Snapshot(STEPS, {}, {}, state), config, runtime, steps_per_epoch=45)
+    log_changes(Snapshot(STEPS, {}, {}, state), config, runtime, RunLength(config, 45))
     return lines
 
 
@@ -148,7 +149,7 @@ def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, log_lin
     runtime = SimpleNamespace(
         group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
     )
-    log_start(runtime, text_task(config), torch.nn.Linear(1, 1), Path("run"), range(0, steps))
+    log_start(runtime, text_task(config), torch.nn.Linear(1, 1), Path("run"), RunLength(config, 45))
     expected = [
         (
             "WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach "
@@ -171,7 +172,7 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(log_lines):
         log_lines.clear()
         state = {"config": before.to_dict(), "environment": ENVIRONMENT}
         runtime = SimpleNamespace(environment=lambda: ENVIRONMENT)
-        log_changes(Snapshot(20, {}, {}, state), now, runtime, steps_per_epoch=30)
+        log_changes(Snapshot(20, {}, {}, state), now, runtime, RunLength(now, 30))
         return list(log_lines)
 
     assert resumed(config(20), config(40)) == [
@@ -359,7 +360,7 @@ def test_the_optimizer_and_its_rates_are_named(words, expected, log_lines, tmp_p
     runtime = SimpleNamespace(
         group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
     )
-    log_start(runtime, task, torch.nn.Linear(2, 2), tmp_path, range(0, 1000))
+    log_start(runtime, task, torch.nn.Linear(2, 2), tmp_path, RunLength(config, 45))
     assert expected in log_lines
 
 

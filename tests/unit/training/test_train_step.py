@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
 from mingpt_ddp.training import train_step as train_step_module
 from mingpt_ddp.training.actions import Actions
-from mingpt_ddp.training.train_step import TrainStep, count_steps
+from mingpt_ddp.training.train_step import TrainStep
 
 V, T = 8, 4
 
@@ -451,19 +451,6 @@ def test_weight_decay_follows_its_schedule_after_a_rollback():
     step.optimizer.load_state_dict(step.optimizer.state_dict())
     step.set_lr(5)
     assert step.optimizer.param_groups[0]["weight_decay"] == 0.5
-
-
-@pytest.mark.parametrize(
-    ("limits", "steps"),
-    [
-        (["trainer.max_epochs=3", "trainer.max_steps=null"], 30),
-        (["trainer.max_epochs=null", "trainer.max_steps=7"], 7),
-        (["trainer.max_epochs=3", "trainer.max_steps=7"], 7),
-        (["trainer.max_epochs=3", "trainer.max_steps=70"], 30),
-    ],
-)
-def test_a_run_ends_at_the_smaller_of_its_limits(limits, steps):
-    assert count_steps(config_of(*limits), 10) == steps
 
 
 def test_the_seed_equals_that_of_torch():

@@ -33,7 +33,7 @@ COMPLETE = RunStatus.COMPLETE
 def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Trainer, Mock]:
     """Return a trainer of six steps, and its parts, which note their calls in one order."""
     parts = Mock()
-    parts.step.steps = 6
+    parts.step.steps = parts.step.length.known_steps = 6
     parts.step.passes.side_effect = losses_of
     parts.step.clip.return_value = torch.tensor(1.0)
     parts.step.update.side_effect = lambda step: step / 100
@@ -69,7 +69,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
 
 def give_flags(parts: Mock, **flags: bool) -> None:
     """Let the ranks send these flags in every step."""
-    parts.send_flags.side_effect = lambda losses: partial(
+    parts.send_flags.side_effect = lambda step, losses: partial(
         StepFlags, loss=float(losses["loss"]), **flags
     )
 
@@ -129,7 +129,7 @@ def test_the_order_of_a_run():
     assert parts.validation.stop_early.mock_calls == [call(last) for last in lasts]
     assert profiled == [3, 4, 5, 6]
     assert parts.step.passes.mock_calls == [call(3), call(4), call(5), call(6)]
-    assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
+    assert parts.metrics.step_done.mock_calls == [call(step, 6) for step in (3, 4, 5, 6)]
     assert parts.metrics.cover.mock_calls == [call(1)] * 5
     assert parts.saves.maybe_save.mock_calls == [call(False)] * 3
 
@@ -259,7 +259,7 @@ def test_a_snapshot_that_no_rank_is_writing_is_completed_at_once():
 
 def test_a_step_that_is_due_or_improves_is_saved():
     trainer, parts = trainer_of("trainer.eval_every=1", state=TrainState(step=3))
-    parts.send_flags.side_effect = lambda losses: partial(
+    parts.send_flags.side_effect = lambda step, losses: partial(
         StepFlags, save_is_due=float(losses["loss"]) == 50
     )
     parts.validation.evaluate.side_effect = [Decision(), Decision(True), *[Decision()] * 2]
@@ -358,8 +358,8 @@ def test_a_step_in_order():
     """The flags travel while the gradients are clipped; nothing is recorded before the update."""
     trainer, parts = trainer_of()
 
-    def send_flags(losses: dict[str, Tensor]) -> Any:
-        parts.send(losses)
+    def send_flags(step: int, losses: dict[str, Tensor]) -> Any:
+        parts.send(step, losses)
         return lambda: parts.receive() and StepFlags(loss=float(losses["loss"]))
 
     trainer._send_flags = send_flags
@@ -370,7 +370,7 @@ def test_a_step_in_order():
     assert parts.mock_calls == [
         call.step.passes(3),
         call.saves.wait_for_staging(),
-        call.send(losses),
+        call.send(3, losses),
         call.step.clip(),
         call.receive(),
         call.anomaly.find_in_step(30.0, torch.tensor(1.0)),
@@ -388,7 +388,7 @@ def test_a_skipped_step_exchanges_flags_alone(caplog):
     trainer, parts = trainer_of(state=TrainState(step=2, skipped_steps=[3]))
     assert trainer._train(3) == StepFlags()
     assert names(parts) == ["send_flags"]
-    parts.send_flags.assert_called_once_with({"loss": torch.zeros(())})
+    parts.send_flags.assert_called_once_with(3, {"loss": torch.zeros(())})
     assert caplog.messages == ["step 3 is skipped after the rollback"]
 
 
@@ -410,7 +410,7 @@ def test_a_rolled_back_step_is_not_counted():
     parts.saves.restore_latest.return_value = TrainState(step=2)
     trainer.train()
     assert parts.step.passes.mock_calls == [call(5), call(3), call(4), call(6)]
-    assert parts.metrics.step_done.mock_calls == [call(3), call(4), call(5), call(6)]
+    assert parts.metrics.step_done.mock_calls == [call(step, 6) for step in (3, 4, 5, 6)]
 
 
 MESSAGE = "step 3 has no loss (rank 1)"
@@ -510,7 +510,7 @@ def test_a_log_line_is_checked_and_given_to_the_hooks():
     metrics = {"train/loss": 3.0, "train/grad_norm": 2.0}
     assert parts.mock_calls == [
         call.saves.update_wall_time(),
-        call.metrics.log_train(3, parts.step.parallel_model, 0.25, 0.5),
+        call.metrics.log_train(3, 6, parts.step.parallel_model, 0.25, 0.5),
         call.anomaly.check(3, 3.0, 2.0),
         call.hooks.call("step", 3, metrics),
     ]

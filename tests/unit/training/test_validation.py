@@ -194,9 +194,11 @@ def test_a_sample_is_logged():
     validation.log_sample()
     expected: list[Any] = [
         call.group.set_activity("sampling after step 4"),
+        call.pause(),
         call.average_in(),
         call.evaluator.sample("model", 4),
         call.average_out(),
+        call.go_on(),
         call.metrics.log_sample(4, "a text"),
     ]
     assert parts.mock_calls == expected

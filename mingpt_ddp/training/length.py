@@ -1,0 +1,206 @@
+"""The number of optimizer steps of a run, which trainer.max_minutes fixes while it trains.
+
+Until then each step is timed, from the exchange of flags in one step to that in the next, without
+what the meters leave out: evaluations, samples, stalls for snapshots. The mean makes steps of the
+minutes. From then on the run is one of so many steps, however long they take.
+"""
+
+import logging
+
+from mingpt_ddp.config.config import LIMITS, Config
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.trainer_config import TrainerConfig
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.training.train_state import TrainState
+
+log = logging.getLogger(__name__)
+
+LEAST_STEPS = 20  # before trainer.max_minutes becomes a number of steps
+FIRST_STEPS = 2  # of a start, which are not timed: caches fill, memory is allocated
+UNKNOWN = 1 << 53  # steps: more than any run has; a float64 holds it
+
+
+class RunLength:
+    """The number of optimizer steps of a run, by its limits and its train state.
+
+    All that needs the number asks here, when it needs it.
+    """
+
+    def __init__(
+        self, config: Config, steps_per_epoch: int, state: TrainState | None = None
+    ) -> None:
+        """
+        Args:
+            state: of the run; None: a new one.
+        """
+        self.trainer = config.trainer
+        self.optimizer = config.optimizer
+        self.steps_per_epoch = steps_per_epoch
+        self.state = state or TrainState()
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """The steps at which each of the limits that are set ends the run, by key."""
+        trainer = self.trainer
+        found = {}
+        if trainer.max_steps is not None:
+            found["max_steps"] = trainer.max_steps
+        if trainer.max_epochs is not None:
+            found["max_epochs"] = trainer.max_epochs * self.steps_per_epoch
+        if trainer.max_minutes is not None and self.state.step_seconds is not None:
+            found["max_minutes"] = round(
+                60 * trainer.max_minutes / max(self.state.step_seconds, 1e-9)
+            )
+        return found
+
+    @property
+    def steps(self) -> int:
+        """The number of steps; of those that are known to be too many, while it is not fixed."""
+        return min(self.limits.values(), default=UNKNOWN)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the number is known."""
+        return self.trainer.max_minutes is None or self.state.step_seconds is not None
+
+    @property
+    def known_steps(self) -> int | None:
+        """The number of steps; None until it is fixed."""
+        return self.steps if self.is_fixed else None
+
+    @property
+    def fixed_at(self) -> int:
+        """The step in which trainer.max_minutes becomes a number: no rate up to it needs one."""
+        if self.optimizer.schedule_steps is not None or self.optimizer.schedule == "constant":
+            return LEAST_STEPS
+        return max(LEAST_STEPS, self.optimizer.warmup_steps)
+
+    @property
+    def _pace(self) -> float:
+        """The mean seconds of a step so far."""
+        state = self.state
+        steps = min(state.timed_steps, UNKNOWN)  # it may be a stranger's
+        seconds = state.timed_seconds
+        if steps <= 0:  # of a version that timed no steps
+            steps = state.step
+            seconds = state.wall_seconds
+        return max(seconds, 1e-9) / max(1, steps)
+
+    def reckon(self, step: int) -> int | None:
+        """Return the number of steps if the time so far fixes it in this step, else None."""
+        if self.is_fixed or (step < self.fixed_at and not self.state.timed_steps):
+            return None
+        assert self.trainer.max_minutes is not None
+        found = int(60 * self.trainer.max_minutes / self._pace)
+        if step < self.fixed_at and found > step:
+            return None
+        return min(max(found, step), UNKNOWN)
+
+    def fix(self, steps: int, step: int) -> None:
+        """Fix the number of steps.
+
+        Args:
+            steps: as `reckon` returns them in this step.
+        """
+        minutes = self.trainer.max_minutes
+        assert minutes is not None
+        self.state.step_seconds = 60 * minutes / steps
+        if step < self.fixed_at:
+            log.warning("trainer.max_minutes=%g is over: step %d is the last", minutes, step)
+            return
+        pace = 1e3 * self.state.step_seconds
+        log.info("trainer.max_minutes=%g is %d steps of %.4g ms from now on", minutes, steps, pace)
+        if end := early_end(self.trainer, self.limits):
+            log.info(end)
+
+    def describe_time(self) -> str:
+        """Return the minutes that the steps have taken, of those of trainer.max_minutes."""
+        minutes = self._pace * self.state.step / 60
+        limit = f"trainer.max_minutes={self.trainer.max_minutes:g}"
+        return f"{self.state.step} steps took {minutes:.4g} of {limit}"
+
+
+def known_length(
+    config: Config, steps_per_epoch: int, step_seconds: float | None = None
+) -> RunLength:
+    """Return the length of a run whose steps are not timed.
+
+    Args:
+        step_seconds: of a step, for trainer.max_minutes; None: unknown.
+
+    Raises:
+        ConfigError: it depends on their time.
+    """
+    length = RunLength(config, steps_per_epoch, TrainState(step_seconds=step_seconds))
+    check(length.is_fixed, "trainer.max_minutes needs timed steps; set trainer.max_steps instead")
+    return length
+
+
+class StepTimer:
+    """Time the steps of an attempt into the train state."""
+
+    def __init__(self, length: RunLength, meter: Meter) -> None:
+        self.length = length
+        self.meter = meter
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again, as after a rollback."""
+        self._calls = 0
+        self._since = 0.0
+
+    def take(self, step: int) -> int:
+        """Take the time in this step; return the number of steps that it fixes, 0 if none."""
+        self._calls += 1
+        # what a GPU has queued counts where the timing begins, and where it decides
+        is_end = self._calls == FIRST_STEPS or step >= self.length.fixed_at
+        now = self.meter.clock(waits=is_end and not self.length.is_fixed)
+        if self._calls > FIRST_STEPS:
+            self.length.state.timed_seconds += now - self._since
+            self.length.state.timed_steps += 1
+        self._since = now
+        return self.length.reckon(step) or 0
+
+
+def check_minutes(config: Config) -> None:
+    """Refuse trainer.max_minutes where a rate needs the number of steps before it is fixed.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    trainer = config.trainer
+    optimizer = config.optimizer
+    if trainer.max_minutes is None or optimizer.schedule_steps is not None:
+        return
+    given = f"trainer.max_minutes={trainer.max_minutes:g}"
+    advice = "set optimizer.schedule_steps, or trainer.max_steps instead"
+    may_waits = {
+        "weight_decay_schedule": optimizer.weight_decay_schedule in ("constant", "lr"),
+        "schedule": optimizer.schedule not in BUILDERS["schedule"],
+    }
+    for key, may_wait in may_waits.items():
+        needed = f"optimizer.{key}={getattr(optimizer, key)} needs the number of steps at once"
+        check(may_wait, f"{needed}, which {given} fixes later; {advice}")
+    has_warmup = optimizer.schedule == "constant" or optimizer.warmup_steps >= LEAST_STEPS
+    check(
+        has_warmup,
+        f"{given} becomes a number of steps at the end of the warm-up, and needs "
+        f"optimizer.warmup_steps >= {LEAST_STEPS}, not {optimizer.warmup_steps}; raise it, or set "
+        "optimizer.schedule_steps",
+    )
+
+
+def early_end(trainer: TrainerConfig, limits: dict[str, int]) -> str | None:
+    """Return a notice if one limit ends the run before another that is not the default.
+
+    Args:
+        limits: in steps, by key.
+    """
+    first = min(limits, key=lambda key: limits[key])
+    for other in reversed(LIMITS):
+        if other != "max_epochs" and limits.get(other, 0) > limits[first]:
+            end = f"trainer.{first}={getattr(trainer, first)} ends the run at step {limits[first]}"
+            before = f"trainer.{other}={getattr(trainer, other)}"
+            return f"{end}, before {before}; set it to null to continue"
+    return None

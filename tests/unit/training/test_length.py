@@ -1,0 +1,185 @@
+"""The number of steps of a run: its limits, and what trainer.max_minutes makes of timed steps."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from multiprocess.ranks import configure
+
+from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics import meters
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.training.length import RunLength, StepTimer, check_minutes, known_length
+from mingpt_ddp.training.train_state import TrainState
+
+MINUTE = ["trainer.max_epochs=null", "trainer.max_minutes=1", "optimizer.warmup_steps=30"]
+CONSTANT = [*MINUTE, "optimizer.schedule=constant"]
+
+
+def config_of(*overrides: str) -> Config:
+    return from_mapping(configure("model=gpt_nano", "trainer.device=cpu", *overrides))
+
+
+class Clock:
+    """A run whose steps take the seconds that it is told."""
+
+    def __init__(self, monkeypatch: Any, *overrides: str, state: TrainState | None = None) -> None:
+        self.seconds = 100.0
+        monkeypatch.setattr(meters.time, "perf_counter", lambda: self.seconds)
+        runtime = Runtime(config_of(), DistEnv())
+        monkeypatch.setattr(runtime, "now", lambda: self.seconds)
+        self.meter = Meter(runtime, 1, "tokens")
+        self.state = state or TrainState()
+        self.length = RunLength(config_of(*overrides), 10, self.state)
+        self.timer = StepTimer(self.length, self.meter)
+
+    def train(self, until: int, step_s: float) -> None:
+        """Train up to a step, or the end."""
+        while self.state.step < min(until, self.length.steps):
+            step = self.state.step + 1
+            self.seconds += step_s
+            if steps := self.timer.take(step):
+                self.length.fix(steps, step)
+            self.state.step = step
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        (["trainer.max_epochs=3", "trainer.max_steps=null"], 30),
+        (["trainer.max_epochs=null", "trainer.max_steps=7"], 7),
+        (["trainer.max_epochs=3", "trainer.max_steps=7"], 7),
+        (["trainer.max_epochs=3", "trainer.max_steps=70"], 30),
+        (["trainer.max_epochs=null", "trainer.max_minutes=1"], 600),
+        (["trainer.max_epochs=3", "trainer.max_minutes=1"], 30),
+    ],
+)
+def test_a_run_ends_at_the_smallest_of_its_limits(limits, steps):
+    length = RunLength(config_of(*limits), 10, TrainState(step_seconds=0.1))
+    assert length.steps == length.known_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fixed_at"),
+    [
+        (MINUTE, 30),
+        (CONSTANT, 20),
+        ([*MINUTE, "optimizer.schedule_steps=500"], 20),
+        ([*MINUTE, "optimizer.weight_decay_schedule=lr"], 30),
+    ],
+)
+def test_the_number_is_fixed_where_a_rate_first_needs_it(monkeypatch, overrides, fixed_at):
+    clock = Clock(monkeypatch, *overrides)
+    clock.train(fixed_at - 1, step_s=0.1)
+    assert (clock.length.known_steps, clock.length.is_fixed) == (None, False)
+    clock.train(fixed_at, step_s=0.1)
+    assert clock.length.known_steps == pytest.approx(600, abs=1)
+    before = clock.length.steps
+    clock.train(before, step_s=0.7)
+    assert clock.state.step == clock.length.steps == before, "from now on the clock decides nothing"
+    assert clock.length.describe_time().startswith(f"{before} steps took ")
+
+
+def test_the_first_steps_of_a_start_and_pauses_are_not_timed(monkeypatch):
+    clock = Clock(monkeypatch, *CONSTANT)
+    clock.train(2, step_s=5.0)
+    clock.train(10, step_s=0.1)
+    with clock.meter.paused():
+        clock.seconds += 50.0
+        with clock.meter.paused():
+            clock.seconds += 50.0
+    clock.train(20, step_s=0.1)
+    assert clock.state.timed_steps == 18
+    assert clock.state.timed_seconds == pytest.approx(1.8)
+    assert clock.length.steps == pytest.approx(600, abs=1)
+
+
+def test_what_was_trained_before_a_kill_counts(monkeypatch):
+    """Ten steps of two attempts each, the second twice as fast; then the number is kept."""
+    first = Clock(monkeypatch, *CONSTANT)
+    first.train(12, step_s=0.2)
+    second = Clock(monkeypatch, *CONSTANT, state=first.state)
+    second.train(20, step_s=0.05)
+    assert second.state.timed_steps == 16
+    assert second.length.steps == int(60 / ((10 * 0.2 + 6 * 0.05) / 16))
+    third = Clock(monkeypatch, *CONSTANT, state=second.state)
+    assert third.length.steps == second.length.steps
+    other = Clock(monkeypatch, *CONSTANT, "trainer.max_minutes=2", state=second.state)
+    assert other.length.steps == 2 * second.length.steps
+
+
+def test_the_timing_begins_anew_after_a_rollback(monkeypatch):
+    clock = Clock(monkeypatch, *CONSTANT)
+    clock.train(10, step_s=0.1)
+    clock.timer.restart()
+    clock.train(12, step_s=9.0)
+    clock.train(20, step_s=0.1)
+    assert clock.state.timed_seconds == pytest.approx(1.6)
+
+
+def test_minutes_that_end_before_the_number_is_fixed_end_the_run(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    clock = Clock(monkeypatch, *MINUTE)
+    clock.train(100, step_s=6.0)
+    assert clock.state.step == clock.length.known_steps == 10
+    assert caplog.messages == ["trainer.max_minutes=1 is over: step 10 is the last"]
+
+
+def test_another_limit_that_is_smaller_is_named(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "mingpt_ddp")
+    clock = Clock(monkeypatch, *CONSTANT, "trainer.max_steps=50")
+    clock.train(100, step_s=0.0625)
+    assert clock.state.step == 50
+    assert caplog.messages == [
+        "trainer.max_minutes=1 is 960 steps of 62.5 ms from now on",
+        "trainer.max_steps=50 ends the run at step 50, before trainer.max_minutes=1.0; set it to "
+        "null to continue",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"),
+    [
+        (TrainState(step=40, timed_steps=20, timed_seconds=2.0), 600),
+        (TrainState(step=40, wall_seconds=8.0), 300),  # of a version that timed no steps
+        (TrainState(), None),
+        (TrainState(step=29, wall_seconds=8.0), None),
+        (TrainState(step=29, timed_steps=20, timed_seconds=60.0), 29),
+    ],
+)
+def test_a_snapshot_beyond_the_warmup_has_the_time_of_its_steps(state, steps):
+    assert RunLength(config_of(*MINUTE), 10, state).reckon(state.step) == steps
+
+
+def test_a_gpu_is_waited_for_where_the_timing_begins_and_decides(monkeypatch):
+    """Its queue would else make the steps before look shorter."""
+    waited = []
+    clock = Clock(monkeypatch, *CONSTANT)
+    monkeypatch.setattr(clock.meter, "clock", lambda waits: waited.append(waits) or clock.seconds)
+    clock.train(25, step_s=0.1)
+    assert [step for step, waits in enumerate(waited, 1) if waits] == [2, 20]
+
+
+def test_a_loop_that_times_no_steps_refuses_minutes():
+    with pytest.raises(ConfigError, match=r"trainer.max_minutes needs timed steps; set trainer.ma"):
+        known_length(config_of(*MINUTE), 10)
+    assert known_length(config_of(*MINUTE), 10, step_seconds=0.1).steps == 600
+    assert known_length(config_of("trainer.max_epochs=3"), 10).steps == 30
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["optimizer.warmup_steps=19", "optimizer.schedule_steps=100"],
+        ["optimizer.warmup_steps=0", "optimizer.schedule=constant"],
+        ["optimizer.weight_decay_schedule=cosine", "optimizer.schedule_steps=100"],
+        ["optimizer.warmup_steps=20", "optimizer.weight_decay_schedule=lr"],
+    ],
+)
+def test_what_needs_no_length_early_may_have_minutes(overrides):
+    check_minutes(config_of(*MINUTE, *overrides))
