@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mingpt_ddp.errors import command
 from mingpt_ddp.results.formats import cut, short_names, shown
-from mingpt_ddp.results.groups import Group, replicates, seed_of
+from mingpt_ddp.results.groups import Group, by_objective, replicates, seed_of
 from mingpt_ddp.results.runs import Job, identity, varying
 from mingpt_ddp.results.significance import LEVEL, Difference, difference, holm, why_incomparable
 
@@ -68,7 +68,7 @@ def settings_of(jobs: list[Job], directories: list[Path], by_code: bool = False)
     labels = [each.label for each in settings]
     if len({*labels}) < len(labels):
         settings = [replace(each, label=f"{n}: {each.label}") for n, each in enumerate(settings, 1)]
-    return sorted(settings, key=_rank)
+    return sorted(settings, key=by_objective)
 
 
 def compare(settings: Sequence[Setting]) -> list[Comparison]:
@@ -153,7 +153,3 @@ def _label(group: Group, keys: list[str], part: Path | str | None) -> str:
         return text
     name = cut(part.resolve().name) if isinstance(part, Path) else part
     return f"{name} ({text})" if keys else name
-
-
-def _rank(setting: Setting) -> tuple[bool, float, str]:
-    return setting.objective is None, setting.objective or 0.0, setting.label

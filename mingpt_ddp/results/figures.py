@@ -33,6 +33,7 @@ SERIES = [  # of what has no order: ranks, power laws
 ]
 # an axis; more ticks would have labels that overlap
 LOG = {"type": "log", "nticks": 3, "exponentformat": "e"}
+DECADES = range(-320, 100)
 TICKS_APART = 0.17  # least share of an axis between two labels
 Curve = dict[int, Estimate]  # by step
 
@@ -171,10 +172,6 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **more}
 
 
-def tick_labels(at: Iterable[float], texts: Iterable[str]) -> dict[str, Any]:
-    return {"tickvals": [*at], "ticktext": [*texts]}
-
-
 def label(text: str, longest: int = LONGEST) -> str:
     """Escape a text for plotly, which renders tags and entities in labels."""
     return escape(cut(text, longest), quote=False)
@@ -213,17 +210,12 @@ class Scale:
         self._at = dict(zip(map(identity, distinct), found, strict=True))
         labels = {at: label(shown(value), 14) for at, value in zip(found, distinct, strict=True)}
         if self._is_log and len(labels) * TICKS_APART > 1:
-            labels = self._round_labels()
+            ticks = [float(f"{digit}e{decade}") for digit in (1, 3) for decade in DECADES]
+            labels = {at: brief(at) for at in ticks if self._low <= at <= self._high}
         self.labels: dict[float, str] = {}  # by coordinate, without those that would overlap
         for at, text in labels.items():
             if all(abs(self.share(at) - self.share(other)) > TICKS_APART for other in self.labels):
                 self.labels[at] = text
-
-    def _round_labels(self) -> dict[float, str]:
-        low, high = math.log10(self._low), math.log10(self._high)
-        decades = range(math.floor(low), math.ceil(high) + 1)
-        ticks = [float(f"{digit}e{decade}") for digit in (1, 3) for decade in decades]
-        return {at: brief(at) for at in ticks if self._low <= at <= self._high}
 
     def at(self, value: Value) -> float:
         """Return the coordinate of a value on plotly's axis."""
@@ -239,5 +231,8 @@ class Scale:
     def axis(self, title: str) -> dict[str, Any]:
         """Return plotly's axis, with its own ticks for numbers."""
         if not self._is_numeric:
-            return axis(title, **tick_labels(self.labels, self.labels.values()))
-        return axis(title, **LOG if self._is_log else {})
+            return axis(title, tickvals=[*self.labels], ticktext=[*self.labels.values()])
+        if not self._is_log:
+            return axis(title)
+        decades = math.log10(self._high) - math.log10(self._low)
+        return axis(title, **LOG, dtick="D2" if decades < 2 else math.ceil(decades / 4))

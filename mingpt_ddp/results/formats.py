@@ -1,8 +1,6 @@
 """Number and text formats of a report."""
 
-import contextlib
 import json
-import math
 import re
 import time
 from datetime import timedelta
@@ -82,7 +80,7 @@ def words(name: str) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """Format a time since 1970; `-` if it is unknown or there is no such date."""
-    with contextlib.suppress(TypeError, ValueError, OverflowError, OSError):
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds or math.nan))
-    return "-"
+    """Format a time since 1970; `-` if it is unknown or absurd."""
+    if seconds is None or not 0 <= seconds < 1e11:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -134,7 +134,7 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
     for members in by_recipe.values():
         config = members[0].config
         groups.append(Group(members, {key: config[key] for key in _keys(members[0], swept)}))
-    return sorted(groups, key=_rank)
+    return sorted(groups, key=by_objective)
 
 
 def has_replicates(groups: Iterable[Group]) -> bool:
@@ -207,5 +207,6 @@ def seed_of(job: Job) -> str:
     return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)
 
 
-def _rank(group: Group) -> tuple[bool, bool, float, str]:
+def by_objective(group: Group) -> tuple[bool, bool, float, str]:
+    """Return what sorts groups: those without an objective last, by their last values."""
     return group.objective is None, group.value is None, group.value or 0.0, group.name

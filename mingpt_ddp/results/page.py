@@ -210,7 +210,7 @@ def _link(job: Job, page: Path) -> str:
     own = job.directory / page.name
     if not own.is_file():
         return ""
-    return quote(os.path.relpath(own.resolve(), page.resolve().parent), errors="replace")
+    return quote(os.path.relpath(own, page.parent), errors="replace")
 
 
 def _settings(jobs: list[Job]) -> str:

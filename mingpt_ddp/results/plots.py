@@ -1,6 +1,5 @@
 """The figures of a page: curves, parameters, parallel coordinates, front, laws, one run."""
 
-import math
 from typing import Any
 
 from mingpt_ddp.results.figures import (
@@ -21,7 +20,6 @@ from mingpt_ddp.results.figures import (
     mean_curve,
     parameters,
     points,
-    tick_labels,
 )
 from mingpt_ddp.results.formats import LONGEST, fixed, short_names, words
 from mingpt_ddp.results.front import costs_of, pareto_front
@@ -139,11 +137,13 @@ class Plots:
 
         It is below the axes of the parameters that the row lacks.
         """
-        marks = [mark for mark in self._marks if any(key in mark.values for key in keys)]
-        heights: dict[Mark, list[float]] = {mark: [] for mark in marks}
+        heights: dict[Mark, list[float]] = {}
+        for mark in self._marks:
+            if any(key in mark.values for key in keys):
+                heights[mark] = []
         labels = []
         for column, key in enumerate([*keys, OBJECTIVE]):
-            known = {mark: mark.values[key] for mark in marks if key in mark.values}
+            known = {mark: mark.values[key] for mark in heights if key in mark.values}
             scale = Scale(known.values())
             ticks = {scale.share(at): text for at, text in scale.labels.items()}
             if len(known) < len(heights):
@@ -154,7 +154,8 @@ class Plots:
         places = range(len(keys) + 1)
         traces = [mark.line(places, height) for mark, height in heights.items()]
         names = [*(label(self.names[key], 18) for key in keys), self._title]
-        x = {"side": "top", "range": [-0.65, len(keys) + 0.5], **tick_labels(places, names)}
+        x = {"side": "top", "range": [-0.65, len(keys) + 0.5]}
+        x |= {"tickvals": [*places], "ticktext": names}
         y = {"visible": False, "range": [LACKING - 0.08, 1.05]}
         margin = {"l": 0, "r": 0, "t": 40, "b": 10}
         figure = self._draw(traces, x, y, 360, annotations=labels, margin=margin)
@@ -189,13 +190,15 @@ class Plots:
 
         Both axes are logarithmic: there the law without an offset is a straight line.
         """
+        if not self._results.laws:
+            return ""
+        import numpy as np  # as the fit has done
+
         traces: dict[str, list[dict[str, Any]]] = {}
         for law in self._results.laws:
             on_axis = traces.setdefault(label(words(law.axis.name)), [])
             mark = Mark(SERIES[len(on_axis) // 2], label(law.setting))
-            ends = math.log(min(law.xs)), math.log(max(law.xs))
-            step = (ends[1] - ends[0]) / LAW_POINTS
-            xs = [math.exp(ends[0] + step * index) for index in range(LAW_POINTS + 1)]
+            xs = np.geomspace(min(law.xs), max(law.xs), LAW_POINTS).tolist()
             on_axis.append(mark.line(xs, map(law.law.at, xs), hovertemplate=POINT_HOVER))
             dots = {"mode": "markers", "marker": {"color": mark.colour, "size": 8}}
             on_axis.append(mark.line(law.xs, law.ys, hovertemplate=POINT_HOVER, **dots))
