@@ -146,12 +146,12 @@ def test_the_rows_of_a_sweep(tmp_path):
     (tmp_path / "sweep.json").write_text(json.dumps({"failures": {"lr=0.2": failure}}))
     rows = mingpt_ddp.rows(tmp_path)
     assert [list(row.values()) for row in rows] == [
-        ["c", f"{tmp_path}/c", "complete", 1337, 0.3, 100, 2.0, 61.5, 1.5, 1.5],
-        ["a", f"{tmp_path}/a", "complete", 2, 0.1, 100, 3.0, 61.5, None, None],
-        ["b", f"{tmp_path}/b", "failed", 1337, 0.2, 60, 1.0, None, None, None],
+        ["c", f"{tmp_path}/c", "complete", 1337, None, 0.3, 100, 2.0, 61.5, 1.5, 1.5],
+        ["a", f"{tmp_path}/a", "complete", 2, None, 0.1, 100, 3.0, 61.5, None, None],
+        ["b", f"{tmp_path}/b", "failed", 1337, None, 0.2, 60, 1.0, None, None, None],
     ]
-    keys = "name directory status seed optimizer.lr step val_loss wall_seconds"
-    assert {" ".join([*row][:8]) for row in rows} == {keys}
+    keys = "name directory status seed code optimizer.lr step val_loss wall_seconds"
+    assert {" ".join([*row][:9]) for row in rows} == {keys}
     assert mingpt_ddp.rows(tmp_path / "a", str(tmp_path / "b"))[1]["name"] == "b"
 
 
