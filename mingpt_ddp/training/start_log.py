@@ -47,7 +47,7 @@ def log_start(
     if runtime.precision == "fp32" and chooses_fp32(config, runtime.device):
         log.info(
             "trainer.precision=auto is fp32 for a model of your own on a CPU; try "
-            "trainer.precision=bf16, which may be faster or slower"
+            "trainer.precision=bf16: faster in wide matrix products, slower in torch's attention"
         )
     log.info(
         "optimizer %s: %s",
