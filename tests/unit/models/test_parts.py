@@ -1,4 +1,4 @@
-"""Registered parts of the blocks of gpt and modern: those of docs/your-own-model.md."""
+"""Registered parts of the blocks of gpt and modern: those of examples/parts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from launching import ROOT
 from multiprocess.ranks import configure
 from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
-from user_code_page import page_files
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.model_config import PARTS, PartConfig, changed_parts
@@ -40,9 +40,8 @@ CHOICES = [
 
 
 @pytest.fixture(autouse=True)
-def registered(tmp_path):
-    (tmp_path / "mine.py").write_text(page_files("my_parts")["my_parts/mine.py"])
-    run_code({"model": {"code": "mine.py"}}, [tmp_path])
+def registered():
+    run_code({"model": {"code": "parts.py"}}, [ROOT / "examples" / "parts"])
     yield
     run_code({}, [])
 
