@@ -24,7 +24,7 @@ class Failure:
 
 
 class SweepFile:
-    """The cores and threads of a job, the limits, and the failures of a sweep, as JSON.
+    """The cores and threads of a job, and the failures of a sweep, as JSON.
 
     Another number of jobs at a time must not change the threads, and with them the last bits.
     """
@@ -54,19 +54,6 @@ class SweepFile:
         if found is None:
             self._write("threads", {**threads, str(ranks): default})
         return found or default
-
-    def has_other_limits(self, limits: dict[str, Any]) -> bool:
-        """Return whether jobs may have ended at other limits; keep those of the first start."""
-        before = self._values.get("limits")
-        if before is None:
-            self.keep_limits(limits)
-        # earlier versions lack some
-        return before is not None and dict.fromkeys(limits) | before != limits
-
-    def keep_limits(self, limits: dict[str, Any]) -> None:
-        """Keep the limits at which all jobs have ended."""
-        if self._values.get("limits") != limits:
-            self._write("limits", limits)
 
     @property
     def failures(self) -> list[Failure]:

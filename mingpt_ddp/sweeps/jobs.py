@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,22 @@ def _readable(swept: dict[str, str]) -> str:
     return safe.lstrip("._=,+-")[:100] or "job"
 
 
+def has_ended_at(directory: Path, limits: Mapping[str, Any]) -> bool:
+    """Return whether a complete job has reached these limits, as its own directory says."""
+    result = read_result(directory)
+    recorded = recorded_config(directory) or {}
+    try:
+        is_complete = result["status"] == RunStatus.COMPLETE
+        return bool(is_complete and _has_reached_limits(result, recorded, limits))
+    except (KeyError, TypeError, AttributeError):  # not written by a run
+        return False
+
+
+def limits_of(config: Config) -> dict[str, Any]:
+    """Return what ends a job, by key of `trainer`."""
+    return {key: getattr(config.trainer, key) for key in (*LIMITS, "patience")}
+
+
 def _final_value(directory: Path, config: Config, objective: Objective) -> float | None:
     """Return the objective of a job that has reached the limits of `config`, else None."""
     if config.run.resume == "never":
@@ -71,7 +88,7 @@ def _final_value(directory: Path, config: Config, objective: Objective) -> float
         if not _has_ended(result, config):
             return None
         is_pruned = result["status"] == RunStatus.PRUNED  # whatever the limits
-        if not is_pruned and not _has_reached_limits(result, recorded, config):
+        if not is_pruned and not _has_reached_limits(result, recorded, limits_of(config)):
             return None
         if named_values(recorded) != named_values(config.to_dict()):
             return None
@@ -91,7 +108,9 @@ def _has_ended(result: dict[str, Any], config: Config) -> bool:
     return bool(result.get("status") == RunStatus.COMPLETE)
 
 
-def _has_reached_limits(result: dict[str, Any], recorded: dict[str, Any], config: Config) -> bool:
+def _has_reached_limits(
+    result: dict[str, Any], recorded: dict[str, Any], limits: Mapping[str, Any]
+) -> bool:
     """Return whether none of the limits is larger than those that a job has reached.
 
     Args:
@@ -102,7 +121,7 @@ def _has_reached_limits(result: dict[str, Any], recorded: dict[str, Any], config
         keys.append("patience")
     for key in keys:
         old = recorded["trainer"].get(key)  # older runs lack max_minutes
-        new = getattr(config.trainer, key)
+        new = limits[key]
         # an old limit of null did not apply: another one was reached
         is_reached = old is None or (new is not None and new <= old)
         if not is_reached:

@@ -15,7 +15,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config import hydra_utils
-from mingpt_ddp.config.config import LIMITS, Config, flatten
+from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv, read_env
@@ -32,6 +32,7 @@ from mingpt_ddp.results.runs import is_run
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
+from mingpt_ddp.sweeps.jobs import limits_of
 from mingpt_ddp.sweeps.schedule import check_schedule, has_own_sweeper, plan_slots
 from mingpt_ddp.sweeps.sources import number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -111,8 +112,7 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
 
 def _begin(sweep: Sweep, first: Config) -> None:
     """Write what the sweep keeps from its first start on."""
-    sweep.limits = {key: getattr(first.trainer, key) for key in (*LIMITS, "patience")}
-    sweep.has_other_limits = sweep.file.has_other_limits(sweep.limits)
+    sweep.limits = limits_of(first)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
     if sweep.trials is not None:

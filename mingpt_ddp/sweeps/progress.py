@@ -41,13 +41,13 @@ def attempts(sweep: Sweep, number: int) -> Iterator[None]:
 
 
 def _is_settled(sweep: Sweep, number: int) -> bool:
-    """Return whether an earlier start has ended a job for good, as its study says.
+    """Return whether an earlier start has ended a job for good, as its study and its result say.
 
     Several ranks ask rank zero once the job has its process group.
     """
     if sweep.trials is None or sweep.env.world_size > 1:
         return False
-    return sweep.trials.is_settled(number, sweep.has_other_limits)
+    return sweep.trials.is_settled(number, sweep.limits)
 
 
 def _count_settled(sweep: Sweep, source: Source, number: int) -> None:

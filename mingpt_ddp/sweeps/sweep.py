@@ -64,7 +64,6 @@ class Sweep:
     slots: list[Slot] = field(default_factory=list)  # of jobs that run at a time; []: in turn
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
     limits: dict[str, Any] = field(default_factory=dict)  # of the first job
-    has_other_limits: bool = False  # than the last start that ended all jobs
     done: dict[int, Path] = field(default_factory=dict)  # directories, by number of the job
     n_done_before: int = 0  # of these, completed by an earlier start
     failed: dict[int, str] = field(default_factory=dict)  # labels, by number of the job
@@ -267,8 +266,6 @@ class Sweep:
         return None
 
     def _report(self) -> None:
-        if self.is_over:
-            self.file.keep_limits(self.limits)
         report_directories(self.directories)
         unwritten = self._print_table()
         failed = [*self.failed.values()]

@@ -8,6 +8,7 @@ from typing import Any
 from mingpt_ddp.config.schema import SweepConfig
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.sweeps.jobs import has_ended_at
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import override_text
 from mingpt_ddp.sweeps.search.study import Study
@@ -42,18 +43,21 @@ class Trials:
         values = self._study.values(number)
         return [*self._fixed, *(override_text(key, value) for key, value in values.items())]
 
-    def is_settled(self, number: int, has_other_limits: bool) -> bool:
-        """Return whether the job has ended for good, so that it need not even be composed."""
+    def is_settled(self, number: int, limits: Mapping[str, Any]) -> bool:
+        """Return whether the job has ended for good, so that it need not even be composed.
+
+        Args:
+            limits: of the jobs of this start; an earlier one may have ended some at smaller ones.
+        """
         state = self._study.state(number)
         if not state.is_finished():
             return False
         if state == TrialState.FAIL:
             return self.failed_before(number) is not None
-        if state == TrialState.PRUNED and self._settings.pruner == "none":
-            return False
-        if state == TrialState.COMPLETE and has_other_limits:
-            return False
-        return bool(read_result(self.directory(number)))
+        directory = self.directory(number)
+        if state == TrialState.COMPLETE:
+            return has_ended_at(directory, limits)
+        return self._settings.pruner != "none" and bool(read_result(directory))
 
     def directory(self, number: int) -> Path:
         """Return the directory of a settled job that has not failed."""

@@ -12,7 +12,8 @@ from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import records as storage_records
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job
-from mingpt_ddp.sweeps.progress import attempts
+from mingpt_ddp.sweeps.progress import attempts, jobs_left
+from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.trials import Trials
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -54,24 +55,35 @@ def test_failures_of_earlier_starts_count(tmp_path):
     study.fail(0, "a reason")
     settings = SweepConfig(sampler="random", retries=1)
     trials = Trials(open_study(tmp_path, retries=1), settings, [], tmp_path)
-    assert not trials.is_settled(0, False)
+    assert not trials.is_settled(0, {})
     source = Source(2, trials.overrides, frozenset(), has_study=True, trials=trials)
     tries = attempts(Sweep(settings=settings, source=source), 0)
     next(tries)
     trials.fail(0, "a reason")
     assert next(tries, "end") == "end"
-    assert trials.is_settled(0, False)
+    assert trials.is_settled(0, {})
 
 
-def test_limits_are_those_at_which_all_jobs_have_ended(tmp_path):
-    """A start with other limits that is killed must not hide that jobs ended at those before."""
-    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 4})
-    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 4})
-    for _ in range(2):
-        assert SweepFile(tmp_path).has_other_limits({"max_steps": 8})
-    SweepFile(tmp_path).keep_limits({"max_steps": 8})
-    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 8, "max_minutes": None})
-    assert SweepFile(tmp_path).has_other_limits({"max_steps": 8, "max_minutes": 1.0})
+@pytest.mark.parametrize("has_file", [True, False])
+def test_a_job_is_done_at_the_limits_that_it_has_reached_itself(tmp_path, has_file):
+    """Whatever a start with fewer trials has reached, and with or without sweep.json."""
+    study = open_study(tmp_path)
+    for number, steps in enumerate((6, 4)):
+        study.values(number)
+        study.finish(number, TrialState.COMPLETE, [1.0], f"job-{number}")
+        job = tmp_path / f"job-{number}"
+        job.mkdir()
+        (job / "config.yaml").write_text(f"trainer: {{max_steps: {steps}, max_epochs: null}}")
+        (job / "result.json").write_text(json.dumps({"status": "complete", "val_loss": 1.0}))
+    if has_file:
+        (tmp_path / "sweep.json").write_text(json.dumps({"limits": {"max_steps": 6}}))
+    trials = Trials(open_study(tmp_path), SweepConfig(sampler="random"), [], tmp_path)
+    source = Source(2, trials.overrides, frozenset(), has_study=True, trials=trials)
+    limits = {"max_epochs": None, "max_minutes": None, "patience": None}
+    for steps, left in ((4, []), (6, [1]), (8, [0, 1])):
+        sweep = Sweep(source=source, limits={**limits, "max_steps": steps})
+        assert [*jobs_left(sweep, source)] == left, steps
+        assert len(sweep.done) == 2 - len(left)
 
 
 def test_more_failures_than_could_be_read_again(tmp_path, monkeypatch):

@@ -171,10 +171,6 @@ def test_a_damaged_file_counts_as_none(content, tmp_path):
     file = SweepFile(tmp_path)
     assert (file.cores, file.failures) == (None, [])
     assert file.threads(1, 2) == 2
-    assert not file.has_other_limits({"max_steps": 1})
-    assert SweepFile(tmp_path).has_other_limits({"max_steps": 2})
-    file.keep_limits({"max_steps": 2})
-    assert not SweepFile(tmp_path).has_other_limits({"max_steps": 2})
 
 
 def test_an_unnamed_sweep_writes_no_file(tmp_path, monkeypatch):
