@@ -31,6 +31,8 @@ PATCH = "code.patch"
 MAX_CODE_BYTES = 1 << 24  # of a file
 MAX_PATCH_BYTES = 1_000_000
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
+UNKNOWN = "unknown"
+INITIAL = "(initial)"  # git's word for a checkout without a commit
 HEX = 40  # digits of a commit
 GIT_S = 5.0  # for all that git is asked
 SHOWN = 5  # files that a message names
@@ -51,7 +53,7 @@ CHANGED = ("1 ", "2 ", "u ")  # how the entries of tracked files begin there
 UNTRACKED = "? "
 DIFF = (
     *("diff", "--no-ext-diff", "--no-textconv", "--no-color"),
-    *("--ignore-submodules=dirty", "--src-prefix=a/", "--dst-prefix=b/"),
+    *("--ignore-submodules=dirty", "--submodule=short", "--src-prefix=a/", "--dst-prefix=b/"),
 )
 SECRET_NAME = re.compile(
     r"/(\.env|\.netrc|\.pgpass|\.pypirc|id_(rsa|dsa|ecdsa|ed25519))|secret|credential|passw|"
@@ -100,9 +102,18 @@ class Code:
 def start_reading(chosen: Mapping[str, Path]) -> Future[Code]:
     """Call `read_code` on a thread, during the rest of a start."""
     pool = ThreadPoolExecutor(1)
-    reading = pool.submit(read_code, chosen)
+    reading = pool.submit(_read_or_say_why, chosen)
     pool.shutdown(wait=False)
     return reading
+
+
+def _read_or_say_why(chosen: Mapping[str, Path]) -> Code:
+    """Return the code; unknown, where the files of a user cause an error: it ends no run."""
+    try:
+        return read_code(chosen)
+    except Exception as error:
+        why = f"{UNKNOWN}: {error!r}"[:LONGEST]  # one line
+        return Code({"sha256": UNKNOWN, "commits": {}, "patch": why, "files": {}}, "")
 
 
 def read_code(chosen: Mapping[str, Path]) -> Code:
@@ -163,6 +174,8 @@ def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return ""
     old = before.get("files", {})
     new = now.get("files", {})
+    if UNKNOWN in (before["sha256"], now["sha256"]):
+        return "which files is unknown"
     names = sorted(name for name in old | new if old.get(name) != new.get(name))
     more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
     return ", ".join([name[:100] for name in names[:SHOWN]] + more)
@@ -208,6 +221,8 @@ def _imported(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module or ''}.{alias.name}".strip(".") for alias in node.names]
+            if node.level > len(file.parents):  # above the root directory
+                continue
             base = file.parents[node.level - 1] if node.level else folder
         else:
             continue
@@ -243,7 +258,10 @@ def _read_checkout(root: Path) -> tuple[str, str | None]:
     diff = functools.partial(git, *filters, *DIFF)
     patch = ""
     if any(entry.startswith(CHANGED) for entry in entries):
-        patch = diff("HEAD")
+        base = "HEAD"
+        if commit == INITIAL:
+            base = git("hash-object", "-t", "tree", "--stdin").strip()  # that of no files
+        patch = diff(base, "--")
     for entry in entries:
         if entry.startswith(UNTRACKED) and entry.endswith(".py"):
             patch += diff("--no-index", "--", os.devnull, entry.removeprefix(UNTRACKED))

@@ -19,6 +19,7 @@ from mingpt_ddp.storage.code_identity import (
     difference_of,
     read_code,
     recorded_code,
+    start_reading,
 )
 
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -89,7 +90,7 @@ def test_what_a_file_imports_from_beside_it_counts_wherever_it_is(tmp_path, inst
         "mine.py": "import torch, pkg.sub\ndef f():\n    from helper import g\n",
         "helper.py": "import mine, mingpt_ddp.loop\n",
         "pkg/__init__.py": "",
-        "pkg/sub.py": "from . import near\nfrom ... import above\n",
+        "pkg/sub.py": f"from . import near\nfrom ... import above\nfrom {'.' * 99} import a\n",
         "pkg/near.py": "this is no Python\n",
         "pkg/other.py": "",
         "mingpt_ddp/loop.py": "",
@@ -170,6 +171,13 @@ def test_a_patch_above_the_limit_is_named_and_not_kept(files, checkout, tmp_path
 def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
     program = write(tmp_path, "program", f"#!/bin/sh\ntouch {tmp_path}/ran\ncat\n")
     program.chmod(program.stat().st_mode | stat.S_IEXEC)
+    git(checkout, "clone", "-q", ".", "sub")
+    git(checkout, "add", "sub")
+    git(checkout, "commit", "-qm", "a submodule")
+    write(checkout, "sub/mine.py", "x = 3\n")
+    git(checkout / "sub", "commit", "-qam", "second")
+    git(checkout / "sub", "config", "diff.external", str(program))
+    git(checkout, "config", "diff.submodule", "diff")
     settings = ["core.fsmonitor", "core.pager", "diff.d.textconv", "diff.d.command"]
     settings += ["filter.f.clean", "filter.f.process", "filter.a=b.clean"]
     for key in settings:
@@ -194,6 +202,31 @@ def test_without_git_there_is_the_hash_alone(checkout, tmp_path, monkeypatch):
     monkeypatch.setattr(code_identity, "GIT_S", 0.1)
     code = read_code({"model": checkout / "mine.py"}).record
     assert code["commits"] == {"project": "unknown: git took more than 0.1 s"}
+
+
+def test_no_error_of_the_reading_ends_a_run(tmp_path, monkeypatch):
+    def fail(chosen):
+        raise IndexError("7")
+
+    monkeypatch.setattr(code_identity, "read_code", fail)
+    record = start_reading({}).result().record_in(tmp_path, {})
+    assert describe(recorded_code({"code": record})) == "unknown, unknown: IndexError('7')"
+    other = {"sha256": "a", "files": {"a.py": "1"}}
+    assert difference_of(record, other) == "which files is unknown"
+    assert difference_of(record, record) == ""
+
+
+def test_a_checkout_without_a_commit_and_one_with_a_file_named_head(checkout, tmp_path):
+    (tmp_path / "new").mkdir()
+    git(tmp_path / "new", "init", "-q")
+    for root in (checkout, tmp_path / "new"):
+        write(root, "HEAD", "x")
+        write(root, "mine.py", "x = 2\n")
+        git(root, "add", "mine.py")
+    code = read_code({"model": checkout / "mine.py", "data": tmp_path / "new" / "mine.py"})
+    assert code.record["commits"]["project"].endswith("-dirty")
+    assert code.record["commits"]["new"] == "(initial)-dirty"
+    assert str(code.patch).count("+x = 2") == 2
 
 
 def test_a_run_keeps_the_patch_and_the_name_of_what_trained_it_before(checkout, tmp_path):
