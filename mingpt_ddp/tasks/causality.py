@@ -12,6 +12,7 @@ from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 
 # relative to the largest logit; covers summation order and TF32
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
+OFFSET = 0.5  # the most that `draw_weights` adds to a parameter of one dimension
 
 
 def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:
@@ -62,8 +63,9 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
 
     rounding = max(torch.finfo(logits.dtype).eps, torch.finfo(loss.dtype).eps)
     logits = logits.float()
-    largest = max(1.0, float(logits.abs().max()))
-    tolerance = max(TOLERANCE[x.device.type], 8 * rounding) * largest
+    largest = float(logits.abs().max())
+    relative = max(TOLERANCE[x.device.type], 8 * rounding)
+    tolerance = relative * largest
     expected = float(F.cross_entropy(logits.flatten(0, 1), y.flatten()))
     if not math.isfinite(expected):
         return  # trainer.on_nonfinite handles it in the first steps
@@ -94,11 +96,30 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
             "decodes other logits with its cache than without; a part of a block that cannot "
             "decode says recomputes = True",
         )
-    if not math.isclose(float(loss), expected, abs_tol=tolerance):
+    if not math.isclose(float(loss), expected, abs_tol=relative * max(1.0, largest)):
         raise CodeError(
             f"the model {name}: model(tokens, targets) must return the mean cross-entropy of "
             f"its logits, which in evaluation mode are {expected:.4f} nats, not {float(loss):.4f}"
         )
+
+
+@torch.no_grad()
+def draw_weights(model: nn.Module) -> None:
+    """Draw weights with which all that a block computes is seen in the logits, in place.
+
+    After a few steps layers that write to the residual stream are nearly zero, and attention is
+    nearly uniform. Matrices are drawn from N(0, 1 / inputs); their zeros stay, which may be a mask,
+    unless all are. Other parameters grow, so that gates open and what is positive stays so.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad or not parameter.is_floating_point():
+            continue
+        if parameter.dim() < 2:
+            parameter.add_(OFFSET * torch.rand_like(parameter))
+            continue
+        inputs = parameter[0].numel()
+        drawn = torch.randn_like(parameter) / math.sqrt(max(1, inputs))
+        parameter.copy_(drawn * (parameter != 0) if parameter.any() else drawn)
 
 
 def _decode(model: nn.Module, x: Tensor) -> list[Tensor]:

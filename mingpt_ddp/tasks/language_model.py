@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.model_config import model_label
+from mingpt_ddp.config.model_config import TransformerConfig, model_label
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, RecordedText, TextDataset
@@ -35,7 +35,7 @@ from mingpt_ddp.distributed.shared_locks import check_shared_locks
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
-from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes
+from mingpt_ddp.tasks.causality import check_is_causal_lm, check_shapes, draw_weights
 from mingpt_ddp.tasks.task import Mean, Task, recorded_sha256
 
 log = logging.getLogger(__name__)
@@ -308,10 +308,12 @@ class LanguageModel(Task):
         tokens, targets = batch
         name = model_label(self.config.model)
         vocab_size, _ = self.shape
-        if trained:
+        if not trained:
+            return check_shapes(model, name, vocab_size, tokens, targets)
+        check_is_causal_lm(model, name, vocab_size, tokens, targets)
+        if isinstance(self.config.model, TransformerConfig):  # the trial has no use for it anymore
+            draw_weights(model)
             check_is_causal_lm(model, name, vocab_size, tokens, targets)
-        else:
-            check_shapes(model, name, vocab_size, tokens, targets)
 
 
 class _TokenLengths:

@@ -259,13 +259,47 @@ def test_a_run_without_the_file_that_registers_a_part(tmp_path):
         config("model.attention=alibi")
 
 
+def preflight(*overrides: str, model: str = "gpt_nano") -> None:
+    chosen = config(*overrides, "trainer.batch_size=2", model=model)
+    runtime = Runtime(chosen, DistEnv())
+    loader: Any = type("Loader", (), {"steps_per_epoch": 1000, "items_per_step": 1})
+    batch = [MicroBatch(0, (tokens(), tokens().flip(1)))]
+    check_resumes_exactly(runtime, text_task(chosen, vocab_size=V), loader, batch)
+
+
 def test_the_preflight_names_the_part(own):
     """As that of a model of one's own."""
-
     own("activation", lambda x, config: x * torch.rand(()).item())
-    chosen = config("model.activation=own", "trainer.batch_size=2")
-    runtime = Runtime(chosen, DistEnv())
-    loader: Any = type("Loader", (), {"steps_per_epoch": 1, "items_per_step": 1})
     with pytest.raises(CodeError, match=r"the model gpt with model.activation=own is random"):
-        batch = [MicroBatch(0, (tokens(), tokens()))]
-        check_resumes_exactly(runtime, text_task(chosen, vocab_size=V), loader, batch)
+        preflight("model.activation=own")
+
+
+class Peek(Attention):
+    """Sees the next position too."""
+
+    def attend(self, q, k, v, cache=None, start=0, bias=None):
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+class IgnoresStart(Attention):
+    def attend(self, q, k, v, cache=None, start=0, bias=None):
+        positions = torch.arange(q.shape[2]).view(-1, 1)
+        return super().attend(q * (1 + positions / 10), k, v, cache, start, bias)
+
+
+@pytest.mark.parametrize("model", ["gpt_nano", "modern_nano"])
+@pytest.mark.parametrize(
+    ("part", "problem"), [(Peek, "is not causal"), (IgnoresStart, "decodes other logits")]
+)
+def test_the_preflight_sees_what_hardly_changes_the_logits_of_its_steps(own, part, problem, model):
+    own("attention", part)
+    with pytest.raises(CodeError, match=problem):
+        preflight("model.attention=own", model=model)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("overrides", [["gpt_nano"], ["modern_nano", "model.ngram_rows=50"]])
+def test_the_preflight_passes_what_is_built_in(overrides, precision):
+    model, *keys = overrides
+    preflight(*keys, f"trainer.precision={precision}", model=model)
