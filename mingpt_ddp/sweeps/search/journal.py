@@ -15,6 +15,8 @@ from mingpt_ddp.results.optuna_library import journal, no_warnings, optuna
 from mingpt_ddp.storage.storage import atomic_write, open_regular
 from mingpt_ddp.sweeps.search.optuna_trials import FrozenTrial, StudyDirection, TrialState
 
+BEGINNING = b'{"directions":['  # of a file of `write`: Optuna itself writes another key first
+
 
 class _Lines(journal.BaseJournalBackend):
     """The lines of a journal that is written as a whole."""
@@ -37,7 +39,7 @@ class Journal:
 
         Raises:
             OSError: it cannot be read.
-            Exception: of Optuna, which differs by what is damaged.
+            Exception: it is damaged, or of another program; that of Optuna differs.
         """
         self._path = path.absolute()  # Optuna's lock is a symbolic link to it
         self._study: optuna.Study | None = None
@@ -86,7 +88,8 @@ class Journal:
             for key, value in attributes.items():
                 study.set_user_attr(key, value)
             study.add_trials(trials)
-            lines = [json.dumps(each, separators=(",", ":")) for each in backend.logs]
+            logs = [dict(sorted(each.items())) for each in backend.logs]
+            lines = [json.dumps(each, separators=(",", ":")) for each in logs]
             atomic_write(self._path, "".join(f"{line}\n" for line in lines).encode())
             self._load()
 
@@ -136,19 +139,33 @@ class Journal:
         if not os.path.lexists(self._path):
             return
         with open_regular(self._path, os.O_RDONLY | os.O_NOFOLLOW) as file:
-            *lines, _ = file.read().split(b"\n")
+            data = file.read()
+        *lines, _ = data.split(b"\n")
         if lines:
             json.loads(lines[-1])  # Optuna takes it for half a line, and writes on behind it
         with no_warnings():
             self._storage = journal.JournalStorage(journal.JournalFileBackend(str(self._path)))
             names = [each.study_name for each in self._storage.get_all_studies()]
             if not names:
+                _check_beginning(data)
                 return
             (name,) = names  # not always that of the directory, which may have been moved
             study = optuna.load_study(study_name=name, storage=self._storage)
         self._study_id = self._storage.get_study_id_from_name(name)
         if study.user_attrs or study.get_trials(deepcopy=False):
             self._study = study
+        else:
+            _check_beginning(data)
 
     def _id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+
+
+def _check_beginning(data: bytes) -> None:
+    """Check that a file without a header is the beginning of one of `write`, which may be empty.
+
+    Raises:
+        ValueError: another program has written it.
+    """
+    if not (data.startswith(BEGINNING) or BEGINNING.startswith(data)):
+        raise ValueError("this is not the beginning of a study of a sweep")

@@ -134,10 +134,12 @@ def test_what_a_kill_leaves_beside_the_journal_is_removed(tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == [journal.name]
 
 
-def test_a_moved_or_copied_journal_of_another_study_is_refused(tmp_path):
+@pytest.mark.parametrize("trials", [0, 1])
+def test_a_moved_or_copied_journal_of_another_study_is_refused(tmp_path, trials):
     path = tmp_path / "study.journal"
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(path)))
-    optuna.create_study(storage=storage).add_trial(optuna.create_trial(value=1.0))
+    study = optuna.create_study(storage=storage, study_name=tmp_path.name)
+    study.add_trials([optuna.create_trial(value=1.0)] * trials)
     before = path.read_bytes()
     with pytest.raises(RunError, match=r"study.journal is damaged; move it away to begin a new"):
         open_study(tmp_path)
@@ -307,6 +309,8 @@ DAMAGE = {
     "other JSON": (None, b"[1]\n"),
     "nested": (None, b"[" * 100_000 + b"\n"),
     "binary": (None, b"\xff\xfe\n"),
+    "binary without a newline": (None, b"\xff\xfe"),
+    "text without a newline": (None, b"notes"),
 }
 
 
