@@ -131,7 +131,10 @@ class Sweep:
         swept = hydra_utils.swept_overrides()
 
         def known() -> Known:
-            return (*look_up(config, swept, objective), self.failed_before(job.number))
+            name, value = look_up(config, swept, objective)
+            if self.trials is not None:
+                self.trials.match(job.number, run_directory(with_run_name(config, name)))
+            return name, value, self.failed_before(job.number)
 
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)

@@ -154,6 +154,31 @@ class Study:
         self._journal.set(index, "failures", [*self.failures(number), reason])
         self._end_if_failed(index)
 
+    def match(self, number: int, job: str) -> None:
+        """Let a trial of a grid continue the record of its job, if there is another one.
+
+        That has the values of other keys if another one varies now.
+
+        Args:
+            job: the name of its directory.
+        """
+        if self._listed is None:
+            return
+        trials = copy.deepcopy(self._journal.trials())
+        added = trials[self._numbers[number]]
+        others = [trial for trial in trials if trial.user_attrs.get("job") == job]
+        kept = next((trial for trial in others if trial.number != added.number), None)
+        if kept is None:
+            return
+        if kept.number not in self._numbers.values():  # else of the same job under another number
+            kept.params = added.params
+            kept.distributions = added.distributions
+        del trials[added.number]
+        self._journal.write(self._directions, self._journal.attributes, trials)
+        for each, index in self._numbers.items():
+            before = kept.number if index == added.number else index
+            self._numbers[each] = before - (before > added.number)
+
     def reopen(self, number: int) -> None:
         """Let a finished trial run again; if it was pruned, past that step.
 

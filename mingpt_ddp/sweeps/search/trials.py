@@ -69,6 +69,10 @@ class Trials:
         has_failed = self._study.state(number) == TrialState.FAIL
         return failures[-1] if has_failed and len(failures) > self._settings.retries else None
 
+    def match(self, number: int, directory: Path) -> None:
+        """Let a job of a grid keep its record although other keys vary than before."""
+        self._study.match(number, directory.name)
+
     def start(self, number: int) -> None:
         """Record that a job starts, perhaps again."""
         if self._study.state(number).is_finished():

@@ -246,6 +246,34 @@ def test_a_grid_may_change(tmp_path):
     assert trials[0].state.name == "COMPLETE"
 
 
+def test_a_job_has_one_record_whatever_keys_of_its_grid_vary(tmp_path):
+    """Otherwise a pruner would count it twice."""
+
+    def open_grid(*listed: dict[str, float]) -> Study:
+        study = Study(tmp_path, SweepConfig(pruner="median"), {}, listed)
+        study.begin()
+        return study
+
+    study = open_grid({"lr": 1}, {"lr": 2})
+    for number in range(2):
+        study.values(number)
+        study.report(number, 10, 2.0 - number)
+        study.finish(number, TrialState.COMPLETE, [2.0 - number], f"job-{number}")
+    grid = [{"lr": 2, "n": 4}, {"lr": 2, "n": 4.0}, {"lr": 3, "n": 4}, {"lr": 1, "n": 4}]
+    study = open_grid(*grid)
+    for number in range(4):
+        study.values(number)  # as of jobs that begin at a time
+    for number, job in enumerate(("job-1", "job-1", "job-2", "job-0")):
+        study.match(number, job)
+    for each in (study, open_grid(*grid)):
+        states = [each.state(number).name for number in range(4)]
+        assert states == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE"]
+        assert [each.values(number)["lr"] for number in range(4)] == [2, 2, 3, 1]
+    trials = load(tmp_path)
+    assert [trial.params for trial in trials] == [grid[3], grid[0], grid[2]]
+    assert [trial.intermediate_values for trial in trials] == [{10: 2.0}, {10: 1.0}, {}]
+
+
 REFUSED = [
     ({"sampler_settings": {"n_startup_trial": 1}}, "did you mean"),
     ({"sampler_settings": {"n_startup_trials": -1}}, "at least 0"),
