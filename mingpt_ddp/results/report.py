@@ -9,6 +9,7 @@ from pathlib import Path
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.results.results import Results, read_results
+from mingpt_ddp.results.runs import find_runs, is_locked
 from mingpt_ddp.results.text import table
 from mingpt_ddp.storage.storage import atomic_write
 
@@ -80,9 +81,10 @@ def watch(directories: list[Path], page: Path) -> str:
     """
     line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
     try:
-        while (results := read_results(directories)).is_running:
+        while (results := _read_begun(directories)) is None or results.is_running:
             began = time.monotonic()
-            write_page(results, page, WATCH_S)
+            if results is not None:
+                write_page(results, page, WATCH_S)
             if line:
                 echo(line)
             line = ""
@@ -92,6 +94,13 @@ def watch(directories: list[Path], page: Path) -> str:
     except KeyboardInterrupt:
         pass
     return report(directories, page)
+
+
+def _read_begun(directories: list[Path]) -> Results | None:
+    """Read the jobs; return None while a sweep that runs has none yet."""
+    if any(is_locked(each) and not find_runs(each) for each in directories):
+        return None
+    return read_results(directories)
 
 
 def write_page(results: Results, page: Path, reload_s: float = 0) -> None:

@@ -116,7 +116,7 @@ def read_jobs(directories: list[Path]) -> list[Job]:
             raise RunError(
                 f"{directory} is not a directory; name a run or the directory of a sweep"
             )
-        runs = _find_runs(directory)
+        runs = find_runs(directory)
         if not runs:
             raise RunError(
                 f"there is no run in {directory}; name a run or the directory of a sweep"
@@ -170,7 +170,7 @@ def varying(jobs: Sequence[Configured]) -> list[str]:
     return keys
 
 
-def _find_runs(directory: Path) -> list[Path]:
+def find_runs(directory: Path) -> list[Path]:
     """List the runs in a directory and one and two levels below.
 
     Hidden and unreadable directories have none.

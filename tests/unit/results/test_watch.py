@@ -38,17 +38,20 @@ def identity(path: Path) -> int | None:
     return path.stat().st_ino if path.exists() else None
 
 
-@pytest.mark.parametrize("locked", ["a job", "the sweep between two jobs"])
-def test_the_page_is_written_until_nothing_runs(tmp_path, monkeypatch, locked):
+@pytest.mark.parametrize("locked", ["a job", "a sweep without a job"])
+def test_the_page_is_written_until_nothing_runs(tmp_path, monkeypatch, capsys, locked):
     monkeypatch.setattr(report, "WATCH_S", 0.05)
-    fake_run(tmp_path / "a")
-    run = fake_run(tmp_path / "b", status=None, steps=40)
+    is_job = locked == "a job"
+    run = fake_run(tmp_path / "b", status=None, steps=40) if is_job else tmp_path
     page = tmp_path / "report.html"
     texts = []
     watcher = threading.Thread(target=lambda: texts.append(report.watch([tmp_path], page)))
-    with open((run if locked == "a job" else tmp_path) / ".lock", "w") as lock:
+    with open(run / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         watcher.start()
+        wait_for(lambda: "follows the jobs" in capsys.readouterr().out)
+        assert page.exists() == is_job
+        fake_run(tmp_path / "a")
         wait_for(page.exists)
         first = identity(page)
         assert RELOADS in page.read_text()
@@ -58,7 +61,7 @@ def test_the_page_is_written_until_nothing_runs(tmp_path, monkeypatch, locked):
     watcher.join(PATIENCE_S)
     assert not watcher.is_alive()
     assert RELOADS not in page.read_text(), "it stays as it is"
-    assert texts[0].splitlines()[-1] == f"the page is {page}" and "b" in texts[0]
+    assert texts[0].splitlines()[-1] == f"the page is {page}" and "c" in texts[0]
     assert not [*tmp_path.glob(".*.partial")]
 
 
