@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,7 +86,9 @@ def sweep(
         JobError: jobs have failed; it names them, and `rows` has the others.
         UserError: its one line says what went wrong.
     """
-    return rows(*_train(["-m", *_words(overrides, "sweep")], nproc))
+    from mingpt_ddp.results.report_json import job_rows
+
+    return job_rows(_train(["-m", *_words(overrides, "sweep")], nproc))
 
 
 def _words(overrides: Iterable[str], function: str) -> list[str]:
@@ -94,7 +96,14 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
 
     if isinstance(overrides, str):
         raise ConfigError(f"{function} takes a list of overrides: {function}([{overrides!r:.100}])")
-    return [*overrides]
+    is_list = isinstance(overrides, Iterable) and not isinstance(overrides, Mapping)
+    words = [*overrides] if is_list else []
+    if not is_list or not all(isinstance(word, str) for word in words):
+        raise ConfigError(
+            f"{function} takes a list of overrides, not {overrides!r:.100}: "
+            f"{function}(['run.name=a', ...])"
+        )
+    return words
 
 
 def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
@@ -286,8 +295,13 @@ def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
         directories: runs, or parents of runs one or two levels below.
 
     Raises:
+        ConfigError: they are not paths.
         RunError: one of them is not a directory, or contains no run.
     """
+    from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.results.report_json import job_rows
 
+    are_paths = all(each and isinstance(each, str | os.PathLike) for each in directories)
+    if not directories or not are_paths:
+        raise ConfigError("rows takes one directory or several: rows('outputs/lr', ...)")
     return job_rows([*map(Path, directories)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fake_runs import fake_run
 from launching import ROOT
+from omegaconf import OmegaConf
 
 import mingpt_ddp
 from mingpt_ddp.cli import api
@@ -102,6 +103,14 @@ def test_generated_text_depends_on_the_seed_alone():
             lambda: mingpt_ddp.sweep("run.seed=1,2"),
             ConfigError,
             "sweep takes a list of overrides: sweep(['run.seed=1,2'])",
+        ),
+        *(
+            (lambda words=words: mingpt_ddp.sweep(words), ConfigError, f"not {words!r}: sweep([")
+            for words in (None, [1, 2], b"ab", OmegaConf.create({"a": 1}))
+        ),
+        *(
+            (lambda paths=paths: mingpt_ddp.rows(*paths), ConfigError, "rows takes one directory")
+            for paths in ([], [["a"]], [""])
         ),
     ],
 )
