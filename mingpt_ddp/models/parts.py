@@ -19,6 +19,7 @@ from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend
 from mingpt_ddp.models.ops import relu_squared
 
+LABEL = "label_of_part"  # attribute of a user's module, as model.mlp=mine
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": F.gelu,
@@ -88,11 +89,13 @@ def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module
     label = f"the {kind} {name}"
     if not isinstance(builder, type):
         _check_takes(builder, ("x", "config"), label)
-        return FunctionPart(builder, own)
+        return _labelled(FunctionPart(builder, own), kind, name)
     _check_takes(builder, ("config", "block"), label)
     part = builder(own, spec)
     if not isinstance(part, nn.Module):
         raise CodeError(f"{label} must be an nn.Module, not {type(part).__name__}")
+    if getattr(part.forward, "__func__", None) is nn.Module.forward:
+        raise CodeError(f"{label} must have a method forward")
     takes_rotary = getattr(part, "rotary", False)
     if takes_rotary and config.architecture != "modern":
         raise ConfigError(
@@ -105,6 +108,13 @@ def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module
     if takes_rotary or hasattr(part, "new_cache"):
         taken += ["cache", "start"]
     _check_takes(part.forward, taken, f"forward of {label}")
+    return _labelled(part, kind, name)
+
+
+def _labelled(part: nn.Module, kind: str, name: str) -> nn.Module:
+    """Set the name by which the check of what parts return finds them."""
+    if kind != "activation":  # whose shapes the user's MLP knows
+        vars(part)[LABEL] = f"model.{kind}={name}"
     return part
 
 

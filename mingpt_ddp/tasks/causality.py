@@ -1,6 +1,8 @@
 """Check that a user's model is a causal language model with the right loss."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
+from mingpt_ddp.models.parts import LABEL
 
 # relative to the largest logit; covers summation order and TF32
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}
@@ -18,6 +21,8 @@ OFFSET = 0.5  # the most that `draw_weights` adds to a parameter of one dimensio
 def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:
     """Check the shapes of logits (B, T, V), also those of the first call of sampling, and the loss.
 
+    And of what a user's parts of blocks return.
+
     Args:
         name: of the model, for messages.
         x: (B, T) tokens.
@@ -26,7 +31,7 @@ def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Ten
     Raises:
         CodeError: another shape.
     """
-    with eval_mode(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad(), _checked_parts(model):
         for tokens in (x[:, :1], x[:1]):
             shape = (*tokens.shape, vocab_size)
             promise = f"model(tokens) must return logits of shape {shape}"
@@ -39,6 +44,31 @@ def _check_shape(output: Any, shape: tuple[int, ...], promise: str) -> None:
     found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
     if found != shape:
         raise CodeError(f"{promise}, not {found}")
+
+
+@contextmanager
+def _checked_parts(model: nn.Module) -> Iterator[None]:
+    """Require that each part of a user returns a tensor of the shape of its input."""
+    parts = [module for module in model.modules() if LABEL in vars(module)]
+    hooks = [part.register_forward_hook(_check_part) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _check_part(part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+    """Refuse what would fail in the block, or be broadcast when added to the residual stream."""
+    shape = tuple(arguments[0].shape)
+    promise = f"{vars(part)[LABEL]} must return a tensor of shape (B, T, C), here {shape}"
+    if getattr(part, "rotary", False):
+        promise += ", and the values of the first block"
+        if isinstance(output, tuple) and len(output) == 2:
+            output, _ = output
+        elif isinstance(output, Tensor):
+            raise CodeError(f"{promise}, not a Tensor alone")
+    _check_shape(output, shape, promise)
 
 
 def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Tensor) -> None:

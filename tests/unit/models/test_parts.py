@@ -187,11 +187,17 @@ class NoCache(Attention):
         return x
 
 
+class NoForward(nn.Module):
+    def __init__(self, config, block):
+        super().__init__()
+
+
 @pytest.mark.parametrize(
     ("kind", "part", "error"),
     [
         ("mlp", NoArguments, r"the mlp own must take \(config, block\), but there is too many"),
         ("norm", Pair, "the norm own must be an nn.Module, not Pair"),
+        ("mlp", NoForward, "the mlp own must have a method forward"),
         ("attention", NoCache, r"forward of the attention own must take \(x, cache, start\)"),
         ("activation", lambda x: x, r"the activation own must take \(x, config\)"),
         ("attention", RotaryAttention, "model.attention=own is a RotaryAttention, which needs"),
@@ -296,6 +302,32 @@ def test_the_preflight_sees_what_hardly_changes_the_logits_of_its_steps(own, par
     own("attention", part)
     with pytest.raises(CodeError, match=problem):
         preflight("model.attention=own", model=model)
+
+
+class Values(RotaryAttention):
+    def forward(self, x, rotary, v1, cache, start):
+        return super().forward(x, rotary, v1, cache, start)[0]
+
+
+OF_SHAPE = r"must return a tensor of shape \(B, T, C\), here \(2, 1, 16\), not"
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "problem"),
+    [
+        ("attention", lambda x, config: (x, None), f"{OF_SHAPE} tuple"),
+        ("attention", lambda x, config: None, f"{OF_SHAPE} NoneType"),
+        ("attention", lambda x, config: F.pad(x, (0, 1)), rf"{OF_SHAPE} \(2, 1, 17\)"),
+        ("mlp", lambda x, config: x[..., :1], rf"{OF_SHAPE} \(2, 1, 1\)"),
+        ("norm", lambda x, config: x[0], rf"{OF_SHAPE} \(1, 16\)"),
+        ("attention", Values, "and the values of the first block, not a Tensor alone"),
+    ],
+)
+def test_another_shape_than_that_of_the_residual_stream_is_refused(own, kind, part, problem):
+    own(kind, part)
+    model = "modern_nano" if part is Values else "gpt_nano"
+    with pytest.raises(CodeError, match=f"^code error: model.{kind}=own .*{problem}"):
+        preflight(f"model.{kind}=own", model=model)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
