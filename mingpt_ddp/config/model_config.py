@@ -3,7 +3,8 @@
 # ruff: noqa: RUF009  key() returns a dataclass field
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from inspect import formatannotation
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import Field
 
@@ -92,22 +93,33 @@ class TransformerConfig(ModelConfig):
             ConfigError: names the key of a part that is invalid.
         """
         settings = self.part_settings or {}
-        known: set[str] = set()
+        known: dict[str, tuple[str, Any]] = {}  # a part that has the key, and the key's type
         configs: dict[str, PartConfig] = {}
         for kind, classes in PARTS.items():
             name = getattr(self, kind)
             if name is None:
                 continue
-            check_choice(f"model.{kind}", name, classes)
+            label = f"model.{kind}={name}"
+            also = "" if kind == "activation" else "; null is the architecture's own"
+            check_choice(f"model.{kind}", name, classes, also)
             fields = field_types(classes[name])
-            known |= {*fields}
+            plain_types = get_type_hints(classes[name])  # without Annotated
+            for field in fields:
+                plain = plain_types[field]
+                kept_by, wanted = known.setdefault(field, (label, plain))
+                check(
+                    plain == wanted,
+                    f"{kept_by} and {label} have a key {field} of different types, "
+                    f"{formatannotation(wanted)} and {formatannotation(plain)}; rename one",
+                )
             own = {name: settings[name] for name in fields if name in settings}
             configs[kind] = build(classes[name], own, "model.part_settings")
         where = "model.part_settings."
+        chosen = " or ".join(changed_parts(vars(self)))
         for setting in settings:
-            hint = hint_at(str(setting), sorted(known), where)
-            is_known = setting in known
-            check(is_known, f"{where}{setting} is not a key; {hint if known else 'choose a part'}")
+            owner = f" of {chosen}" if chosen else ""
+            hint = hint_at(str(setting), sorted(known), where) if known else "choose a part with it"
+            check(setting in known, f"{where}{setting} is not a key{owner}; {hint}")
         return configs
 
 

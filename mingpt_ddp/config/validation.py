@@ -48,8 +48,11 @@ def did_you_mean(key: str, known: Iterable[str], min_similarity: float = 0.6) ->
     return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=min_similarity)), None)
 
 
-def check_choice(key: str, value: str, known: Iterable[str | None]) -> None:
+def check_choice(key: str, value: str, known: Iterable[str | None], also: str = "") -> None:
     """Refuse a value that is none of the registered ones.
+
+    Args:
+        also: what else may be chosen, for the message.
 
     Raises:
         NotRegisteredError: names them, and the closest.
@@ -58,9 +61,11 @@ def check_choice(key: str, value: str, known: Iterable[str | None]) -> None:
     if value in names:
         return
     if not names:
-        raise NotRegisteredError(f"{key}={value} is registered by no Python file named as code")
+        raise NotRegisteredError(
+            f"{key}={value} is registered by no Python file named as code{also}"
+        )
     meant = did_you_mean(value, names)
-    hint = f"{', '.join(names)}{f'; did you mean {meant}?' if meant else ''}"
+    hint = f"{', '.join(names)}{also}{f'; did you mean {meant}?' if meant else ''}"
     raise NotRegisteredError(retired(f"{key}={value}") or f"{key}={value} must be one of {hint}")
 
 

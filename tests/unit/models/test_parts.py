@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import torch
 from launching import ROOT
 from multiprocess.ranks import configure
+from pydantic import Field
 from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,9 +53,9 @@ def own():
     """Return a function that registers a part as `own`."""
     kinds = []
 
-    def add(kind: str, part: Any) -> None:
+    def add(kind: str, part: Any, config: type = PartConfig) -> None:
         kinds.append(kind)
-        register(kind, "own", PartConfig)(part)
+        register(kind, "own", config)(part)
 
     yield add
     for kind in kinds:
@@ -225,12 +227,19 @@ def test_modern_gives_its_rotary_attention_what_it_needs(own):
             ["model.attention=alibbi"],
             "alibbi must be one of .*; did you mean alibi",
         ),
-        (["model.norm=alibi"], "model.norm=alibi must be one of rms$"),
+        (
+            ["model.norm=alibi"],
+            "model.norm=alibi must be one of rms; null is the architecture's own$",
+        ),
         (
             ["model.attention=alibi", "model.part_settings={steepnes: 1}"],
-            "model.part_settings.steepnes is not a key; did you mean model.part_settings.steepness",
+            "steepnes is not a key of model.attention=alibi; did you mean model.part_settings.s",
         ),
         (["model.part_settings={steepness: 1}"], "steepness is not a key; choose a part"),
+        (
+            ["model.attention=mean", "model.norm=rms", "model.part_settings={width: 1}"],
+            "width is not a key of model.attention=mean or model.norm=rms; choose a part with it$",
+        ),
         (
             ["model.attention=alibi", "model.part_settings={steepness: x}"],
             "model.part_settings.steepness='x' must be a valid number",
@@ -240,6 +249,33 @@ def test_modern_gives_its_rotary_attention_what_it_needs(own):
 def test_a_mistyped_key_is_one_line(overrides, error):
     with pytest.raises(ConfigError, match=error):
         config(*overrides)
+
+
+@dataclass(frozen=True)
+class Wide(PartConfig):
+    width: Annotated[int, Field(ge=1)] = 8
+
+
+@dataclass(frozen=True)
+class Wider(PartConfig):
+    width: int = 8
+
+
+@dataclass(frozen=True)
+class Named(PartConfig):
+    width: str = "wide"
+
+
+def test_parts_share_a_key_of_one_type(own):
+    own("attention", Attention, Wide)
+    own("mlp", Shifted, Wider)
+    model: Any = config("model.attention=own", "model.mlp=own", "model.part_settings.width=3").model
+    parts = model.part_configs()
+    assert (parts["attention"].width, parts["mlp"].width) == (3, 3)
+    own("norm", Shifted, Named)
+    message = "model.attention=own and model.norm=own have a key width of different types, int and"
+    with pytest.raises(ConfigError, match=f"{message} str; rename one$"):
+        config("model.attention=own", "model.norm=own")
 
 
 def test_what_a_part_cannot_is_refused_in_one_line():
