@@ -10,7 +10,7 @@ import time
 from mingpt_ddp.distributed.proc import waited_for_cores
 
 FIRST_WINDOW_S = 0.25
-BUSY = 0.2  # cores that the threads lack, on average over a window
+BUSY = 0.1  # cores that each thread lacks, on average over a window: two threads 0.2
 
 
 class CoreWaits:
@@ -20,12 +20,14 @@ class CoreWaits:
     the account, in a tenth of a millisecond, is rare. Short noise does not fill a window.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, world_size: int) -> None:
         """
         Args:
             threads: that compute, of this process.
+            world_size: of the run.
         """
         self._threads = threads
+        self._world_size = world_size
         self._window_s = FIRST_WINDOW_S
         self._begin()
 
@@ -42,21 +44,24 @@ class CoreWaits:
         self._window_s *= 2
         self._begin()
         waited_s = sum(s - before.get(thread, 0.0) for thread, s in self._waited.items())
-        line = describe_waits(self._threads, waited_s, elapsed_s)
+        line = describe_waits(self._threads, self._world_size, waited_s, elapsed_s)
         if line is not None:
             self._window_s = math.inf
         return line
 
 
-def describe_waits(threads: int, waited_s: float, elapsed_s: float) -> str | None:
+def describe_waits(threads: int, world_size: int, waited_s: float, elapsed_s: float) -> str | None:
     """Return what to do if threads have waited that long in a time; None if they have hardly."""
     missing = waited_s / elapsed_s
-    if missing < BUSY:
+    if missing < BUSY * max(2, threads):  # of a single thread the noise is as that of two
         return None
-    fewer = max(1, threads - math.ceil(missing))
-    advice = f"set OMP_NUM_THREADS={fewer}" if threads > 1 else "train on fewer ranks here"
+    advice = "end what else runs on this machine"
+    if threads > 1:
+        advice += f", or set OMP_NUM_THREADS={max(1, threads - math.ceil(missing))}"
+    elif world_size > 1:
+        advice += ", or train on fewer ranks here"
     return (
         f"fewer cores are free than this rank has threads ({threads}): in {elapsed_s:.2f} s they "
-        f"have waited {waited_s:.2f} s for one, which can make training several times slower; end "
-        f"what else runs on this machine, or {advice}"
+        f"have waited {waited_s:.2f} s for one, which can make training several times slower; "
+        f"{advice}"
     )

@@ -73,9 +73,9 @@ class MetricsProcessor:
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
-        self._core_waits = (
-            CoreWaits(torch.get_num_threads()) if runtime.device.type == "cpu" else None
-        )
+        self._core_waits: CoreWaits | None = None
+        if runtime.device.type == "cpu":
+            self._core_waits = CoreWaits(torch.get_num_threads(), runtime.group.world_size)
         self._is_set_up = False
         self._times = times
         self._is_first = True

@@ -30,7 +30,7 @@ def shared_core():
 
 @needs_account
 def test_a_busy_core_is_reported_once(shared_core):
-    waits = CoreWaits(threads=2)
+    waits = CoreWaits(threads=2, world_size=1)
     while (line := waits.check()) is None:
         pass
     assert line.startswith("fewer cores are free than this rank has threads (2): in ")
@@ -38,17 +38,20 @@ def test_a_busy_core_is_reported_once(shared_core):
 
 
 @pytest.mark.parametrize(
-    ("threads", "waited_s", "advice"),
+    ("threads", "world_size", "waited_s", "advice"),
     [
-        (2, 0.03, None),  # noise
-        (2, 0.6, "OMP_NUM_THREADS=1"),
-        (8, 0.3, "OMP_NUM_THREADS=7"),
-        (64, 31.0, "OMP_NUM_THREADS=2"),  # a container that may use one core
-        (1, 0.2, "train on fewer ranks here"),
+        (2, 1, 0.03, None),  # noise
+        (2, 1, 0.11, "OMP_NUM_THREADS=1"),
+        (8, 2, 0.5, "OMP_NUM_THREADS=7"),
+        (64, 1, 64 * 0.002, None),  # noise of each thread
+        (64, 1, 31.0, "OMP_NUM_THREADS=2"),  # a container that may use one core
+        (1, 1, 0.06, None),
+        (1, 2, 0.2, "or train on fewer ranks here"),
+        (1, 1, 0.2, "end what else runs on this machine"),
     ],
 )
-def test_what_to_do(threads, waited_s, advice):
-    line = describe_waits(threads, waited_s, elapsed_s=0.5)
+def test_what_to_do(threads, world_size, waited_s, advice):
+    line = describe_waits(threads, world_size, waited_s, elapsed_s=0.5)
     assert (line is None) == (advice is None)
     assert line is None or line.endswith(advice)
     assert line is None or f"in 0.50 s they have waited {waited_s:.2f} s" in line
