@@ -71,6 +71,8 @@ def _command(config: ReportConfig) -> int:
     words = [run for run in config.runs if run not in runs]
     check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
     if EXPERIMENTS in words:
+        is_plain = config.format == "text" and not config.by and len(runs) < 2
+        check(is_plain, f"{EXPERIMENTS} prints a table of one directory; leave out other words")
         echo(experiments_table(Path(*runs[:1] or ["outputs"])))
         return 0
     check(bool(runs), f"{''.join(words)} needs directories; name runs, or the directory of a sweep")

@@ -1,14 +1,12 @@
 """The record of verdicts: each comparison of settings is a line of experiments.jsonl."""
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mingpt_ddp.errors import RunError, printable, reason
+from mingpt_ddp.errors import RunError, counted, printable, reason
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.runs import Job
@@ -17,7 +15,7 @@ from mingpt_ddp.storage.storage import open_regular
 
 EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
 MAX_BYTES = 1 << 26
-FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a link could lead to any file
+FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a link could lead to any file
 LONGEST = 300  # characters of a verdict
 
 
@@ -34,7 +32,10 @@ def append(root: Path, experiment: dict[str, Any]) -> str | None:
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     line = json.dumps({"when": when, **experiment}).encode() + b"\n"
     try:
-        with open_regular(root / EXPERIMENTS, FLAGS, "ab") as file:
+        with open_regular(root / EXPERIMENTS, FLAGS, "a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            if file.read(1) not in (b"", b"\n"):  # the disk was full
+                line = b"\n" + line
             if os.write(file.fileno(), line) < len(line):
                 raise OSError("the disk is full")
     except OSError as error:
@@ -48,22 +49,34 @@ def experiments_table(root: Path) -> str:
     Raises:
         RunError: there is no record that can be read.
     """
+    unread = 0
     rows = [["when", "runs", "verdict"]]
     try:
         for line in read_lines(root / EXPERIMENTS, MAX_BYTES):
-            rows += _rows(line)
+            try:
+                rows += _rows(line)
+            except (LookupError, TypeError, ValueError, RecursionError):
+                unread += bool(line.strip())
     except OSError as error:
         raise RunError(
             f"cannot read {root / EXPERIMENTS}: {reason(error)}; each compare adds a line to it"
         ) from error
-    return printable("\n".join(table_lines(rows, left=(0, 1, 2))))
+    lines = table_lines(rows, left=(0, 1, 2))
+    if unread:
+        lines.append(f"note: {counted(unread, 'line')} of {root / EXPERIMENTS} cannot be read")
+    return printable("\n".join(lines))
 
 
-def _rows(line: bytes) -> Iterator[list[str]]:
-    """Yield the rows of a line; none of one that is no record."""
-    with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
-        record = json.loads(line)
-        runs = cut(" ".join(map(str, record["runs"])))
-        for comparison in record["comparisons"]:
-            verdict = str(comparison["sentence"]).replace("\n", "\\n")
-            yield [str(record["when"])[:16], runs, cut(verdict, LONGEST)]
+def _rows(line: bytes) -> list[list[str]]:
+    """Return the rows of a line.
+
+    Raises:
+        LookupError, TypeError, ValueError, RecursionError: it is no record.
+    """
+    record = json.loads(line)
+    runs = cut(" ".join(map(str, record["runs"])))
+    rows = []
+    for comparison in record["comparisons"]:
+        verdict = str(comparison["sentence"]).replace("\n", "\\n")
+        rows.append([str(record["when"])[:16], runs, cut(verdict, LONGEST)])
+    return rows

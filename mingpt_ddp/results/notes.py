@@ -22,8 +22,12 @@ WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
-def comparison_notes(jobs: list[Job]) -> list[str]:
-    """Return what ranks the jobs, if not the loss, and why their results do not compare."""
+def comparison_notes(jobs: list[Job], by_code: bool = False) -> list[str]:
+    """Return what ranks the jobs, if not the loss, and why their results do not compare.
+
+    Args:
+        by_code: versions of the code are settings of their own.
+    """
     objective = jobs[0].ranked_by
     notes = []
     if objective is not LOSS:
@@ -51,7 +55,7 @@ def comparison_notes(jobs: list[Job]) -> list[str]:
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
     codes = {job.code for job in jobs if job.code}
-    if len(codes) > 1:
+    if len(codes) > 1 and not by_code:
         notes.append(
             f"{len(codes)} versions of the code have trained the jobs: "
             f"`{command('report')} DIR compare by=code` takes them apart"

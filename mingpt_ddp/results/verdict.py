@@ -40,7 +40,7 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
             + (", or write by=code" if have_codes and not by_code else "")
         )
     comparisons = compare(settings)
-    notes = _notes(jobs, settings, comparisons)
+    notes = [*comparison_notes(jobs, by_code), *_notes(jobs, settings, comparisons)]
     document = _numbers(jobs, settings, comparisons, notes)
     if comparisons:
         experiment = {"runs": [*map(str, directories)], **document}
@@ -123,7 +123,7 @@ def _objective(jobs: list[Job]) -> str:
 
 def _notes(jobs: list[Job], settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
     """Return what the comparison leaves out, or takes together."""
-    notes = [*comparison_notes(jobs), *pooling_notes(replicates(jobs))]
+    notes = pooling_notes(replicates(jobs))
     for job in jobs:
         notes += job.notes
     for setting in settings:

@@ -66,6 +66,7 @@ def test_versions_of_the_code_are_taken_apart_on_demand(tmp_path, call):
     assert out.splitlines()[-1].startswith(
         "no difference shown between code aaaaaaaaaaaa and code cccccccccccc+bbbbbbbbbbbb: 0.20 "
     )
+    assert "by=code" not in out
     assert (
         call(tmp_path, "by=code")[2]
         == "config error: by=code belongs to compare; write that, too\n"
@@ -95,10 +96,14 @@ def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):
     assert len(lines) == 2 and record.pop("when").startswith("20")
     assert record == {"runs": ["outputs/lr/a", "outputs/lr/b"], **strict(out)}
     with (root / "experiments.jsonl").open("a") as file:
-        file.write('{"runs": 1}\n\n')
+        file.write('\n{"runs": 1}')
+    call("outputs/lr/a", "outputs/lr/b", "compare")
     table = call("experiments")[1].splitlines()
-    assert len(table) == 3 and table[0].split() == ["when", "runs", "verdict"]
+    assert len(table) == 5 and table[0].split() == ["when", "runs", "verdict"]
     assert table[1].split("  ")[-1].startswith("no difference shown between lr=1 and lr=3: 0.20 ")
+    assert table[-1] == "note: 1 line of outputs/experiments.jsonl cannot be read"
+    code, _, err = call("experiments", "format=json")
+    assert code == 2 and "leave out other words\n" in err and err.count("\n") == 1
     (root / "experiments.jsonl").unlink()
     (root / "experiments.jsonl").symlink_to(tmp_path / "precious")
     code, out, err = call("outputs/lr/a", "outputs/lr/b", "compare")
