@@ -33,7 +33,7 @@ MAX_PATCH_BYTES = 1_000_000
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
 UNKNOWN = "unknown"
 INITIAL = "(initial)"  # git's word for a checkout without a commit
-HEX = 40  # digits of a commit
+COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # by SHA-1 or SHA-256
 GIT_S = 5.0  # for all that git is asked
 SHOWN = 5  # files that a message names
 LONGEST = 400  # characters of a description
@@ -55,9 +55,10 @@ DIFF = (
     *("diff", "--no-ext-diff", "--no-textconv", "--no-color"),
     *("--ignore-submodules=dirty", "--submodule=short", "--src-prefix=a/", "--dst-prefix=b/"),
 )
+BINARY = re.compile(rb"^Binary files .* differ$", re.MULTILINE)  # git applies no such part
 SECRET_NAME = re.compile(
     r"/(\.env|\.netrc|\.pgpass|\.pypirc|id_(rsa|dsa|ecdsa|ed25519))|secret|credential|passw|"
-    r"\.(pem|key|p12|pfx|kdbx)\b",
+    r"\.(env|pem|key|p12|pfx|kdbx)\b",
     re.IGNORECASE,
 )
 SECRET = re.compile(  # in a text in lower case, where this is four times as fast
@@ -65,8 +66,14 @@ SECRET = re.compile(  # in a text in lower case, where this is four times as fas
     -----begin[ ][a-z ]*private[ ]key
     | ://[^/\s:@"']*:[^/\s@"']+@                                      # user:password@host
     | \b(?:(?:akia|asia)[0-9a-z]{16}|aiza[\w-]{30}|(?:sk|glpat|xox[a-z])-[\w-]{10})
+    | https?://[^/\s:@"'{}]{8,}@                                       # token@host
+    | \b(?:[sr]k_(?:live|test)_[a-z0-9]{10}|bearer\s+[\w.~+/=-]{16})
+    | (?:\bkey["']?\s*[:=]\s*["'][0-9a-f]{40}
+      | token["']?\]?\s*[:=]\s*["'][\w.~+/=-]{20,}
+      | (?:\b|_)pwd["']?\]?\s*[:=]\s*["'][^"'\s]{6,})["']
     | \b(?:(?:gh[a-z]|hf)_[a-z0-9]{20}|github_pat_\w{20})
-    | (?:passw|secret|credential|(?:api|access|auth|private)_?(?:key|token))\w*["']?\s*[:=]\s*
+    | (?:passw|secret|credential|(?:api|access|auth|private)_?(?:key|token))\w*["']?\]?
+      \s*(?::[ ]*[\w.|\[\]][\w.|\[\] ]*=|[:=])\s*                       # with a type, too
       (?:["'][^"'\s]{6,}["']|[^"'\s()\[\]{},]{6,}\s*$)
     """,
     re.MULTILINE | re.VERBOSE,
@@ -78,7 +85,7 @@ class Code:
     """The code of this process, and the changes in its checkouts."""
 
     record: dict[str, Any]  # without what depends on the run
-    patch: str  # "": there is none, or it is too large
+    patch: bytes  # empty: there is none, or the record says why
 
     def record_in(self, directory: Path, before: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of a run that trains from here on.
@@ -94,8 +101,8 @@ class Code:
         if self.patch:
             record["patch"] = PATCH
             with contextlib.suppress(OSError):
-                if read_regular(directory / PATCH, 2 * MAX_PATCH_BYTES) != self.patch.encode():
-                    record["patch"] = f"code-{_sha256(self.patch.encode())[:8]}.patch"
+                if read_regular(directory / PATCH, 2 * MAX_PATCH_BYTES) != self.patch:
+                    record["patch"] = f"code-{_sha256(self.patch)[:8]}.patch"
         return record
 
 
@@ -113,7 +120,7 @@ def _read_or_say_why(chosen: Mapping[str, Path]) -> Code:
         return read_code(chosen)
     except Exception as error:
         why = f"{UNKNOWN}: {error!r}"[:LONGEST]  # one line
-        return Code({"sha256": UNKNOWN, "commits": {}, "patch": why, "files": {}}, "")
+        return Code({"sha256": UNKNOWN, "commits": {}, "patch": why, "files": {}}, b"")
 
 
 def read_code(chosen: Mapping[str, Path]) -> Code:
@@ -130,23 +137,26 @@ def read_code(chosen: Mapping[str, Path]) -> Code:
         for name, sha256 in _user_files(path).items():
             files[f"{group}/{name}"] = sha256
     commits = {}
-    patches: list[str | None] = []
+    patch = b""
+    lost = None
     for root in filter(None, dict.fromkeys(map(_root_of, folders))):
+        name = str(root) if root.name in commits else root.name
         try:
-            commits[root.name], patch = _read_checkout(root)
-            patches.append(patch)
+            found = _read_checkout(root, name)
+            commits[name] = found.commit
+            patch += found.patch
+            lost = lost or found.lost
         except subprocess.TimeoutExpired:
-            commits[root.name] = f"unknown: git took more than {GIT_S:g} s"
+            commits[name] = f"{UNKNOWN}: git took more than {GIT_S:g} s"
         except (OSError, subprocess.CalledProcessError):
             pass  # without git, or with another user's checkout
-    is_kept = None not in patches
     record = {
         "sha256": _sha256(json.dumps(files, sort_keys=True).encode()),
         "commits": commits,
-        "patch": None if is_kept else TOO_LARGE,
+        "patch": lost,
         "files": {name: sha256[:8] for name, sha256 in files.items()},
     }
-    return Code(record, "".join(filter(None, patches)) if is_kept else "")
+    return Code(record, b"" if lost else patch)
 
 
 def recorded_code(values: Any) -> dict[str, Any]:
@@ -162,7 +172,8 @@ def describe(code: Mapping[str, Any]) -> str:
     """Return `3f2a91bc4d5e, my_project at 0ffcafa12345-dirty, code.patch`."""
     words = [str(code["sha256"])[:12]]
     for name, commit in code.get("commits", {}).items():
-        words.append(f"{name} at {str(commit)[:12]}{str(commit)[HEX:]}")
+        short = COMMIT.sub(r"\1", str(commit))
+        words.append(f"{name} at {short}")
     if code.get("patch"):
         words.append(str(code["patch"]))
     return ", ".join(words)[:LONGEST]
@@ -242,44 +253,68 @@ def _root_of(folder: Path) -> Path | None:
     return next((path for path in (folder, *folder.parents) if os.path.exists(path / ".git")), None)
 
 
-def _read_checkout(root: Path) -> tuple[str, str | None]:
-    """Return the commit of a checkout, and the patch from there to its files; None: too large.
+@dataclass(frozen=True)
+class Checkout:
+    """The commit of a checkout, and the patch from there to its files."""
+
+    commit: str
+    patch: bytes = b""
+    lost: str | None = None  # why the patch is not kept
+
+
+def _read_checkout(root: Path, called: str) -> Checkout:
+    """Return what git says of a checkout.
 
     Raises:
         As of `_git`, which may refuse the checkout of another user.
     """
     git = functools.partial(_git, root, time.monotonic() + GIT_S)
     filters = []
-    for key in git("config", "--list", "--name-only", "-z").split("\0"):
+    for key in os.fsdecode(git("config", "--list", "--name-only", "-z")).split("\0"):
         if key.startswith("filter."):
             filters += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
-    entries = git(*filters, *STATUS).split("\0")
+    entries = os.fsdecode(git(*filters, *STATUS)).split("\0")
     commit = entries[0].removeprefix("# branch.oid ")
+    has_changes = any(entry.startswith(CHANGED) for entry in entries)
+    new = [entry for entry in entries if entry.startswith(UNTRACKED) and entry.endswith(".py")]
+    if not has_changes and not new:
+        return Checkout(commit)
+    commit_and_changes = f"{commit}-dirty"
     diff = functools.partial(git, *filters, *DIFF)
-    patch = ""
-    if any(entry.startswith(CHANGED) for entry in entries):
-        base = "HEAD"
-        if commit == INITIAL:
-            base = git("hash-object", "-t", "tree", "--stdin").strip()  # that of no files
-        patch = diff(base, "--")
-    for entry in entries:
-        if entry.startswith(UNTRACKED) and entry.endswith(".py"):
+    patch = b""
+    try:
+        if has_changes:
+            base = "HEAD"
+            if commit == INITIAL:
+                base = git("hash-object", "-t", "tree", "--stdin").decode().strip()  # of no files
+            patch = diff(base, "--")
+        for entry in new:
             patch += diff("--no-index", "--", os.devnull, entry.removeprefix(UNTRACKED))
+    except subprocess.TimeoutExpired:
+        return Checkout(commit_and_changes, lost=f"git took more than {GIT_S:g} s, not kept")
+    if len(patch) > MAX_PATCH_BYTES:
+        return Checkout(commit_and_changes, lost=TOO_LARGE)
     if not patch:
-        return commit, ""
-    content = patch.encode(errors="surrogateescape")
-    if len(content) > MAX_PATCH_BYTES:
-        return f"{commit}-dirty", None
-    kept = f"# {root.name!a}, changes since {commit}\n"
-    parts = re.split("^(?=diff --git )", content.decode(errors="replace"), flags=re.MULTILINE)
-    for part in parts:
-        name = part.partition("\n")[0]
-        is_secret = SECRET_NAME.search(name) or SECRET.search(part.lower())
-        kept += f"# not here, as it may hold a secret: {name}\n" if is_secret else part
-    return f"{commit}-dirty", kept
+        return Checkout(commit)
+    return Checkout(commit_and_changes, _kept(patch, f"# {called!a}, changes since {commit}\n"))
 
 
-def _git(root: Path, deadline: float, *words: str) -> str:
+def _kept(patch: bytes, title: str) -> bytes:
+    """Return a patch that git applies, byte by byte, without what may hold a secret."""
+    kept = title.encode()
+    for part in re.split(b"^(?=diff --git )", patch, flags=re.MULTILINE):
+        text = part.decode(errors="replace")
+        name = text.partition("\n")[0]
+        if SECRET_NAME.search(name) or SECRET.search(text.lower()):
+            kept += f"# not here, as it may hold a secret: {name}\n".encode()
+        elif BINARY.search(part):
+            kept += f"# not here, as it is binary or large: {name}\n".encode()
+        else:
+            kept += part
+    return kept
+
+
+def _git(root: Path, deadline: float, *words: str) -> bytes:
     """Return what git prints.
 
     Raises:
@@ -293,8 +328,6 @@ def _git(root: Path, deadline: float, *words: str) -> str:
         env=environment | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",
         timeout=max(0.0, deadline - time.monotonic()),
         check=False,
     )

@@ -225,7 +225,7 @@ class RunDirectory:
         self,
         config: dict[str, Any],
         hydra_files: dict[str, str],
-        files: dict[str, str] | None = None,
+        files: dict[str, bytes] | None = None,
     ) -> None:
         """Record the configuration of this start, if it is the first or differs from the last.
 
@@ -236,9 +236,9 @@ class RunDirectory:
             files: contents of other files, by name.
         """
         for name, content in (files or {}).items():
-            _write(self.path / name, content.encode())
-        for name, content in hydra_files.items():
-            _write(self.path / ".hydra" / name, content.encode())
+            _write(self.path / name, content)
+        for name, text in hydra_files.items():
+            _write(self.path / ".hydra" / name, text.encode())
         encoded = dump_yaml(config).encode()
         previous = recorded_config(self.path)
         if previous is None:

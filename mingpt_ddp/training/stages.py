@@ -317,7 +317,7 @@ def record_start(
     if previous and setup.is_complete:
         warn_of_unused_changes(previous, config)
     else:
-        files = inputs.task.files()
+        files = {name: text.encode() for name, text in inputs.task.files().items()}
         if record.code and not setup.is_complete and (patch := record.code.result().patch):
             files[setup.code["patch"]] = patch
         record.owner.record_start(config.to_dict(), hydra_files, files)

@@ -14,6 +14,8 @@ from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.code_identity import (
     MAX_PATCH_BYTES,
     PACKAGE,
+    SECRET,
+    SECRET_NAME,
     TOO_LARGE,
     describe,
     difference_of,
@@ -110,9 +112,18 @@ def test_what_a_file_imports_from_beside_it_counts_wherever_it_is(tmp_path, inst
 def test_the_patch_leads_from_the_commit_to_the_files(checkout, tmp_path):
     clean = read_code({"model": checkout / "mine.py"})
     commit = git(checkout, "rev-parse", "HEAD")
-    assert clean.record["commits"] == {"project": commit} and clean.patch == ""
+    assert clean.record["commits"] == {"project": commit} and clean.patch == b""
+    lines = b"# \xe9 in Latin-1\r\nb = 1\r\n"
+    (checkout / "bytes.py").write_bytes(lines)
+    (checkout / "picture.png").write_bytes(b"\0\1")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "second")
+    commit = git(checkout, "rev-parse", "HEAD")
     index = (checkout / ".git" / "index").stat()
     write(checkout, "mine.py", "x = 2\n")
+    (checkout / "bytes.py").write_bytes(lines.replace(b"1\r", b"2\r"))
+    (checkout / "new.py").write_bytes(lines)
+    (checkout / "picture.png").write_bytes(b"\0\2")
     write(checkout, "new/né.py", "no line feed")
     write(checkout, "empty.py", "")
     write(checkout, "notes.txt", "untracked, and no code\n")
@@ -126,11 +137,12 @@ def test_the_patch_leads_from_the_commit_to_the_files(checkout, tmp_path):
     assert (checkout / ".git" / "index").stat() == index
     copy = tmp_path / "copy"
     git(tmp_path, "clone", "-q", str(checkout), str(copy))
-    write(tmp_path, "code.patch", dirty.patch)
+    (tmp_path / "code.patch").write_bytes(dirty.patch)
     git(copy, "apply", "../code.patch")
-    for name in ("mine.py", "new/né.py", "empty.py"):
+    for name in ("mine.py", "bytes.py", "new.py", "new/né.py", "empty.py"):
         assert (copy / name).read_bytes() == (checkout / name).read_bytes()
     assert not (copy / "notes.txt").exists()
+    assert b"# not here, as it is binary or large: diff --git a/picture.png" in dirty.patch
 
 
 @pytest.mark.parametrize(
@@ -148,24 +160,48 @@ def test_a_file_that_may_hold_a_secret_is_named_alone(name, text, checkout):
     write(checkout, name, f"y = 3\n{text}")
     write(checkout, "harmless.py", "token = text[0]\napi_key = os.environ['API_KEY']\n")
     git(checkout, "remote", "add", "origin", "https://me:hunter33@host/project")
-    patch = read_code({"model": checkout / "mine.py"}).patch
+    patch = read_code({"model": checkout / "mine.py"}).patch.decode()
     assert f"# not here, as it may hold a secret: diff --git a/{name} b/{name}\n" in patch
     assert "y = 3" not in patch and "hunter" not in patch
     assert "+token = text[0]" in patch
 
 
+@pytest.mark.parametrize(
+    ("line", "is_secret"),
+    [
+        ('os.environ["WANDB_API_KEY"] = "0123456789abcdef"', True),
+        (f'wandb.login(key="{"0a" * 20}")', True),
+        (f'TOKEN = "{"0a" * 16}"', True),
+        ('h = {"Authorization": "Bearer eyJhbGciOiJIUzI1NiJ9.eyJz"}', True),
+        ('repo = "https://abcdef0123456789@github.com/me/x"', True),
+        ('stripe = "sk_live_abcdefghijklmnop"', True),
+        ('pwd = "hunter22"', True),
+        ('password: str = "hunter22"', True),
+        ('eos_token = "<|endoftext|>"', False),
+        ("pwd = os.getcwd()", False),
+        ("password: str | None = None", False),
+        ("def login(password: str, key: bytes) -> None:", False),
+        ('url = f"https://{token}@{host}"', False),
+        ('remote = "ssh://git@github.com/me/x"', False),
+    ],
+)
+def test_what_looks_like_a_secret(line, is_secret):
+    assert bool(SECRET.search(f"+{line}\n".lower())) is is_secret
+    assert SECRET_NAME.search("diff --git a/prod.env b/prod.env")
+
+
 @pytest.mark.parametrize("files", [["a.py"], ["a.py", "b.py"]])
 def test_a_patch_above_the_limit_is_named_and_not_kept(files, checkout, tmp_path):
-    """Of a larger file git says only that it differs."""
+    """A larger file is named alone."""
     for name in files:
         write(checkout, name, "x = 1\n" * (MAX_PATCH_BYTES // 6 // len(files)))
     code = read_code({"model": checkout / "mine.py"})
     assert code.record["commits"]["project"].endswith("-dirty")
-    assert code.record_in(tmp_path, {})["patch"] == TOO_LARGE and code.patch == ""
+    assert code.record_in(tmp_path, {})["patch"] == TOO_LARGE and code.patch == b""
     for name in files:
         write(checkout, name, "x = 1\n" * MAX_PATCH_BYTES)
     patch = read_code({"model": checkout / "mine.py"}).patch
-    assert "Binary files /dev/null and b/a.py differ" in patch
+    assert b"# not here, as it is binary or large: diff --git a/a.py b/a.py\n" in patch
 
 
 def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
@@ -189,7 +225,7 @@ def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
     write(checkout, "b.py", "x = 2\n")
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", str(program))
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    assert "+x = 2" in read_code({"model": checkout / "mine.py"}).patch
+    assert b"+x = 2" in read_code({"model": checkout / "mine.py"}).patch
     assert not (tmp_path / "ran").exists()
 
 
@@ -202,6 +238,39 @@ def test_without_git_there_is_the_hash_alone(checkout, tmp_path, monkeypatch):
     monkeypatch.setattr(code_identity, "GIT_S", 0.1)
     code = read_code({"model": checkout / "mine.py"}).record
     assert code["commits"] == {"project": "unknown: git took more than 0.1 s"}
+    assert describe(code).endswith("project at unknown: git took more than 0.1 s")
+
+
+def test_the_commit_is_kept_where_its_patch_takes_too_long(checkout, tmp_path, monkeypatch):
+    commit = git(checkout, "rev-parse", "HEAD")
+    write(checkout, "mine.py", "x = 2\n")
+
+    def git_without_diffs(root, deadline, *words):
+        if "diff" in words:
+            raise subprocess.TimeoutExpired("git", 600)
+        return answer(root, deadline, *words)
+
+    answer = code_identity._git
+    monkeypatch.setattr(code_identity, "_git", git_without_diffs)
+    code = read_code({"model": checkout / "mine.py"})
+    assert code.record["commits"] == {"project": f"{commit}-dirty"} and code.patch == b""
+    assert code.record_in(tmp_path, {})["patch"] == "git took more than 600 s, not kept"
+
+
+def test_checkouts_of_one_name_are_all_recorded(checkout, tmp_path):
+    other = tmp_path / "other" / "project"
+    git(tmp_path, "clone", "-q", str(checkout), str(other))
+    git(other, "commit", "-qm", "second", "--allow-empty")
+    code = read_code({"model": checkout / "mine.py", "data": other / "mine.py"}).record
+    assert code["commits"] == {
+        "project": git(checkout, "rev-parse", "HEAD"),
+        str(other): git(other, "rev-parse", "HEAD"),
+    }
+
+
+def test_a_commit_by_sha256_is_cut_to_twelve_digits():
+    code = {"sha256": "a" * 64, "commits": {"b": f"{'c' * 64}-dirty"}}
+    assert describe(code) == f"{'a' * 12}, b at {'c' * 12}-dirty"
 
 
 def test_no_error_of_the_reading_ends_a_run(tmp_path, monkeypatch):
@@ -226,7 +295,7 @@ def test_a_checkout_without_a_commit_and_one_with_a_file_named_head(checkout, tm
     code = read_code({"model": checkout / "mine.py", "data": tmp_path / "new" / "mine.py"})
     assert code.record["commits"]["project"].endswith("-dirty")
     assert code.record["commits"]["new"] == "(initial)-dirty"
-    assert str(code.patch).count("+x = 2") == 2
+    assert code.patch.count(b"+x = 2") == 2
 
 
 def test_a_run_keeps_the_patch_and_the_name_of_what_trained_it_before(checkout, tmp_path):
@@ -234,7 +303,7 @@ def test_a_run_keeps_the_patch_and_the_name_of_what_trained_it_before(checkout, 
     first = read_code({"model": checkout / "mine.py"})
     record = first.record_in(tmp_path, {})
     assert (record["patch"], record["earlier"]) == ("code.patch", [])
-    write(tmp_path, "code.patch", first.patch)
+    (tmp_path / "code.patch").write_bytes(first.patch)
     assert first.record_in(tmp_path, record) == record
     code_identity._user_files.cache_clear()
     write(checkout, "mine.py", "x = 3\n")
