@@ -68,7 +68,8 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
     def log(text: str) -> None:
         runtime.group.env.call_on_rank_zero(lambda: print(text, flush=True))
 
-    log(f"{task.describe_data()}; {trained.parameters:,} parameters; from step {state.step}")
+    begin = f"from step {state.step} of {step.steps}"
+    log(f"{task.describe_data()}; {trained.parameters:,} parameters; {begin}")
     step.warm_up()
     for n in range(state.step + 1, step.steps + 1):
         losses = step.passes(n)  # forward, backward; the gradients are averaged over the ranks

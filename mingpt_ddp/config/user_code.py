@@ -1,9 +1,14 @@
-"""Which parts of a configuration are a user's."""
+"""Which parts of a configuration are a user's, and whether they can be called."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.model_config import ModelConfig, changed_parts
 from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.errors import CodeError
 
 
 def is_user_defined(group: str, name: str) -> bool:
@@ -27,3 +32,16 @@ def uses_user_code(config: Config) -> bool:
         return True
     chosen = {"task": config.task.name, "optimizer": config.optimizer.name}
     return any(is_user_defined(kind, name) for kind, name in chosen.items())
+
+
+def check_takes(function: Callable[..., Any], arguments: Sequence[str], label: str) -> None:
+    """Check that a user's function can be called with these arguments.
+
+    Raises:
+        CodeError: it cannot; names it as the label does.
+    """
+    try:
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError) as error:  # ValueError: of a function that is not Python's
+        wanted = ", ".join(arguments)
+        raise CodeError(f"{label} must take ({wanted}): {error}") from error

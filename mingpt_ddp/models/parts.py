@@ -3,8 +3,7 @@
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config.model_config import PARTS, PartConfig, TransformerConfig
 from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend
 from mingpt_ddp.models.ops import relu_squared
@@ -88,9 +88,9 @@ def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module
     own = config.part_configs()[kind]
     label = f"the {kind} {name}"
     if not isinstance(builder, type):
-        _check_takes(builder, ("x", "config"), label)
+        check_takes(builder, ("x", "config"), label)
         return _labelled(FunctionPart(builder, own), kind, name)
-    _check_takes(builder, ("config", "block"), label)
+    check_takes(builder, ("config", "block"), label)
     part = builder(own, spec)
     if not isinstance(part, nn.Module):
         raise CodeError(f"{label} must be an nn.Module, not {type(part).__name__}")
@@ -107,7 +107,7 @@ def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module
         taken += ["rotary", "v1"]
     if takes_rotary or hasattr(part, "new_cache"):
         taken += ["cache", "start"]
-    _check_takes(part.forward, taken, f"forward of {label}")
+    check_takes(part.forward, taken, f"forward of {label}")
     return _labelled(part, kind, name)
 
 
@@ -116,14 +116,6 @@ def _labelled(part: nn.Module, kind: str, name: str) -> nn.Module:
     if kind != "activation":  # whose shapes the user's MLP knows
         vars(part)[LABEL] = f"model.{kind}={name}"
     return part
-
-
-def _check_takes(function: Callable[..., Any], arguments: Sequence[str], label: str) -> None:
-    try:
-        inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError) as error:  # ValueError: of a function that is not Python's
-        wanted = ", ".join(arguments)
-        raise CodeError(f"{label} must take ({wanted}), but there is {error}") from error
 
 
 def decodes_with_cache(config: TransformerConfig) -> bool:

@@ -1,6 +1,5 @@
 """The schedules of the learning rate and of weight decay."""
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +7,7 @@ from typing import Any, TypeVar
 
 from mingpt_ddp.config.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.errors import CodeError
 
 T = TypeVar("T", bound=OptimizerConfig)
@@ -84,12 +84,7 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
     own = BUILDERS["schedule"].get(config.schedule)
     if own is None:
         return
-    try:
-        inspect.signature(own).bind("step", "steps", "config")
-    except TypeError as error:
-        raise CodeError(
-            f"the schedule {config.schedule} must take (step, steps, config): {error}"
-        ) from error
+    check_takes(own, ("step", "steps", "config"), f"the schedule {config.schedule}")
     steps = [*range(1, run_steps + 1, max(1, run_steps // 100)), run_steps]
     rates = [get_lr(step, config, run_steps) for step in steps]
     for step, rate in zip(reversed(steps), reversed(rates), strict=True):

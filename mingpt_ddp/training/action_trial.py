@@ -1,6 +1,5 @@
 """Try the hooks that act, on all ranks, before anything is written."""
 
-from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import torch
@@ -23,6 +22,7 @@ class Outcome(TypedDict):
     event: str
     metrics: list[str]
     sha256: str  # of the gradients or weights, and of its state
+    sha256_of_metrics: str  # of this rank's shares
 
 
 def check_actions(
@@ -104,7 +104,7 @@ class _Trial:
                 "state_dict() returns another state"
             )
         again = self._call(second, action, 2)
-        if self.is_exact and again["sha256"] != end["sha256"]:
+        if self.is_exact and again != end:
             raise CodeError(
                 f"{action.label} would not resume exactly: the same step again gives another "
                 "result; keep what it remembers in a class with state_dict and load_state_dict, "
@@ -114,7 +114,7 @@ class _Trial:
 
     def _call(self, actions: Actions, action: Action, step: int) -> Outcome:
         """Call a hook; return what it leaves."""
-        metrics: Iterable[str]
+        metrics: dict[str, Any]
         changed: dict[str, Tensor] = {}
         if action.event == "evaluation":
             metrics = actions.evaluate(step, self.model, self.task)
@@ -130,7 +130,14 @@ class _Trial:
         self._refuse_alias(action)
         sha256 = sha256_of_tensors(changed | actions.state()) if self.is_exact else ""
         names = {name.removeprefix(SUM).removeprefix(COUNT) for name in metrics}
-        return Outcome(label=action.label, event=action.event, metrics=sorted(names), sha256=sha256)
+        values = {name: torch.as_tensor(value) for name, value in metrics.items()}
+        return Outcome(
+            label=action.label,
+            event=action.event,
+            metrics=sorted(names),
+            sha256=sha256,
+            sha256_of_metrics=sha256_of_tensors(values) if self.is_exact else "",
+        )
 
     def _refuse_alias(self, action: Action) -> None:
         """Refuse a state that has the storage of a weight or gradient: the next step changes it.

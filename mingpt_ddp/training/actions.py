@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, relative_path
+from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -23,6 +24,11 @@ from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluator import means_of_ranks
 
 log = logging.getLogger(__name__)
+ARGUMENTS = {  # of a hook, by its event
+    "gradients": ("step", "gradients"),
+    "update": ("step", "weights"),
+    "evaluation": ("evaluation",),
+}
 
 
 @dataclass
@@ -85,12 +91,14 @@ class Actions:
             registered: of the registry; None: all.
 
         Raises:
-            CodeError: two hooks with state have the same name.
+            CodeError: a hook takes other arguments, or two with state have the same name.
         """
         self.runtime = runtime
         found = BUILDERS["action"].items() if registered is None else registered
         with attribute_errors_to_user_code():
             self.actions = [Action.new(key, hook) for key, hook in found]
+        for action in self.actions:
+            check_takes(action.hook, ARGUMENTS[action.event], action.label)
         names = set[str]()
         for action in self.actions:
             if action.has_state and action.name in names:

@@ -197,7 +197,7 @@ class NoForward(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "part", "error"),
     [
-        ("mlp", NoArguments, r"the mlp own must take \(config, block\), but there is too many"),
+        ("mlp", NoArguments, r"the mlp own must take \(config, block\): too many"),
         ("norm", Pair, "the norm own must be an nn.Module, not Pair"),
         ("mlp", NoForward, "the mlp own must have a method forward"),
         ("attention", NoCache, r"forward of the attention own must take \(x, cache, start\)"),

@@ -196,10 +196,27 @@ def text(step: int, gradients: dict[str, Tensor]) -> Any:
     return {"largest": "x"}
 
 
+called: list[int] = []
+
+
+def remembering(step: int, weights: dict[str, Tensor]) -> Any:
+    called.append(step)
+    return {"calls": float(len(called))}
+
+
+remembering.event = "update"  # type: ignore[attr-defined]
+
+
+def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    """Take more than there is."""
+
+
 @pytest.mark.parametrize(
     ("hook", "message"),
     [
         (Noted, None),
+        (remembering, "the same step again gives another result; keep what it remembers"),
+        (greedy, r"must take \(step, gradients\): missing a required argument: 'weights'"),
         (Forgetful, "the same step again gives another result; keep what it remembers"),
         (unkeyed, "the same step again gives another result; keep what it remembers"),
         (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns another state"),
@@ -249,7 +266,13 @@ def test_state_needs_all_weights(runtime, monkeypatch):
     ],
 )
 def test_what_differs_between_ranks_is_refused(change, message):
-    outcome = Outcome(label="hook", event="gradients", metrics=["a", "b"], sha256="0")
+    outcome = Outcome(
+        label="hook",
+        event="gradients",
+        metrics=["a", "b"],
+        sha256="0",
+        sha256_of_metrics="each rank has its own",
+    )
     refuse_differences([[outcome], [outcome]])
     with pytest.raises(CodeError, match=message):
         refuse_differences([[outcome], [outcome | change]])
