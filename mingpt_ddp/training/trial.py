@@ -56,10 +56,11 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
 def check_resumes_exactly(
     runtime: Runtime, task: Task, loader: Loader, batch: list[MicroBatch]
 ) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
-    """Train three steps, restore the state after the second, and compare the third bit for bit.
+    """Train some steps, restore the state before the last, and compare the last bit for bit.
 
-    The third step runs twice: in the objects that took the first two, and in fresh ones with their
-    restored state. One rank calls this alone. The hooks that act are not called.
+    It runs twice: in the objects that took the first steps, and in fresh ones with their restored
+    state. Three steps come before it: what an optimizer does at every second one differs then, if
+    the optimizer counts by itself. One rank calls this alone. The hooks that act are not called.
 
     Args:
         loader: of the run.
@@ -67,7 +68,7 @@ def check_resumes_exactly(
 
     Returns:
         The names of the task's metrics: in "train"ing, and of "val"idation; and, for hooks that
-        act, the gradients of the third step, on the CPU.
+        act, the gradients of the last step, on the CPU.
 
     Raises:
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
@@ -89,17 +90,18 @@ def check_resumes_exactly(
             trainable.model, trainable.optimizer, by_rows=runtime.strategy.shards_model
         )
         first.step(2)
+        first.step(3)
         saved = first.copy()
-        loss = first.step(3)
+        loss = first.step(4)
         end = first.digest()
         del first, trainable
         second = _Trial(runtime, task, trial_loader)
         if fresh != second.digest():
             raise _not_exact(f"model {model_label(task.config.model)}", "first weights depend")
         second.load(saved)
-        again = second.passes(3)
+        again = second.passes(4)
         gradients = second.copy_gradients() if BUILDERS["action"] else {}
-        second.update(3)
+        second.update(4)
         # otherwise GPU summation order varies
         if runtime.device.type == "cpu" or task.config.trainer.deterministic:
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
