@@ -43,7 +43,7 @@ CLOSED_PIPE = 128 + signal.SIGPIPE  # nobody reads the rest, as in `... | head -
 EX_TEMPFAIL = 75  # of <sysexits.h>: storage is unavailable; a SLURM job asks to be requeued
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
-SLOWER_S = 6.0  # by which rank zero may come later to an error of all
+SLOWER_S = 5.0  # by which rank zero may come later to an error of all
 AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
@@ -202,7 +202,7 @@ class ProcessExit:
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
         yields = may_be_of_all and self.env.has_agent and not self.env.is_rank_zero
-        if yields and isinstance(error, (JoinError, StorageUnavailableError)):
+        if yields:
             time.sleep(AGENT_POLL_S)
         message = str(error)
         may_succeed = EX_TEMPFAIL if self.env.has_agent else USER_ERROR  # after a restart
@@ -212,8 +212,7 @@ class ProcessExit:
         if isinstance(error, StorageUnavailableError):  # the same on every rank
             exit_process(self.env.call_on_rank_zero(lambda: message), may_succeed)
         has_rank_zero = self.env.rank == self.env.local_rank  # this machine
-        slower_s = SLOWER_S if has_rank_zero else AGENT_POLL_S
-        claimed = self._claim_report(message, slower_s if yields else 0.0)
+        claimed = self._claim_report(message, SLOWER_S if yields and has_rank_zero else 0.0)
         exit_process(message if claimed else None, USER_ERROR)
 
     def _claim_report(self, message: str, wait_s: float = 0.0) -> bool:
