@@ -223,8 +223,11 @@ def _open(
     try:
         texts = open_source(config, cache.root, cache.records, hash_texts, form, by_name)
         for text in texts.values():
+            # before all of it is read
             if form is None:
-                text.contents.refuse()  # before all of it is read
+                text.contents.refuse()
+            elif form == "text":
+                _refuse_holes(text)
         return _hashed(config, cache, texts)
     except FileNotFoundError as error:
         raise DataError(f"{config.source}: there is no such file") from error
@@ -236,6 +239,22 @@ def _open(
         if "://" in config.source:
             message += "; without a network, name a local copy"
         raise DataError(message) from error
+
+
+def _refuse_holes(text: Text) -> None:
+    """Refuse a local text with holes, which may claim a terabyte and read as NUL bytes.
+
+    Raises:
+        DataError: names the file.
+    """
+    for path in text.files or ():
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
+                raise DataError(
+                    f"{path} has holes, as an unfinished download does, and is not text; "
+                    "copy it again"
+                )
 
 
 def _sha256(config: DataConfig, cache: TextCache, text: Text, again: bool = False) -> str:

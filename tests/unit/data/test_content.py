@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import lzma
+import os
 import pickle
 import random
 import shutil
@@ -367,3 +368,12 @@ def test_a_run_goes_on_with_its_texts(settings, tmp_path):
     assert decided.form == "jsonl" and decided != known
     for recorded in (RecordedText(decided.sha256, "jsonl"), RecordedText("0" * 64)):
         assert prepare_all(data, recorded=recorded)[""] == decided
+
+
+def test_a_text_with_holes_is_not_read_to_its_end(settings, tmp_path):
+    """A terabyte that takes no disk."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(PROSE.encode())
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match=r"text\.txt has holes, as an unfinished download does"):
+        prepare_all(settings(path), recorded=RecordedText("0" * 64))
