@@ -80,7 +80,7 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
     monkeypatch.delenv("DIES_AT")
     done = call(command, tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout
-    assert re.search(r"from step (10|5)\n", done.stdout), done.stdout
+    assert re.search(r"from step (10|5) of 20\n", done.stdout), done.stdout
 
     limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "snapshot.every_steps=5"]
     words = [*overrides(), *limits, "run.name=main", f"ddp.nproc_per_node={ranks}"]
