@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from common import ROOT, corpus_path, environment, parser, report
 from versions import MID
@@ -51,9 +52,9 @@ def worker() -> None:
     step_done = processor.MetricsProcessor.step_done
     began = time.perf_counter()
 
-    def wait_at_the_end_of_a_block(self: processor.MetricsProcessor, step: int) -> None:
+    def wait_at_the_end_of_a_block(self: processor.MetricsProcessor, step: int, *more: Any) -> None:
         nonlocal began
-        step_done(self, step)
+        step_done(self, step, *more)  # another checkout may take less
         number, rest = divmod(step, block)
         if rest:
             return
