@@ -79,16 +79,15 @@ def causal_attention(
         return _blockwise_attention(q, k, v, dropout, bias)
     T = q.shape[2]
     S = k.shape[2]
-    if bias is not None:
-        is_visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
-        mask = masked_bias(bias, is_visible, q.dtype)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-    if T == S:  # first: in a torch.export T is symbolic, and is_causal must be a plain bool
+    # first: in a torch.export T is symbolic, and is_causal must be a plain bool
+    if bias is None and T == S:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-    if T == 1:
+    if bias is None and T == 1:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
-    is_visible = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=is_visible, dropout_p=dropout)
+    mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(diagonal=S - T)
+    if bias is not None:
+        mask = masked_bias(bias, mask, q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
 def masked_bias(bias: Tensor, is_visible: Tensor, dtype: torch.dtype) -> Tensor:
