@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mingpt_ddp import errors
 from mingpt_ddp.distributed.error_text import without_addresses
 from mingpt_ddp.distributed.rendezvous import ask_store, get_now
-from mingpt_ddp.errors import UserError
+from mingpt_ddp.errors import JoinError, StorageUnavailableError, UserError
 
 FAILURE = "failure"  # key in the store: the error of the first rank that failed
 # Keys in the store: the number of ranks that failed, also of those with the same error; and whether
@@ -30,6 +30,11 @@ class Failure:
     rank: int
     kind: str  # the class of a UserError; "" for any other error
     message: str  # one line
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a restart would fail too."""
+        return self.kind not in ("", JoinError.__name__, StorageUnavailableError.__name__)
 
 
 class FailureReports:

@@ -19,6 +19,7 @@ from mingpt_ddp.distributed import failures
 from mingpt_ddp.distributed.exit import (
     AGENT_POLL_S,
     FAILURE,
+    USER_ERROR,
     ProcessExit,
     exit_process,
     kill_stopped_siblings,
@@ -99,7 +100,7 @@ class Watchdog:
             return
         self._log_stack("is blocked here after another rank failed")
         self.exits.log_peer_failure(failure)  # a signal handler would not run
-        exit_process(None, FAILURE)
+        exit_process(None, USER_ERROR if failure.is_final else FAILURE)
 
     def _log_stack(self, what: str) -> None:
         """Log where the training thread is."""
