@@ -3,7 +3,7 @@
 import sys
 
 try:
-    from mingpt_ddp.cli.sample_command import main
+    from mingpt_ddp.cli.commands.sample import main
 except ModuleNotFoundError as error:
     sys.exit(
         f"error: {error.name} is not installed here; type `make train` once, then `. "

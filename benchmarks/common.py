@@ -174,8 +174,8 @@ def compose_config(*overrides: str) -> Any:
     """Return the validated configuration of these overrides."""
     from hydra import compose, initialize_config_dir
 
+    from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
     from mingpt_ddp.config.config import from_mapping, to_plain
-    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         return from_mapping(to_plain(compose("config", list(overrides))))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 from trainers import MODERN, ON, OURS, SETTINGS, Setting, ours
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare_all

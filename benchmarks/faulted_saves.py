@@ -36,7 +36,7 @@ from s3_server import SeaweedServer
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, shard_name
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage import remote
+from mingpt_ddp.storage.remote import remote
 
 MIB = 1 << 20
 # Defaults are 60 s and parts of 16 MiB. These keep the proportions, and take minutes instead of

@@ -5,7 +5,7 @@ Goodput is the fraction of time that becomes kept progress.
 A Monte Carlo simulation: failures are random, the failure of one machine stops all, loses the
 training since the last durable snapshot, and is followed by a restart, which may fail as well. It
 compares synchronous saves every 30 minutes, synchronous saves at Young's interval, and asynchronous
-saves at Young's interval, both as mingpt_ddp/training/save_schedule.py computes it. Each figure is
+saves at Young's interval, as training/saves/save_schedule.py computes it. Each figure is
 checked against the expectation that availability.py derives; the script fails if they differ by
 more than five standard errors. The same seed gives the same figures.
 
@@ -37,7 +37,7 @@ import numpy as np
 from availability import goodput
 from common import RESULTS, ROOT, log, parser, report
 
-from mingpt_ddp.training.save_schedule import young_interval
+from mingpt_ddp.training.saves.save_schedule import young_interval
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt

@@ -136,8 +136,8 @@ def device_facts(device: str) -> dict[str, Any]:
 
     import mingpt_ddp.cli.train_job
     import mingpt_ddp.training.run  # noqa: F401
-    from mingpt_ddp.distributed.compile import should_compile
-    from mingpt_ddp.distributed.device import total_memory
+    from mingpt_ddp.distributed.device.compile import should_compile
+    from mingpt_ddp.distributed.device.device import total_memory
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.metrics.meters import measured_matmul_flops
     from mingpt_ddp.metrics.peak_flops import vendor_peak_flops

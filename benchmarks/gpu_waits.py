@@ -29,8 +29,12 @@ EVALUATION, STAGING, DECODING, LOGGING = "evaluation", "staging", "decoding", "l
 PERMITTED = {
     (SCALED_STEP, "distributed/strategies/base.py", "update"): "GradScaler reads the overflow",
     (EVALUATION, "tasks/language_model.py", "total"): "once: the tables of the tokens' lengths",
-    (EVALUATION, "training/evaluator.py", "_measure"): "once per split: reads the sums",
-    (STAGING, "snapshots/async_writer.py", "_stage"): "the snapshot thread waits for its copies",
+    (EVALUATION, "training/evaluation/evaluator.py", "_measure"): "once per split: reads the sums",
+    (
+        STAGING,
+        "snapshots/write/async_writer.py",
+        "_stage",
+    ): "the snapshot thread waits for its copies",
     (DECODING, "inference/decoding.py", "__init__"): "once per text: captures the CUDA graph",
     (DECODING, "inference/generate.py", "check_logits"): "once per text: are they finite",
     (DECODING, "inference/generate.py", "generate_text"): "the prompt, the text at its end",
@@ -109,10 +113,10 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
     from mingpt_ddp.distributed.runtime import Runtime
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.metrics.meters import Meter
-    from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture
-    from mingpt_ddp.snapshots.ledger import Ledger
+    from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
+    from mingpt_ddp.snapshots.write.ledger import Ledger
     from mingpt_ddp.tasks import build_task
-    from mingpt_ddp.training.evaluator import Evaluator
+    from mingpt_ddp.training.evaluation.evaluator import Evaluator
     from mingpt_ddp.training.train_step import TrainStep
     from mingpt_ddp.training.trainable import build_trainable
 

@@ -71,7 +71,7 @@ def own_mb() -> float:
 
 def data_config(text: Path, tokenizer: str) -> Any:
     import mingpt_ddp.training.run  # noqa: F401  (torch and the other imports of a training process)
-    from mingpt_ddp.config.components import DataConfig
+    from mingpt_ddp.config.keys.components import DataConfig
 
     return DataConfig(
         name="large",
@@ -95,7 +95,7 @@ def imports(text: Path, tokenizer: str) -> dict[str, float]:
 def encode(text: Path, tokenizer: str) -> dict[str, float]:
     config = data_config(text, tokenizer)
     from mingpt_ddp.data.prepare import prepare_all
-    from mingpt_ddp.data.tokenizer import tokenizer_from_state
+    from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 
     begin = time.perf_counter()
     encoded = prepare_all(config)[""]

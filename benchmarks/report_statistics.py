@@ -41,11 +41,11 @@ from common import ROOT, log, parser, report, timed
 from scipy import stats
 
 from mingpt_ddp.metrics.jsonl import MetricsHistory
-from mingpt_ddp.results.compare import Setting, compare
-from mingpt_ddp.results.intervals import estimate
-from mingpt_ddp.results.power_law import fit
+from mingpt_ddp.results.analysis.compare import Setting, compare
 from mingpt_ddp.results.runs import Job, read_jobs
-from mingpt_ddp.results.significance import LEVEL, difference
+from mingpt_ddp.results.stats.intervals import estimate
+from mingpt_ddp.results.stats.power_law import fit
+from mingpt_ddp.results.stats.significance import LEVEL, difference
 
 SEEDS = 40
 LRS = (0.003, 0.006)

@@ -93,7 +93,7 @@ def ours(
 
 
 def built(name: str) -> Any:
-    from mingpt_ddp.config import schema as groups
+    from mingpt_ddp.config.keys import schema as groups
     from mingpt_ddp.models import build_model
 
     rest: dict[str, Any] = {"bias": False, "activation": "gelu"} if name == "gpt" else {}

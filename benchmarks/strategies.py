@@ -94,10 +94,10 @@ def worker_main(out: Path) -> None:
 
     Then resume for one step more.
     """
-    from mingpt_ddp.cli import train_command as launch
-    from mingpt_ddp.distributed.process_group import ProcessGroup
+    from mingpt_ddp.cli.commands import train as launch
+    from mingpt_ddp.distributed.group.process_group import ProcessGroup
     from mingpt_ddp.snapshots.manager import SnapshotManager
-    from mingpt_ddp.training import stages
+    from mingpt_ddp.training.start import stages
     from mingpt_ddp.training.trainer import Trainer
 
     found: dict[str, Any] = {"steps": [], "saving": 0, "resuming": 0}

@@ -4,6 +4,6 @@ Hydra imports this package when it searches there, which registers the schema th
 with. In a checkout mingpt_ddp/conf is a link to this directory.
 """
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
 
 __all__ = ["hydra_utils"]

@@ -1,5 +1,5 @@
 """`python -m mingpt_ddp` and `torchrun -m mingpt_ddp`: the same as main.py."""
 
-from mingpt_ddp.cli.train_command import main
+from mingpt_ddp.cli.commands.train import main
 
 main()

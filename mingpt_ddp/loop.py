@@ -9,7 +9,7 @@ from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.train_state import TrainState, restore_newest, snapshot_state
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable

@@ -3,7 +3,7 @@
 Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vocab_size.
 """
 
-from mingpt_ddp.config.model_config import PartConfig
+from mingpt_ddp.config.keys.model_config import PartConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache
 from mingpt_ddp.models.ops import (
     causal_attention,

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md and config/help.txt, the references of all keys, from the schema."""
+"""Write docs/configuration.md and help.txt, the references of all keys, from the schema."""
 
 import json
 import re
@@ -9,9 +9,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from mingpt_ddp.config.components import DatasetConfig  # noqa: E402
 from mingpt_ddp.config.hints import other_names  # noqa: E402
-from mingpt_ddp.config.schema import GROUPS  # noqa: E402
+from mingpt_ddp.config.keys.components import DatasetConfig  # noqa: E402
+from mingpt_ddp.config.keys.schema import GROUPS  # noqa: E402
 from mingpt_ddp.config.validation import adapter  # noqa: E402
 
 TYPES = {
@@ -42,7 +42,7 @@ eval "$(python main.py -sc install=bash)"   # Tab completes them after `python m
 eval "$(mingpt-ddp -sc install=bash)"       # and after `mingpt-ddp`, its commands too; other shells: --hydra-help
 ```
 
-Made from `mingpt_ddp/config/schema.py` by `python scripts/config_reference.py`. A key is a word on the command line,
+Made from `mingpt_ddp/config/keys/schema.py` by `python scripts/config_reference.py`. A key is a word on the command line,
 `group.key=value`, and a line in a YAML file. The presets in `conf/` say only what differs from the defaults here; ???
 stands for what every preset says itself.
 
@@ -166,7 +166,7 @@ def page() -> str:
 
 FILES = {
     ROOT / "docs" / "configuration.md": page,
-    ROOT / "mingpt_ddp" / "config" / "help.txt": help_text,
+    ROOT / "mingpt_ddp" / "config" / "compose" / "help.txt": help_text,
 }
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from typing import Any
 
 LANES = os.environ.get("LANES", "2")
 SAMPLES = {  # mutants of each file, chosen by seed; all of the others
-    "mingpt_ddp/distributed/process_group.py": 100,
+    "mingpt_ddp/distributed/group/process_group.py": 100,
     "mingpt_ddp/training/step_flags.py": 6,
     "mingpt_ddp/training/train_step.py": 40,
     "mingpt_ddp/training/trainer.py": 24,
     "mingpt_ddp/training/validation.py": 10,
 }
 WHOLE_RUNS = "test_trainer.py"
-HELD_BY_WHOLE_RUNS = ("mingpt_ddp.training.save_schedule.", "mingpt_ddp.training.trainer.")
+HELD_BY_WHOLE_RUNS = ("mingpt_ddp.training.saves.save_schedule.", "mingpt_ddp.training.trainer.")
 KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
 TARGET = 0.85
 

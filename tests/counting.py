@@ -36,10 +36,10 @@ COMBINE: dict[Any, Callable[..., Tensor]] = {
 }
 # Modules that ask the store, with a clock and threads of their own; one that is gone is left out.
 PATCHED = (
-    "mingpt_ddp.distributed.rendezvous",
+    "mingpt_ddp.distributed.group.rendezvous",
     "mingpt_ddp.distributed.watchdog",
-    "mingpt_ddp.distributed.failures",
-    "mingpt_ddp.distributed.process_group",
+    "mingpt_ddp.distributed.group.failures",
+    "mingpt_ddp.distributed.group.process_group",
 )
 
 
@@ -207,7 +207,8 @@ class Network:
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
         """Replace the functions of torch.distributed, and the clock and store of the package."""
-        from mingpt_ddp.distributed import shared_memory, watchdog
+        from mingpt_ddp.distributed import watchdog
+        from mingpt_ddp.distributed.group import shared_memory
 
         functions: dict[str, Any] = {
             "all_gather": self.all_gather,

@@ -260,7 +260,7 @@ def find_plugins() -> None:
     """
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+    from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         compose("config", ["optimizer.lr=1"])

@@ -25,8 +25,8 @@ from hydra import compose, initialize_config_dir
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history

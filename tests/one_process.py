@@ -64,8 +64,8 @@ def prepare() -> None:
     from hydra._internal.hydra import Hydra
 
     import mingpt_ddp.training.run  # noqa: F401
-    from mingpt_ddp.cli import train_command
-    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+    from mingpt_ddp.cli.commands import train as train_command
+    from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 
     os._exit = leave
     train_command.start_server = lambda: None  # no case comes to start its workers
@@ -78,7 +78,7 @@ def prepare() -> None:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Run a command from its entry point to os._exit."""
-    from mingpt_ddp.cli import train_command
+    from mingpt_ddp.cli.commands import train as train_command
 
     os.chdir(case["cwd"])
     os.environ.update(case["env"])

@@ -23,16 +23,16 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import ProcessExit
-from mingpt_ddp.distributed.rendezvous import join_attempt
+from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.start_times import StartTimes
-from mingpt_ddp.snapshots.async_writer import AsyncSave
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.training import stages
+from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.training.copy_check import CopyCheck
-from mingpt_ddp.training.stages import Inputs, Setup, build, open_directory, prepare
+from mingpt_ddp.training.start import stages
+from mingpt_ddp.training.start.stages import Inputs, Setup, build, open_directory, prepare
 from mingpt_ddp.training.train_state import TrainState
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
@@ -276,8 +276,8 @@ def configuration(directory: Path, world_size: int) -> Config:
     text.write_text("To be, or not to be, that is the question. " * 500)
     from hydra import compose, initialize_config_dir
 
+    from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
     from mingpt_ddp.config.config import to_plain
-    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
     overrides = [
         "model=gpt_nano",

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
-from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
-from mingpt_ddp.data.tokenizer_base import EXACT, Tokenizer
+from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
+from mingpt_ddp.data.tokenizers.tokenizer_base import EXACT, Tokenizer
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
-from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore

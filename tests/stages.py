@@ -116,7 +116,7 @@ def patch_workers(workers):
 
 def patch_launcher(launcher):
     # it may have been imported before, and processes are started by the name of a function
-    launcher.run_worker = sys.modules["mingpt_ddp.distributed.workers"].run_worker
+    launcher.run_worker = sys.modules["mingpt_ddp.distributed.launch.workers"].run_worker
 
 def patch_command(train_job):
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -134,12 +134,12 @@ def patch_group(process_group):
             reach("exit")
     process_group.ProcessGroup.close = paused
 
-PATCHES["mingpt_ddp.distributed.preload"] = patch_preload
-PATCHES["mingpt_ddp.distributed.local_store"] = patch_store
-PATCHES["mingpt_ddp.distributed.workers"] = patch_workers
-PATCHES["mingpt_ddp.distributed.launcher"] = patch_launcher
+PATCHES["mingpt_ddp.distributed.launch.preload"] = patch_preload
+PATCHES["mingpt_ddp.distributed.launch.local_store"] = patch_store
+PATCHES["mingpt_ddp.distributed.launch.workers"] = patch_workers
+PATCHES["mingpt_ddp.distributed.launch.launcher"] = patch_launcher
 PATCHES["mingpt_ddp.cli.train_job"] = patch_command
-PATCHES["mingpt_ddp.distributed.process_group"] = patch_group
+PATCHES["mingpt_ddp.distributed.group.process_group"] = patch_group
 PATCHES["mingpt_ddp.training.trainer"] = lambda module: before(
     module.Trainer, "_send_flags", "first step"
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launching import with_code
 
-# Limits of mingpt_ddp.storage.remote and mingpt_ddp.storage.lease, shortened for a test.
+# Limits of mingpt_ddp.storage.remote.remote and mingpt_ddp.storage.lease, shortened for a test.
 REMOTE = {
     "REQUEST_TIMEOUT_S": 2.0,
     "OPERATION_DEADLINE_S": 6.0,

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.model_config import GPTConfig
+from mingpt_ddp.config.keys.model_config import GPTConfig
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.tokenizer import CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer, tokenizer_from_state
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.tasks.language_model import LanguageModel
-from mingpt_ddp.training.actions import Actions
+from mingpt_ddp.training.evaluation.weight_average import WeightAverage
+from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable
-from mingpt_ddp.training.weight_average import WeightAverage
 
 ENCODED = EncodedText(
     directory="nowhere",

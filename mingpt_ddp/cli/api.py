@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch import nn
 
-    from mingpt_ddp.data.tokenizer import Tokenizer
+    from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
     from mingpt_ddp.errors import UserError
 
 
@@ -109,7 +109,7 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
 def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
     """Run the train command, and return the directories that it reports."""
     from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
-    from mingpt_ddp.distributed.fork_server import import_path
+    from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError
 
     if nproc is not None:
@@ -201,7 +201,7 @@ class LoadedRun:
             ConfigError: an argument is out of bounds.
             DataError: the prompt has characters that the model does not know.
         """
-        from mingpt_ddp.cli.sample_command import SampleConfig
+        from mingpt_ddp.cli.sample_config import SampleConfig
         from mingpt_ddp.config.validation import build
         from mingpt_ddp.inference.generate import SamplingParams, generate_text
 
@@ -240,7 +240,7 @@ def load(
 
     from mingpt_ddp.config.registry import run_file
     from mingpt_ddp.models import move_model
-    from mingpt_ddp.snapshots.load_model import load_with_state
+    from mingpt_ddp.snapshots.read.load_model import load_with_state
 
     if code is not None:
         run_file(Path(code), "code")

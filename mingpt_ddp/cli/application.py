@@ -8,11 +8,11 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from mingpt_ddp.config.compose.hydra_internals import full_key
+from mingpt_ddp.config.compose.hydra_utils import hydra_value, typed_keys
 from mingpt_ddp.config.config import LATER_GROUPS, flatten, to_plain
 from mingpt_ddp.config.hints import suggest
-from mingpt_ddp.config.hydra_internals import full_key
-from mingpt_ddp.config.hydra_utils import hydra_value, typed_keys
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError
 
 PRESET = "application"  # of the group experiment

@@ -30,7 +30,7 @@ def main() -> None:
     if sys.argv[1:2] == ["-sc"]:
         _complete()
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
-        import_module(f"mingpt_ddp.cli.{sys.argv.pop(1)}_command").main()
+        import_module(f"mingpt_ddp.cli.commands.{sys.argv.pop(1)}").main()
     else:
         run_command(__doc__, dict.fromkeys(COMMANDS, len))  # describes them, or refuses the name
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.worker_config import run_composed
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import refuse_credentials
-from mingpt_ddp.config.worker_config import run_composed
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.channels import reporter
+from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import (
     CALLER,
     DistEnv,
@@ -37,8 +37,8 @@ from mingpt_ddp.distributed.exit import (
     echo,
     exit_process,
 )
-from mingpt_ddp.distributed.launcher import train_on_workers
-from mingpt_ddp.distributed.machine import check_machine
+from mingpt_ddp.distributed.launch.channels import reporter
+from mingpt_ddp.distributed.launch.launcher import train_on_workers
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import (
@@ -53,8 +53,8 @@ from mingpt_ddp.sweeps.local_job import (
     prepare_local,
 )
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.checked_config import checked_config
-from mingpt_ddp.training.notify import notifying
+from mingpt_ddp.training.hooks.notify import notifying
+from mingpt_ddp.training.start.checked_config import checked_config
 
 if TYPE_CHECKING:
     from mingpt_ddp.distributed.runtime import Runtime

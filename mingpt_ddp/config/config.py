@@ -10,13 +10,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mingpt_ddp.config.components import DatasetConfig, TaskConfig
-from mingpt_ddp.config.fields import Effect, enters_name
 from mingpt_ddp.config.hints import known_keys, suggest
-from mingpt_ddp.config.model_config import ModelConfig
-from mingpt_ddp.config.optimizer_config import OptimizerConfig
-from mingpt_ddp.config.retired import retired, retired_names
-from mingpt_ddp.config.schema import (
+from mingpt_ddp.config.keys.components import DatasetConfig, TaskConfig
+from mingpt_ddp.config.keys.fields import Effect, enters_name
+from mingpt_ddp.config.keys.model_config import ModelConfig
+from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.keys.schema import (
     BASES,
     GROUPS,
     DDPConfig,
@@ -25,8 +24,9 @@ from mingpt_ddp.config.schema import (
     TrackerConfig,
     selected,
 )
-from mingpt_ddp.config.sweep_config import SweepConfig
-from mingpt_ddp.config.trainer_config import TrainerConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
+from mingpt_ddp.config.retired import retired, retired_names
 from mingpt_ddp.config.validation import NotRegisteredError, build, check, field_types
 from mingpt_ddp.errors import ConfigError
 

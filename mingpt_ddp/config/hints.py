@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
-from mingpt_ddp.config.components import DatasetConfig
-from mingpt_ddp.config.fields import describe
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.keys.components import DatasetConfig
+from mingpt_ddp.config.keys.fields import describe
+from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.validation import did_you_mean, hint_at
 
 MIN_SIMILARITY = 0.75  # of a key in any group, where the word may belong to no key at all

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.components import DataConfig, DatasetConfig, TaskConfig
-from mingpt_ddp.config.model_config import PARTS, ModelConfig, PartConfig
-from mingpt_ddp.config.optimizer_config import SCHEDULES, OptimizerConfig, ScheduleConfig
+from mingpt_ddp.config.keys.components import DataConfig, DatasetConfig, TaskConfig
+from mingpt_ddp.config.keys.model_config import PARTS, ModelConfig, PartConfig
+from mingpt_ddp.config.keys.optimizer_config import SCHEDULES, OptimizerConfig, ScheduleConfig
+from mingpt_ddp.config.keys.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.retired import retired
-from mingpt_ddp.config.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError, reason, relative_path
 

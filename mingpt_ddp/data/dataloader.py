@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
-from mingpt_ddp.data.shards import Shards
+from mingpt_ddp.data.tokens.shards import Shards
 from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str

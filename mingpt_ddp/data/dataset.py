@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mingpt_ddp.config.components import DataConfig, Form
-from mingpt_ddp.data.shards import Shards
-from mingpt_ddp.data.token_files import TokenFile
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.tokens.shards import Shards
+from mingpt_ddp.data.tokens.token_files import TokenFile
 from mingpt_ddp.errors import DataError
 
 

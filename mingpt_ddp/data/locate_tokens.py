@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.encode_text import Source, divide
-from mingpt_ddp.data.text_cache import TextCache
-from mingpt_ddp.data.token_files import Largest, TokenFile, cut, find_largest
-from mingpt_ddp.data.tokenizer import NoTokenizer, Tokenizer
+from mingpt_ddp.data.text.encode_text import Source, divide
+from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
+from mingpt_ddp.data.tokens.token_files import Largest, TokenFile, cut, find_largest
 from mingpt_ddp.errors import DataError
 
 

@@ -5,16 +5,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from mingpt_ddp.config.components import GIVEN_SPLITS, DataConfig, Form
-from mingpt_ddp.data.chosen_tokenizer import check_same_tokenizer, given_tokenizer, with_end
-from mingpt_ddp.data.contents import Counts
+from mingpt_ddp.config.keys.components import GIVEN_SPLITS, DataConfig, Form
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
-from mingpt_ddp.data.encode_text import Source, encode, is_divided
 from mingpt_ddp.data.file_records import Sha256, digest_of, file_status
 from mingpt_ddp.data.locate_tokens import locate
-from mingpt_ddp.data.text_cache import TextCache, sha256_of, sha256_of_splits
-from mingpt_ddp.data.texts import Text, open_source, reading_keys
-from mingpt_ddp.data.tokenizer import Tokenizer, tokenizer_from_state
+from mingpt_ddp.data.text.contents import Counts
+from mingpt_ddp.data.text.encode_text import Source, encode, is_divided
+from mingpt_ddp.data.text.text_cache import TextCache, sha256_of, sha256_of_splits
+from mingpt_ddp.data.text.texts import Text, open_source, reading_keys
+from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
+    check_same_tokenizer,
+    given_tokenizer,
+    with_end,
+)
+from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 
 ONE_TEXT: dict[str, Any] = {  # keys of data for one of several texts

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.loader_process import set_up

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataloader import Device, TokenLoader
 from mingpt_ddp.data.rng import Ints, derive_seed, feistel_permute
 from mingpt_ddp.errors import DataError

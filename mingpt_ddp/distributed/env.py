@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from mingpt_ddp.distributed.proc import read_stat
+from mingpt_ddp.distributed.linux import read_stat
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.proc import kill_stopped_children
+from mingpt_ddp.distributed.linux import kill_stopped_children
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     ConfigError,
@@ -29,8 +29,8 @@ from mingpt_ddp.errors import (
 )
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.failures import Failure
-    from mingpt_ddp.distributed.process_group import ProcessGroup
+    from mingpt_ddp.distributed.group.failures import Failure
+    from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ class ProcessExit:
         """
         if not self.env.has_agent:
             return True
-        from mingpt_ddp.distributed.rendezvous import ask_store, claim_error_report
+        from mingpt_ddp.distributed.group.rendezvous import ask_store, claim_error_report
 
         return ask_store(
             lambda: claim_error_report(self.env, self.job, message, wait_s), True, wait_s

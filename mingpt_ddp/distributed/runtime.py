@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.device import (
+from mingpt_ddp.distributed.device.compile import should_compile
+from mingpt_ddp.distributed.device.device import (
     device_name,
     device_of_rank,
     precision_of_run,
     set_up_device,
 )
+from mingpt_ddp.distributed.device.machine import canonical_threads
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import ProcessExit
-from mingpt_ddp.distributed.machine import canonical_threads
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
-from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
+from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.models.ops import DTYPES
 

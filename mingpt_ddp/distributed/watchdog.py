@@ -15,7 +15,6 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-from mingpt_ddp.distributed import failures
 from mingpt_ddp.distributed.exit import (
     AGENT_POLL_S,
     FAILURE,
@@ -24,14 +23,15 @@ from mingpt_ddp.distributed.exit import (
     exit_process,
     kill_stopped_siblings,
 )
-from mingpt_ddp.distributed.failures import FailureReports
-from mingpt_ddp.distributed.process_group import (
+from mingpt_ddp.distributed.group import failures
+from mingpt_ddp.distributed.group.failures import FailureReports
+from mingpt_ddp.distributed.group.process_group import (
     FIRST_HEARTBEAT,
     PREPARING,
     STARTING,
     ProcessGroup,
 )
-from mingpt_ddp.distributed.rendezvous import TIMEOUT_FRACTION, get_now
+from mingpt_ddp.distributed.group.rendezvous import TIMEOUT_FRACTION, get_now
 from mingpt_ddp.torch_internals import clone_store
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.data.tokenizer import Tokenizer
+from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
 from mingpt_ddp.inference.decoding import CUDAGraphDecodeStep
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.registry import BUILDERS
-from mingpt_ddp.distributed.device import peak_memory
-from mingpt_ddp.distributed.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.device.device import peak_memory
+from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
 from mingpt_ddp.models import flops_per_token

@@ -15,10 +15,10 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
-from mingpt_ddp.metrics.panel import Panel
+from mingpt_ddp.metrics.sinks.panel import Panel
+from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
-from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.sample_texts import append_sample
 from mingpt_ddp.storage.run_dir import run_directory

@@ -5,7 +5,7 @@ import statistics
 
 import torch
 
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.model_config import GPTConfig, PartConfig
+from mingpt_ddp.config.keys.model_config import GPTConfig, PartConfig
 from mingpt_ddp.models.kv_cache import CachePosition, select_positions
 from mingpt_ddp.models.ops import cross_entropy, dropout
 from mingpt_ddp.models.parts import (

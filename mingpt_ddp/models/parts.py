@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.model_config import PARTS, PartConfig, TransformerConfig
+from mingpt_ddp.config.keys.model_config import PARTS, PartConfig, TransformerConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.errors import CodeError, ConfigError

@@ -6,7 +6,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H.
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.model_config import PartConfig
+from mingpt_ddp.config.keys.model_config import PartConfig
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache
 from mingpt_ddp.models.ops import norm_and_rotate
 from mingpt_ddp.models.parts import BlockSpec, MultiHead

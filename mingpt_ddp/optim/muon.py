@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mingpt_ddp.config.optimizer_config import MuonConfig
+from mingpt_ddp.config.keys.optimizer_config import MuonConfig
 from mingpt_ddp.models.ops import DTYPES, resolve_precision
 from mingpt_ddp.torch_internals import for_each, leave_overflow_to_scaler
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.training.length import early_end
-from mingpt_ddp.training.start_log import long_metrics, long_warmup
+from mingpt_ddp.training.start.start_log import long_metrics, long_warmup
 
 # usual ones, by optimizer
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}

@@ -15,7 +15,7 @@ import torch
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.dataloader import Loader, SupportsResidence
-from mingpt_ddp.distributed.compile import allows_compile
+from mingpt_ddp.distributed.device.compile import allows_compile
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.single import for_one_rank

@@ -19,15 +19,15 @@ import torch
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import Loader, plan_batches
-from mingpt_ddp.distributed.compile import should_compile
-from mingpt_ddp.distributed.device import device_name, total_memory
+from mingpt_ddp.distributed.device.compile import should_compile
+from mingpt_ddp.distributed.device.device import device_name, total_memory
+from mingpt_ddp.distributed.device.machine import threads_per_worker
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.machine import threads_per_worker
-from mingpt_ddp.distributed.process_group import check_ranks
+from mingpt_ddp.distributed.group.process_group import check_ranks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.distributed.strategies.single import for_one_rank
-from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
+from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
@@ -38,10 +38,10 @@ from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes, known_length
-from mingpt_ddp.training.preflight import check_fits, newest_snapshot, with_batch_size
-from mingpt_ddp.training.save_schedule import automatic_interval
-from mingpt_ddp.training.stages import snapshot_urls
-from mingpt_ddp.training.warm_start import WarmStart, warm_start
+from mingpt_ddp.training.saves.save_schedule import automatic_interval
+from mingpt_ddp.training.start.preflight import check_fits, newest_snapshot, with_batch_size
+from mingpt_ddp.training.start.stages import snapshot_urls
+from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 
 WRITTEN = 1 << 25  # bytes, to measure a disk
 WORLD_SIZES = (1, 2, 4, 8)

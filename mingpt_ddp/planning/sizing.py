@@ -9,7 +9,7 @@ in products (2, or 4 in fp32) and r in the residual stream; P ranks that divide 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mingpt_ddp.config.model_config import TransformerConfig, changed_parts
+from mingpt_ddp.config.keys.model_config import TransformerConfig, changed_parts
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.planning.state import State

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
-from mingpt_ddp.distributed.tensor_parallel import keep_part
+from mingpt_ddp.distributed.strategies.tensor_split import keep_part
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import apply_activation_checkpointing
 from mingpt_ddp.models.ops import DTYPES

@@ -9,7 +9,7 @@ from math import ceil
 
 from torch import Tensor
 
-from mingpt_ddp.config.schema import StrategyName
+from mingpt_ddp.config.keys.schema import StrategyName
 from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
 from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mingpt_ddp.config.config import effect_of
-from mingpt_ddp.results.intervals import Estimate, estimate
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, Value, identity, number, varying
+from mingpt_ddp.results.stats.intervals import Estimate, estimate
 
 SEED = "run.seed"
 # what differs between the directories of replicates in a sweep

@@ -6,7 +6,6 @@ from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.errors import command, counted
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.groups import SEED, Group
-from mingpt_ddp.results.intervals import Estimate
 from mingpt_ddp.results.objective import (
     LOSS,
     TEXT_KEYS,
@@ -15,6 +14,7 @@ from mingpt_ddp.results.objective import (
     loss_unit,
 )
 from mingpt_ddp.results.runs import Job, identity, number, varying
+from mingpt_ddp.results.stats.intervals import Estimate
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # how many windows are measured, of which length

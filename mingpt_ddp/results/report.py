@@ -109,7 +109,7 @@ def write_page(results: Results, page: Path, reload_s: float = 0) -> None:
     Args:
         reload_s: seconds after which it reloads itself; 0: it does not.
     """
-    from mingpt_ddp.results.page import render_page
+    from mingpt_ddp.results.page.page import render_page
 
     title = ", ".join(directory.resolve().name for directory in results.directories)
     try:

@@ -7,9 +7,9 @@ from typing import Any
 
 from mingpt_ddp.results.formats import LONGEST, cut
 from mingpt_ddp.results.groups import SEED, Group
-from mingpt_ddp.results.intervals import numbers
 from mingpt_ddp.results.results import Results, read_with_failures
 from mingpt_ddp.results.runs import Job, number, varying
+from mingpt_ddp.results.stats.intervals import numbers
 
 
 def json_report(results: Results) -> str:

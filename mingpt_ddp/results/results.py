@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from mingpt_ddp.results.analysis.front import Front, front_of, read_goals
+from mingpt_ddp.results.analysis.importance import importances
+from mingpt_ddp.results.analysis.laws import Scaling, scalings
 from mingpt_ddp.results.formats import cut
-from mingpt_ddp.results.front import Front, front_of, read_goals
 from mingpt_ddp.results.groups import Group, best_group, has_replicates, replicates, singles
-from mingpt_ddp.results.importance import importances
-from mingpt_ddp.results.laws import Scaling, scalings
 from mingpt_ddp.results.notes import comparison_notes, group_notes
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, is_locked, read_jobs, varying

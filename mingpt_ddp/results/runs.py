@@ -15,8 +15,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Protocol
 
+from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.config import PLACES, with_defaults
-from mingpt_ddp.config.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.errors import DataError, RunError, command
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.results.objective import LOSS, Objective, loss_unit, objective_of

@@ -2,15 +2,15 @@
 
 from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.results.analysis.front import Front, Goal
+from mingpt_ddp.results.analysis.laws import power_law_lines
 from mingpt_ddp.results.elements import Row, used_columns
 from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown, words
-from mingpt_ddp.results.front import Front, Goal
 from mingpt_ddp.results.groups import Group
-from mingpt_ddp.results.intervals import Estimate
-from mingpt_ddp.results.laws import power_law_lines
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import command_line, why_no_best
+from mingpt_ddp.results.stats.intervals import Estimate
 
 COLUMNS = 8  # for parameters; the page has all
 

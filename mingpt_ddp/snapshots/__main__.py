@@ -1,5 +1,5 @@
 """`python -m mingpt_ddp.snapshots`: list, verify, prune and export snapshots."""
 
-from mingpt_ddp.cli.snapshots_command import main
+from mingpt_ddp.cli.commands.snapshots import main
 
 main()

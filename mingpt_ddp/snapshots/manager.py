@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.copies import checksums
+from mingpt_ddp.distributed.group.copies import checksums
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import (
     SnapshotError,
@@ -27,15 +27,15 @@ from mingpt_ddp.errors import (
     StorageUnusableError,
     UserError,
 )
-from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture, Parts
 from mingpt_ddp.snapshots.format import HOOKS, KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
-from mingpt_ddp.snapshots.ledger import Ledger, digest_settings
-from mingpt_ddp.snapshots.load import load, readable_stores
-from mingpt_ddp.snapshots.retention import apply_retention
-from mingpt_ddp.snapshots.shard_plan import ShardPlan, TensorsByKind
-from mingpt_ddp.snapshots.shard_reader import ShardReader
+from mingpt_ddp.snapshots.read.load import load, readable_stores
+from mingpt_ddp.snapshots.read.shard_reader import ShardReader
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture, Parts
+from mingpt_ddp.snapshots.write.ledger import Ledger, digest_settings
+from mingpt_ddp.snapshots.write.retention import apply_retention
+from mingpt_ddp.snapshots.write.shard_plan import ShardPlan, TensorsByKind
 
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable

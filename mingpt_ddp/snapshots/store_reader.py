@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mingpt_ddp.distributed.machine import installed_memory
+from mingpt_ddp.distributed.device.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import (
@@ -20,7 +20,7 @@ from mingpt_ddp.snapshots.format import (
     Snapshot,
     path_of,
 )
-from mingpt_ddp.storage.remote_errors import StorageError
+from mingpt_ddp.storage.remote.remote_errors import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
 if TYPE_CHECKING:

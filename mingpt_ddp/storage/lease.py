@@ -15,7 +15,7 @@ import uuid
 from typing import Any
 
 from mingpt_ddp.errors import RunError, StorageUnavailableError
-from mingpt_ddp.storage.remote import RemoteStorage
+from mingpt_ddp.storage.remote.remote import RemoteStorage
 
 log = logging.getLogger(__name__)
 

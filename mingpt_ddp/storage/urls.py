@@ -9,9 +9,9 @@ from fsspec.implementations.local import LocalFileSystem
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError
-from mingpt_ddp.storage.remote import RemoteStorage
-from mingpt_ddp.storage.remote_errors import describe, redact
-from mingpt_ddp.storage.s3 import S3Storage
+from mingpt_ddp.storage.remote.remote import RemoteStorage
+from mingpt_ddp.storage.remote.remote_errors import describe, redact
+from mingpt_ddp.storage.remote.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
 S3 = ("s3", "s3a")

@@ -11,12 +11,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.machine import check_machine
 from mingpt_ddp.errors import ConfigError
 
 MAX_CHECKED_VALUES = 32  # of a key, besides the last

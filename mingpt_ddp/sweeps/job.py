@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,13 @@
 import time
 from dataclasses import dataclass, replace
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.distributed.device.machine import threads_per_worker
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import exit_process
-from mingpt_ddp.distributed.launcher import Ended, Launch
-from mingpt_ddp.distributed.machine import threads_per_worker
-from mingpt_ddp.distributed.slots import Slot
+from mingpt_ddp.distributed.launch.launcher import Ended, Launch
+from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.storage.run_dir import (
     RunStatus,
     next_free_name,
@@ -19,7 +19,7 @@ from mingpt_ddp.storage.run_dir import (
 )
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.notify import FAILED, notify
+from mingpt_ddp.training.hooks.notify import FAILED, notify
 
 
 @dataclass(frozen=True)

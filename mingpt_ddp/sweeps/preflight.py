@@ -14,13 +14,13 @@ from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict, read_write
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.config import Config, flatten
-from mingpt_ddp.config.hydra_errors import explain
 from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.device.machine import count_cores
 from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
-from mingpt_ddp.distributed.machine import count_cores
 from mingpt_ddp.errors import ConfigError, UserError, counted
 from mingpt_ddp.results.objective import (
     LOSS,

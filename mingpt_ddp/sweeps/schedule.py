@@ -5,13 +5,18 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.config.validation import check, hint_at
+from mingpt_ddp.distributed.device.machine import (
+    MIN_RANK_BYTES,
+    check_processes,
+    cores,
+    count_cores,
+)
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.machine import MIN_RANK_BYTES, check_processes, cores, count_cores
-from mingpt_ddp.distributed.slots import Slot, divide, visible_gpus
+from mingpt_ddp.distributed.launch.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError, command
 from mingpt_ddp.results.objective import LOSS, Objective
 from mingpt_ddp.storage.sweep_file import SweepFile

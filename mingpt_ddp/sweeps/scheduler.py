@@ -8,12 +8,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from mingpt_ddp.config.hydra_errors import explain
+from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.exit import USER_ERROR
-from mingpt_ddp.distributed.launcher import Ended, run_workers
-from mingpt_ddp.distributed.machine import check_machine
-from mingpt_ddp.distributed.slots import Slot
-from mingpt_ddp.distributed.workers import SignalForwarder
+from mingpt_ddp.distributed.launch.launcher import Ended, run_workers
+from mingpt_ddp.distributed.launch.slots import Slot
+from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 from mingpt_ddp.sweeps.job import Job
@@ -22,7 +22,7 @@ from mingpt_ddp.sweeps.local_job import LocalJob, conclude_local, prepare_local
 from mingpt_ddp.sweeps.progress import attempts, jobs_left
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.checked_config import checked_config
+from mingpt_ddp.training.start.checked_config import checked_config
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.override_parser.types import Override
 
+from mingpt_ddp.config.compose.hydra_utils import key_of
 from mingpt_ddp.config.config import Config, named_values
-from mingpt_ddp.config.hydra_utils import key_of
-from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.sweeps.checks import expand
@@ -85,7 +85,7 @@ def _overrides_in_lock_step(trials: "Trials | None", env: DistEnv, number: int) 
     The store of the process group carries them: they decide how the group of the job is built. It
     may still hold those of an attempt before a restart, which are the same.
     """
-    from mingpt_ddp.distributed.rendezvous import connect
+    from mingpt_ddp.distributed.group.rendezvous import connect
 
     store = connect(env, number, DRAW_TIMEOUT_S)
     if trials is not None:

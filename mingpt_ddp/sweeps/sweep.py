@@ -10,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.schema import SweepConfig
-from mingpt_ddp.distributed.channels import Report
+from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv, read_env, report_directories
 from mingpt_ddp.distributed.exit import (
     FAILURE,
@@ -22,7 +21,8 @@ from mingpt_ddp.distributed.exit import (
     exit_process,
     signal_exit_code,
 )
-from mingpt_ddp.distributed.slots import Slot
+from mingpt_ddp.distributed.launch.channels import Report
+from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import (
     BITS_PER_BYTE,

@@ -12,8 +12,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mingpt_ddp.config import hydra_utils
-from mingpt_ddp.config.hydra_errors import explain
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.errors import JobError
 from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
 from mingpt_ddp.sweeps.job import Job
@@ -22,7 +22,7 @@ from mingpt_ddp.sweeps.progress import attempts, jobs_left
 from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.checked_config import checked_config
+from mingpt_ddp.training.start.checked_config import checked_config
 
 log = logging.getLogger(__name__)
 

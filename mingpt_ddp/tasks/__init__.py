@@ -7,7 +7,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.tasks.supervised import Classification, Regression

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mingpt_ddp.data.tokenizer_base import Tokenizer
+from mingpt_ddp.data.tokenizers.tokenizer_base import Tokenizer
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text

@@ -13,25 +13,25 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.components import DataConfig, Form
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.model_config import TransformerConfig, model_label
+from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.keys.model_config import TransformerConfig, model_label
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataloader import TokenLoader, TokenSplit
 from mingpt_ddp.data.dataset import EncodedText, RecordedText, TextDataset
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.rng import derive_seed
-from mingpt_ddp.data.text_cache import TextCache
-from mingpt_ddp.data.tokenizer import (
+from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.data.tokenizers.tokenizer import (
     BPETokenizer,
     CharTokenizer,
     NoTokenizer,
     tokenizer_from_state,
 )
-from mingpt_ddp.data.tokenizer_base import Tokenizer
+from mingpt_ddp.data.tokenizers.tokenizer_base import Tokenizer
 from mingpt_ddp.data.weighted import WeightedLoader
-from mingpt_ddp.distributed.process_group import ProcessGroup
-from mingpt_ddp.distributed.shared_locks import check_shared_locks
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.shared_locks import check_shared_locks
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy

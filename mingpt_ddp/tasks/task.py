@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.components import DatasetConfig
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.model_config import TransformerConfig
+from mingpt_ddp.config.keys.components import DatasetConfig
+from mingpt_ddp.config.keys.model_config import TransformerConfig
 from mingpt_ddp.data.dataloader import Loader, Split
 from mingpt_ddp.data.samples import Datasets, SampleLoader, SampleSplit, build_datasets
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError
 from mingpt_ddp.models import build_model, eval_mode
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES

@@ -5,9 +5,9 @@ Damaged memory raises no error: the run trains on with it, and its gradients rea
 
 import logging
 
-from mingpt_ddp.distributed.copies import checksums, copy_name, find_difference
+from mingpt_ddp.distributed.group.copies import checksums, copy_name, find_difference
 from mingpt_ddp.errors import DamageError
-from mingpt_ddp.snapshots.shard_plan import TensorsByKind
+from mingpt_ddp.snapshots.write.shard_plan import TensorsByKind
 from mingpt_ddp.training.train_state import Context
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
-from mingpt_ddp.distributed.device import is_out_of_memory
+from mingpt_ddp.distributed.device.device import is_out_of_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.errors import ConfigError

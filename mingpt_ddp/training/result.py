@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.stages import Inputs, Listeners, RunRecord, Setup
+from mingpt_ddp.training.start.stages import Inputs, Listeners, RunRecord, Setup
 from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainer import Outcome
 

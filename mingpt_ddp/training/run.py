@@ -7,21 +7,21 @@ from collections.abc import Container
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import CHOSEN
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed.channels import Report
 from mingpt_ddp.distributed.env import process_start_time
+from mingpt_ddp.distributed.launch.channels import Report
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.metrics.profile import snapshot_when_out_of_memory
+from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.result import record_end
-from mingpt_ddp.training.save_schedule import SaveSchedule
-from mingpt_ddp.training.stages import (
+from mingpt_ddp.training.saves.attempts import count_attempt, record_attempt
+from mingpt_ddp.training.saves.save_schedule import SaveSchedule
+from mingpt_ddp.training.start.stages import (
     Inputs,
     Listeners,
     RunRecord,

@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from mingpt_ddp.distributed.json_collectives import refuse_other_names
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)

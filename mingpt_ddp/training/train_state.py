@@ -18,10 +18,10 @@ from mingpt_ddp.config.config import (
     from_mapping,
     named_keys,
 )
-from mingpt_ddp.config.fields import NonNegativeFloat, NonNegativeInt
+from mingpt_ddp.config.keys.fields import NonNegativeFloat, NonNegativeInt
 from mingpt_ddp.config.validation import NotRegisteredError, build
 from mingpt_ddp.data.dataloader import BatchPlan
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, SnapshotError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.compile import replays_graphs
+from mingpt_ddp.distributed.device.compile import replays_graphs
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError

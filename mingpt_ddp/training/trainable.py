@@ -12,8 +12,8 @@ from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.actions import Actions
-from mingpt_ddp.training.weight_average import WeightAverage
+from mingpt_ddp.training.evaluation.weight_average import WeightAverage
+from mingpt_ddp.training.hooks.actions import Actions
 
 
 @dataclass(frozen=True)

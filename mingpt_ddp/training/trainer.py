@@ -12,13 +12,13 @@ from torch import Tensor
 
 from mingpt_ddp.errors import DamageError, TrainingError
 from mingpt_ddp.metrics.jsonl import own_metrics
-from mingpt_ddp.metrics.profile import Profiler
+from mingpt_ddp.metrics.profiling import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
-from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.hooks.observers import Hooks
 from mingpt_ddp.training.length import StepTimer
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
-from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.train_state import Context
 from mingpt_ddp.training.train_step import TrainStep

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mingpt_ddp.distributed.channels import Report
+from mingpt_ddp.distributed.launch.channels import Report
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.evaluator import Evaluator
-from mingpt_ddp.training.hooks import Hooks
-from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.evaluation.evaluator import Evaluator
+from mingpt_ddp.training.hooks.observers import Hooks
+from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import Context, has_stopped_early, record_evaluation
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from launching import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from mingpt_ddp.config.hydra_errors import PLUGINS
+from mingpt_ddp.config.compose.hydra_errors import PLUGINS
 from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
 
 pytestmark = pytest.mark.integration

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.config.hints import known_keys
-from mingpt_ddp.snapshots.load import load
+from mingpt_ddp.snapshots.read.load import load
 
 TOLERANCE = 1e-4
 STEPS = 6

@@ -18,7 +18,7 @@ import torch
 from launching import ROOT, TINY, WITH_DIGITS, WITH_TOY, call, python_main, torchrun
 
 from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
-from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.storage.run_dir import read_result
 
 METRICS = ("loss", "accuracy", "bits_per_byte", "bits_per_char")

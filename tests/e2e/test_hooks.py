@@ -9,7 +9,7 @@ import pytest
 from launching import TINY, call, python_main
 
 from mingpt_ddp.config.hooks import on
-from mingpt_ddp.config.schema import RunConfig
+from mingpt_ddp.config.keys.schema import RunConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import read_result

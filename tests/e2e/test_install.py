@@ -30,7 +30,7 @@ TRAIN = ["-m", "mingpt_ddp", *TINY, "trainer.max_steps=1", "data.truncate=0.01"]
 USES = {
     "report": [
         "-c",
-        "from mingpt_ddp.results.page import get_plotlyjs; get_plotlyjs()",
+        "from mingpt_ddp.results.page.page import get_plotlyjs; get_plotlyjs()",
     ],
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],

@@ -20,8 +20,8 @@ from hydra import compose, initialize_config_dir
 from launching import ROOT, TINY, Job, committed, last_step, wait_for
 from ports import free_port
 
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
 PREEMPTED = 143
 RUNTIME, JOB = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())

@@ -272,7 +272,7 @@ def test_the_failing_rank_is_named_last(tmp_path):
     """
     script = tmp_path / "failing.py"
     script.write_text(
-        "from mingpt_ddp.cli.train_command import main\n"
+        "from mingpt_ddp.cli.commands.train import main\n"
         "from mingpt_ddp.data.dataloader import TokenLoader\n"
         "get_batch = TokenLoader.get_batch\n"
         "def failing_get_batch(self, step, plan, rank):\n"

@@ -16,7 +16,7 @@ from netns_hosts import HostsUnavailable, TwoHosts
 from ports import free_port
 
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.rendezvous import connect
+from mingpt_ddp.distributed.group.rendezvous import connect
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 LONG = [

@@ -182,7 +182,7 @@ def patch(evaluate):
         return run(self, *arguments, **named)
     dataloader.TokenSplit.batches, evaluate.Evaluator.run = counted, counted_run
     dataloader.TOKENS_PER_BATCH = 16
-PATCHES["mingpt_ddp.training.evaluator"] = patch
+PATCHES["mingpt_ddp.training.evaluation.evaluator"] = patch
 """
 
 

@@ -20,7 +20,7 @@ from launching import PATIENCE_S, TINY, WITH_DIGITS, call, python_main
 from user_code_page import page_files
 
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, decode_manifest, encode_manifest
-from mingpt_ddp.snapshots.ledger import LEDGER, Ledger, hash_tensors
+from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger, hash_tensors
 
 SETTINGS = [
     *TINY,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from launching import ROOT, TINY, call, environment, python_main
 
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.inference.generate import SamplingParams, generate
-from mingpt_ddp.snapshots.initial_weights import read_initial_weights
-from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
+from mingpt_ddp.snapshots.read.load_model import load_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]  # the first test trains all models
 

@@ -17,8 +17,8 @@ from launching import ROOT, call, environment
 from packaging.requirements import Requirement
 from snapshot_helpers import bpe_with_special, random_snapshot
 
-from mingpt_ddp.data.tokenizer import CharTokenizer
-from mingpt_ddp.snapshots.transformers_export import transformers_files
+from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
+from mingpt_ddp.snapshots.exports.transformers_export import transformers_files
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -13,8 +13,8 @@ from launching import ROOT, TINY, call, committed, python_main
 from pause_points import kill_before
 from user_code_page import PAGE, page_commands, page_files
 
-from mingpt_ddp.cli.export_command import ExportConfig, export
-from mingpt_ddp.cli.sample_command import SampleConfig, sample
+from mingpt_ddp.cli.commands.export import ExportConfig, export
+from mingpt_ddp.cli.commands.sample import SampleConfig, sample
 from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30

@@ -12,7 +12,7 @@ from launching import ROOT, WITH_TOY, call, committed, python_main
 from pause_points import kill_before
 from user_code_page import page_commands, page_files
 
-from mingpt_ddp.cli.export_command import ExportConfig, export
+from mingpt_ddp.cli.commands.export import ExportConfig, export
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result

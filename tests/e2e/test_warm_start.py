@@ -15,7 +15,7 @@ import torch
 from launching import TINY, call, environment, python_main
 from pause_points import kill_before
 
-from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.read.load_model import load_model
 
 STEPS = 40
 MORE = [

@@ -49,7 +49,7 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
         ),
         Wait(
             "stage",
-            "wait for a stream in snapshots/async_writer.py _stage",
+            "wait for a stream in snapshots/write/async_writer.py _stage",
             1,
             "the copies are complete; on the thread of the snapshot",
         ),
@@ -115,7 +115,7 @@ def _in_evaluation(case: Case) -> list[Wait]:
         ),
         Wait(
             "evaluate",
-            "read in training/evaluator.py _measure",
+            "read in training/evaluation/evaluator.py _measure",
             6 * (own > 0),
             "four sums and two counts, once for a split",
         ),

@@ -16,7 +16,7 @@ from fake_gpu.mutants import MUTANTS, mutated
 from fake_gpu.observe import Observer
 from fake_gpu.rank import config_of, fake_rank
 from fake_gpu.work import build_run, decode, evaluate, log, stage, train
-from mingpt_ddp.distributed.sync_batchnorm import synchronize
+from mingpt_ddp.distributed.strategies.sync_batchnorm import synchronize
 
 PHASES = {"steps": train, "log": log, "stage": stage, "evaluate": evaluate, "sample": decode}
 

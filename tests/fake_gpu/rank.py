@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fake_gpu.device import GPUS, fake_cuda
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.config.schema import DDPConfig
-from mingpt_ddp.distributed import process_group, runtime
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.distributed import runtime
 from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.group import process_group
 
 
 class FakeGroup(process_group.ProcessGroup):

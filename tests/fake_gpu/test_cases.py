@@ -20,7 +20,7 @@ from fake_gpu.cases import (
 )
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.distributed.strategies import check_strategy
-from mingpt_ddp.distributed.tensor_parallel import check_tensor_parallel
+from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
 
 

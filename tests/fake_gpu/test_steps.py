@@ -119,7 +119,7 @@ def test_a_model_that_places_itself(run, gpus, answer_of):
     used = {*result["gpus"].values()}
     rank, ranks = run["arguments"]["rank"], run["arguments"]["ranks"]
     streams = len(used) if rank == 0 else 1  # rank zero writes all
-    waits = {"wait for a stream in snapshots/async_writer.py _stage": streams}
+    waits = {"wait for a stream in snapshots/write/async_writer.py _stage": streams}
     assert result["waits"]["stage"] == waits
     if ranks > 1:
         sent = collectives_per_step(result)[f"all_reduce of {ranks}"]

@@ -19,14 +19,14 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.optim.muon import Muon
-from mingpt_ddp.snapshots.async_writer import AsyncSave, Capture
-from mingpt_ddp.snapshots.ledger import Ledger
-from mingpt_ddp.snapshots.shard_plan import ShardPlan
+from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
+from mingpt_ddp.snapshots.write.ledger import Ledger
+from mingpt_ddp.snapshots.write.shard_plan import ShardPlan
 from mingpt_ddp.tasks import language_model
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.training import train_step, trainer
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 

@@ -33,15 +33,15 @@ from fuzz.values import (
 )
 from launching import WITH_DIGITS, WITH_TOY
 
-from mingpt_ddp.cli.evaluate_command import EvaluateConfig
-from mingpt_ddp.cli.export_command import ExportConfig
-from mingpt_ddp.cli.report_command import ReportConfig
-from mingpt_ddp.cli.sample_command import SampleConfig
-from mingpt_ddp.cli.snapshots_command import ListConfig, PruneConfig
-from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.cli.commands.evaluate import EvaluateConfig
+from mingpt_ddp.cli.commands.export import ExportConfig
+from mingpt_ddp.cli.commands.report import ReportConfig
+from mingpt_ddp.cli.commands.sample import SampleConfig
+from mingpt_ddp.cli.commands.snapshots import ListConfig, PruneConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL
-from mingpt_ddp.config.model_config import ModelConfig
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.keys.components import DatasetConfig
+from mingpt_ddp.config.keys.model_config import ModelConfig
+from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.validation import field_types, parts
 
 SMALL = ["trainer.device=cpu", "trainer.max_steps=2", "tracker=[]"]

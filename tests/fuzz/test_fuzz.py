@@ -16,7 +16,7 @@ from fuzz.cases import BASES, COMMANDS, classes, draw, keys, targets
 from fuzz.driver import Worker, faults
 
 from mingpt_ddp.cli import COMMANDS as PROGRAMS
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.keys.schema import GROUPS
 
 CASES = int(os.environ.get("FUZZ_CASES", 300))
 SEED = int(os.environ.get("FUZZ_SEED", 1))

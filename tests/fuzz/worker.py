@@ -77,13 +77,13 @@ def stop_before_training() -> None:
 
     for name in (
         "training.run.build",
-        "distributed.launcher._run_with_restarts",
+        "distributed.launch.launcher._run_with_restarts",
         "planning.plan.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
-        "cli.train_command.start_server",
-        "distributed.launcher.start_server",
+        "cli.commands.train.start_server",
+        "distributed.launch.launcher.start_server",
         "cli.train_job.die_with_parent",
     ):
         replace_attribute(f"mingpt_ddp.{name}", lambda *args: None)
@@ -91,7 +91,7 @@ def stop_before_training() -> None:
         "mingpt_ddp.inference.generate.generate",
         lambda model, tokens, count, *rest: generate(model, tokens[:4], min(count, 4), *rest),
     )
-    train = importlib.import_module("mingpt_ddp.cli.train_command").main
+    train = importlib.import_module("mingpt_ddp.cli.commands.train").main
 
     def execute(path: str, argv: list[str]) -> None:
         sys.argv = ["main.py", *argv[3:]]
@@ -100,7 +100,7 @@ def stop_before_training() -> None:
     for name in (
         "storage.remote.OPERATION_DEADLINE_S",
         "storage.run_dir.LOCK_WAIT_S",
-        "training.stages.LOCK_WAIT_S",
+        "training.start.stages.LOCK_WAIT_S",
     ):
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
     # would compose everything twice
@@ -109,7 +109,7 @@ def stop_before_training() -> None:
     torch.use_deterministic_algorithms(False)  # imports what the first call needs
     from hydra import compose, initialize_config_dir
 
-    from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
+    from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         compose("config", ["optimizer.lr=1"])
@@ -123,7 +123,7 @@ def entry(case: Case) -> Any:
     name, *first = case.command.split()
     sys.argv = [f"{name}.py", *first, *case.words]
     sys.orig_argv = [sys.executable, *sys.argv]
-    return importlib.import_module(f"mingpt_ddp.cli.{name}_command").main
+    return importlib.import_module(f"mingpt_ddp.cli.commands.{name}").main
 
 
 def memory(name: str) -> int:
@@ -220,7 +220,7 @@ def forked(work: Callable[[], int]) -> int:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for name in (
-        *(f"cli.{name}_command" for name in COMMANDS),
+        *(f"cli.commands.{name}" for name in COMMANDS),
         "training.run",
         "planning.plan",
         "inference.generate",

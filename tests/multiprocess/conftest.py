@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-MODULE = Path("mingpt_ddp/distributed/process_group.py")
+MODULE = Path("mingpt_ddp/distributed/group/process_group.py")
 
 
 @pytest.hookimpl(tryfirst=True)

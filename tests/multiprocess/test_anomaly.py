@@ -22,8 +22,9 @@ from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
-from mingpt_ddp.training import stages, train_step
+from mingpt_ddp.training import train_step
 from mingpt_ddp.training.run import run
+from mingpt_ddp.training.start import stages
 from multiprocess.ranks import configure, run_ranks
 
 SETTINGS = [

@@ -21,13 +21,13 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.snapshots import async_writer as background
 from mingpt_ddp.snapshots import format, manager
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write import async_writer as background
 from mingpt_ddp.training import run as composition
-from mingpt_ddp.training import stages
+from mingpt_ddp.training.start import stages
 from mingpt_ddp.training.trainable import Trainable
 from mingpt_ddp.training.trainer import Trainer
 from multiprocess.ranks import Ranks, configure, run_ranks

@@ -19,12 +19,12 @@ import pytest
 import torch
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed import shared_locks
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.json_collectives import SHORT_BYTES
-from mingpt_ddp.distributed.process_group import PREPARING, STARTING
+from mingpt_ddp.distributed.group import shared_locks
+from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
+from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
+from mingpt_ddp.distributed.group.shared_locks import check_shared_locks
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.shared_locks import check_shared_locks
 from mingpt_ddp.errors import DamageError, DataError, RunError, UserError
 from mingpt_ddp.metrics.meters import Meter
 from multiprocess.ranks import configure, run_ranks

@@ -23,11 +23,12 @@ from launching import TINY
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.registry import run_file
-from mingpt_ddp.distributed import logs, shared_memory
-from mingpt_ddp.distributed.device import device_of_rank
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.device.device import device_of_rank
 from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.group import shared_memory
+from mingpt_ddp.distributed.group.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training.run import run

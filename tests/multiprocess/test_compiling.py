@@ -14,7 +14,7 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import plan_batches
-from mingpt_ddp.distributed import compile as compiling
+from mingpt_ddp.distributed.device import compile as compiling
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy

@@ -17,7 +17,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.training.run import run
 from mingpt_ddp.training.train_step import TrainStep
 from multiprocess.ranks import configure, run_ranks

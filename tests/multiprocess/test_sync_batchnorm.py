@@ -16,7 +16,7 @@ from torch import nn
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.sync_batchnorm import synchronize
+from mingpt_ddp.distributed.strategies.sync_batchnorm import synchronize
 from multiprocess.ranks import configure, run_ranks
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.tensor_parallel import gather
+from mingpt_ddp.distributed.strategies.tensor_split import gather
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model

@@ -27,7 +27,7 @@ from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import build_model
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from multiprocess.ranks import configure, run_ranks, train_in_turn
 
 STEPS = 3

@@ -147,12 +147,20 @@ def test_results_import_no_torch():
         left += new
 
 
-def test_no_import_cycle():
+def folder_of(path: Path) -> str:
+    """Return the folder of a module within its room; the name of a module in the room itself."""
+    parts = name_of(path).removesuffix(".py").split("/")
+    return "/".join(parts[:2])
+
+
+@pytest.mark.parametrize("unit", [dotted_name, folder_of])
+def test_no_import_cycle(unit):
     names = {dotted_name(p): p for p in MODULES}
     edges: dict[str, set[str]] = {}
-    for name, path in names.items():
+    for path in names.values():
         found = imported_modules(tree_of(path), {*names})
-        edges[name] = found - {name}
+        own = edges.setdefault(unit(path), set())
+        own |= {unit(names[each]) for each in found} - {unit(path)}
     while edges:
         leaves = [name for name, targets in edges.items() if not targets & edges.keys()]
         assert leaves, f"a cycle among {sorted(edges)}"
@@ -168,6 +176,14 @@ def test_top_of_the_package():
     }
     doors = {door.removesuffix(".py") for door in DOORS if "/" not in door}
     assert top - doors == {*ROOMS, "conf"}  # presets, in a checkout by a link
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=name_of)
+def test_folders_hold_a_dozen_modules(folder):
+    """Nor has one the name of a module of the standard library."""
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    assert len(names) <= (12)
+    assert not names & sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("door", [door for door in DOORS if (PACKAGE / door).exists()])

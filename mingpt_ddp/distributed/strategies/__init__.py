@@ -6,7 +6,7 @@ base.py says what a strategy does.
 import torch
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.canonical import (
     CanonicalStrategy,

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
-from mingpt_ddp.distributed.compile import compile_model, report_compile_errors
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.device.compile import compile_model, report_compile_errors
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.step_clock import StepClock
-from mingpt_ddp.distributed.sync_batchnorm import synchronize
+from mingpt_ddp.distributed.strategies.sync_batchnorm import synchronize
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import SupportsSeveralDevices, move_model
 from mingpt_ddp.optim.muon import Muon

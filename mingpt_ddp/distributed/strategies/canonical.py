@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
-from mingpt_ddp.distributed.json_collectives import refuse_other_names
-from mingpt_ddp.distributed.ordered_sum import OrderedSum
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.ordered_sum import OrderedSum
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError

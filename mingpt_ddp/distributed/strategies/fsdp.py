@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
-from mingpt_ddp.distributed.device import keep_freed_memory
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.device.device import keep_freed_memory
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mingpt_ddp.config.schema import DDPConfig
+from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.strategies.base import Strategy
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.distributed.strategies.base import Strategy
-from mingpt_ddp.distributed.tensor_parallel import (
+from mingpt_ddp.distributed.strategies.tensor_split import (
     average_gradients,
     gather,
     local_tensor,

@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_since, to_metrics
 from mingpt_ddp.metrics.trackers.sample_texts import read_samples
-from mingpt_ddp.storage.remote_errors import describe, redact
+from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.storage import atomic_write, read_regular
 
 log = logging.getLogger(__name__)

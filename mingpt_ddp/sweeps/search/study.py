@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.results.optuna_library import optuna

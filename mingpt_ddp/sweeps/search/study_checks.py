@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.sweeps.search.pruners import check_pruner
 from mingpt_ddp.sweeps.search.samplers import check_sampler

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.schema import SweepConfig
+from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 from mingpt_ddp.sweeps.jobs import has_ended_at

@@ -10,7 +10,7 @@ from benchmarking import modules
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mingpt_ddp.training.save_schedule import young_interval
+from mingpt_ddp.training.saves.save_schedule import young_interval
 
 costs = st.floats(1e-3, 1e3)
 mtbfs = st.floats(1e3, 1e8)

@@ -6,8 +6,8 @@ import pytest
 from benchmarking import ROOT, modules
 from hydra import compose, initialize_config_dir
 
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 
 
 @pytest.fixture(scope="module")

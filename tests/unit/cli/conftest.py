@@ -7,7 +7,7 @@ import uuid
 import pytest
 from tools import call_tool
 
-from mingpt_ddp.cli import snapshots_command as tool
+from mingpt_ddp.cli.commands import snapshots as tool
 
 
 @pytest.fixture(params=["file", "memory"])

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from multiprocess.ranks import configure
 
-from mingpt_ddp.cli.again_command import command_words
+from mingpt_ddp.cli.commands.again import command_words
 from mingpt_ddp.errors import ConfigError
 
 

@@ -12,9 +12,9 @@ from hydra import compose, initialize_config_dir
 from multiprocess.ranks import configure
 from snapshot_helpers import filled
 
-from mingpt_ddp.cli.evaluate_command import EvaluateConfig, _run_config, evaluate
+from mingpt_ddp.cli.commands.evaluate import EvaluateConfig, _run_config, evaluate
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import DataError, SnapshotError
 
 

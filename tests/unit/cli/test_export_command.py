@@ -11,7 +11,7 @@ import torch
 import yaml
 from snapshot_helpers import VOCABULARY, commit, filled, model_snapshot
 
-from mingpt_ddp.cli import export_command as export_module
+from mingpt_ddp.cli.commands import export as export_module
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MODEL, directory_name
 from mingpt_ddp.snapshots.staging_buffer import decode

@@ -80,7 +80,7 @@ def test_a_run_imports_nothing_that_a_report_or_a_search_needs(tmp_path):
 
 
 def test_the_fork_server_starts_before_hydra_is_imported():
-    code = "import sys, mingpt_ddp.cli.train_command as c; c.start_server; print(*sys.modules)"
+    code = "import sys, mingpt_ddp.cli.commands.train as c; c.start_server; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -16,7 +16,7 @@ from tools import call_tool
 
 from mingpt_ddp import __version__
 from mingpt_ddp.cli import COMMANDS, main
-from mingpt_ddp.config import hydra_utils
+from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.errors import command
 
 PACKAGE = ROOT / "mingpt_ddp"
@@ -53,7 +53,7 @@ def test_no_other_module_is_runnable(every):
     assert {
         "mingpt_ddp.training.run",
         "mingpt_ddp.registry",
-        "mingpt_ddp.cli.sample_command",
+        "mingpt_ddp.cli.commands.sample",
     } < set(OTHERS)
     for name in [*sorted(OTHERS)[::every], "mingpt_ddp.training", "mingpt_ddp.nowhere"]:
         done = python_m("-m", name, "outputs/x", "step=1")
@@ -97,7 +97,7 @@ def test_a_module_name_as_an_argument(tmp_path):
 
 def test_train_is_main_py(monkeypatch):
     seen = []
-    monkeypatch.setattr("mingpt_ddp.cli.train_command.main", lambda: seen.append(sys.argv[1:]))
+    monkeypatch.setattr("mingpt_ddp.cli.commands.train.main", lambda: seen.append(sys.argv[1:]))
     for args in (["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], []):
         monkeypatch.setattr(sys, "argv", ["mingpt-ddp", "train", *args])
         main.main()
@@ -108,7 +108,7 @@ def test_train_is_main_py(monkeypatch):
 @pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "again"}))
 def test_a_command_gets_its_arguments(name, run):
     code, out, _ = run(name, "--help")
-    assert (code, out) == (0, import_module(f"mingpt_ddp.cli.{name}_command").__doc__ + "\n")
+    assert (code, out) == (0, import_module(f"mingpt_ddp.cli.commands.{name}").__doc__ + "\n")
     first = {"snapshots": ["list"], "plan": []}.get(name, ["nowhere"])
     code, out, err = run(name, *first, "stepp=1")
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(

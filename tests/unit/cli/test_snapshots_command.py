@@ -12,13 +12,13 @@ import pytest
 import torch
 from snapshot_helpers import commit, filled, model_snapshot
 
-from mingpt_ddp.cli import snapshots_command as tool
+from mingpt_ddp.cli.commands import snapshots as tool
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, Snapshot, directory_name
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage import lease
 from mingpt_ddp.storage.lease import OWNER, Lease
-from mingpt_ddp.storage.remote import RemoteStorage
+from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 

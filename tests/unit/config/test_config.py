@@ -10,11 +10,11 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, to_config
 from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, named_keys, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, to_config
-from mingpt_ddp.config.schema import GROUPS, MODELS, SnapshotConfig, selected
-from mingpt_ddp.config.trainer_config import TrainerConfig
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.config.keys.schema import GROUPS, MODELS, SnapshotConfig, selected
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_dir import run_name
 

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from fake_runs import fake_run
 
-from mingpt_ddp.cli.again_command import command_words
-from mingpt_ddp.cli.replay_command import write_config
-from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.cli.commands.again import command_words
+from mingpt_ddp.cli.commands.replay import write_config
+from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
     PLACES,
@@ -23,15 +23,15 @@ from mingpt_ddp.config.config import (
     named_values,
     with_defaults,
 )
-from mingpt_ddp.config.fields import enters_name
 from mingpt_ddp.config.hints import known_keys
-from mingpt_ddp.config.hydra_utils import hydra_value
-from mingpt_ddp.config.schema import GROUPS, selected
+from mingpt_ddp.config.keys.components import DatasetConfig
+from mingpt_ddp.config.keys.fields import enters_name
+from mingpt_ddp.config.keys.schema import GROUPS, selected
 from mingpt_ddp.config.validation import adapter
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.notes import pooling_notes
 from mingpt_ddp.results.runs import read_jobs
-from mingpt_ddp.snapshots.ledger import NOT_IN_SETTINGS, digest_settings
+from mingpt_ddp.snapshots.write.ledger import NOT_IN_SETTINGS, digest_settings
 
 CHOSEN: dict[str, str | None] = {
     "task": "language_model",

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
+from mingpt_ddp.config.compose.hydra_utils import check_options
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.hints import other_names, suggest
-from mingpt_ddp.config.hydra_utils import check_options
-from mingpt_ddp.config.schema import GROUPS
-from mingpt_ddp.config.trainer_config import TrainerConfig
+from mingpt_ddp.config.keys.schema import GROUPS
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hydra._internal import utils
 
-from mingpt_ddp.config.hydra_utils import run_hydra
+from mingpt_ddp.config.compose.hydra_utils import run_hydra
 
 pytestmark = pytest.mark.core
 

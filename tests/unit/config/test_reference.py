@@ -9,8 +9,8 @@ import pytest
 from launching import ROOT
 
 from mingpt_ddp import __version__
-from mingpt_ddp.config.hydra_utils import answer
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.compose.hydra_utils import answer
+from mingpt_ddp.config.keys.schema import GROUPS
 
 spec = importlib.util.spec_from_file_location(
     "config_reference", ROOT / "scripts" / "config_reference.py"

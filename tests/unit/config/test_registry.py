@@ -12,8 +12,8 @@ import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
 from mingpt_ddp.config.hooks import acts
+from mingpt_ddp.config.keys.schema import BASES, GROUPS, DDPConfig
 from mingpt_ddp.config.registry import BUILDERS, register, run_code, run_file
-from mingpt_ddp.config.schema import BASES, GROUPS, DDPConfig
 from mingpt_ddp.errors import CodeError, ConfigError
 
 FILE = """
@@ -88,7 +88,7 @@ def test_a_builder_of_another_module(directory):
     (directory / "three.py").write_text(
         (
             "import own_parts\nfrom mingpt_ddp.registry import *\nfrom "
-            "mingpt_ddp.config.components import *\n"
+            "mingpt_ddp.config.keys.components import *\n"
         )
         + FILE.format(key="three").split("@register")[0]
         + 'register("model", "mine", Mine)(own_parts.build)\n'

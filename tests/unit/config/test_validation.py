@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from mingpt_ddp.config.fields import LearningRate, PositiveInt
-from mingpt_ddp.config.schema import SnapshotConfig
+from mingpt_ddp.config.keys.fields import LearningRate, PositiveInt
+from mingpt_ddp.config.keys.schema import SnapshotConfig
 from mingpt_ddp.config.validation import build, is_supported
 from mingpt_ddp.errors import ConfigError
 

@@ -9,8 +9,8 @@ from hydra import compose, initialize_config_dir, version
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 
-from mingpt_ddp.config import hydra_utils
-from mingpt_ddp.config.worker_config import compose_for_workers, run_composed
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose.worker_config import compose_for_workers, run_composed
 
 
 @pytest.fixture

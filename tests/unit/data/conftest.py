@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.text_cache import TextCache
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 
 
 def prepare(config: DataConfig, cache: TextCache | None = None) -> EncodedText:

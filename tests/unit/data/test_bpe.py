@@ -9,9 +9,10 @@ import sys
 import pytest
 
 pytest.importorskip("tokenizers")
-from mingpt_ddp.data import bpe, download
-from mingpt_ddp.data.bpe import BPETokenizer, split_at_words, train_bpe
-from mingpt_ddp.data.tokenizer import read_tokenizer, tokenizer_from_state
+from mingpt_ddp.data import download
+from mingpt_ddp.data.tokenizers import bpe
+from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, split_at_words, train_bpe
+from mingpt_ddp.data.tokenizers.tokenizer import read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
 
 TEXT = (

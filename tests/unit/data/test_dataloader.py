@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.config.trainer_config import TrainerConfig
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.data.dataloader import (
     BatchPlan,

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingpt_ddp.data.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.file_records import digest_of
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.tokenizer import (
+from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
+from mingpt_ddp.data.tokenizers.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     Tokenizer,
     tokenizer_from_state,
 )
-from mingpt_ddp.data.tokenizer_base import END, END_NAME
+from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME
 from mingpt_ddp.errors import ConfigError
 from tests.unit.data.reading import prepare
 
@@ -128,7 +128,7 @@ def test_one_text_is_one_document(settings):
 
 def test_many_documents_in_one_chunk_and_many_chunks_in_one_document(monkeypatch):
     pytest.importorskip("tokenizers")
-    from mingpt_ddp.data import bpe
+    from mingpt_ddp.data.tokenizers import bpe
 
     monkeypatch.setattr(bpe, "CHUNK_CHARS", 100)
     documents = ["to be, or not to be " * count for count in (0, 1, 30, 0, 2, 1, 0)]

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from mingpt_ddp.config import registry
-from mingpt_ddp.config.components import DataConfig
-from mingpt_ddp.data import file_records, prepare, text_cache
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data import file_records, prepare
 from mingpt_ddp.data.file_records import RECORDS, SMALL_BYTES
 from mingpt_ddp.data.prepare import prepare_all
+from mingpt_ddp.data.text import text_cache
 from mingpt_ddp.errors import DataError
 
 LINE = "To be, or not to be: that is the question.\n"

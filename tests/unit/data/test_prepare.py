@@ -21,9 +21,9 @@ import pytest
 from launching import PATIENCE_S
 
 from mingpt_ddp.config import registry
-from mingpt_ddp.data import encode_text, texts
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.texts import python_docs
+from mingpt_ddp.data.text import encode_text, texts
+from mingpt_ddp.data.text.texts import python_docs
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import prepare
 
@@ -255,7 +255,7 @@ def test_a_damaged_cache_is_rebuilt(settings, damage):
 CONCURRENT = """
 import json, os, sys
 from dataclasses import asdict
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.prepare import prepare_all
 config = DataConfig(**json.loads(sys.argv[1]))
 waiting, starting = os.pipe()

@@ -17,10 +17,10 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from mingpt_ddp.data import archives, records
 from mingpt_ddp.data.content import HEAD_BYTES
 from mingpt_ddp.data.dataset import RecordedText
 from mingpt_ddp.data.prepare import prepare_all
+from mingpt_ddp.data.text import archives, records
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare, text_of
 

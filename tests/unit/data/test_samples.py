@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mingpt_ddp.config.components import DatasetConfig
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.keys.components import DatasetConfig
+from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.data import samples
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.samples import MAX_BATCH, Datasets, SampleLoader, SampleSplit, build_datasets

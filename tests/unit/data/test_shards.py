@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mingpt_ddp.data.dataloader import BatchPlan, TokenLoader, TokenSplit
-from mingpt_ddp.data.shards import Shards
-from mingpt_ddp.data.token_files import TokenFile
+from mingpt_ddp.data.tokens.shards import Shards
+from mingpt_ddp.data.tokens.token_files import TokenFile
 
 SIZES = (5, 1, 40, 2, 300)
 TOKENS = np.random.default_rng(1).integers(0, 1 << 16, sum(SIZES), np.uint16)
@@ -19,7 +19,7 @@ TOKENS = np.random.default_rng(1).integers(0, 1 << 16, sum(SIZES), np.uint16)
 @pytest.fixture(params=[1, 128])
 def shards(request, tmp_path, monkeypatch):
     """Return a function that writes the tokens to files, of which few or all are mapped at once."""
-    monkeypatch.setattr("mingpt_ddp.data.shards.MAPPED", request.param)
+    monkeypatch.setattr("mingpt_ddp.data.tokens.shards.MAPPED", request.param)
 
     def write(dtype: str = "uint16") -> Shards:
         files = []

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from launching import wait_for
 
-from mingpt_ddp.data import text_cache
-from mingpt_ddp.data.text_cache import LOCK, TextCache
+from mingpt_ddp.data.text import text_cache
+from mingpt_ddp.data.text.text_cache import LOCK, TextCache
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.storage import lock
 from tests.unit.data.reading import prepare

@@ -14,9 +14,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from mingpt_ddp.data import archives
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.tokenizer import tokenizer_from_state
+from mingpt_ddp.data.text import archives
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import prepare, text_of
 

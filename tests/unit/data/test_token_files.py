@@ -19,7 +19,7 @@ from mingpt_ddp.data import locate_tokens
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.file_records import RECORDS
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mingpt_ddp.config.components import DataConfig
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.errors import ConfigError, DataError

@@ -11,11 +11,11 @@ from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import MicroBatch
-from mingpt_ddp.distributed.compile import allows_compile
+from mingpt_ddp.distributed.device.compile import allows_compile
+from mingpt_ddp.distributed.device.machine import canonical_threads
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.machine import canonical_threads
-from mingpt_ddp.distributed.ordered_sum import OrderedSum
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.ordered_sum import OrderedSum
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.canonical import CanonicalStrategy
 from mingpt_ddp.errors import ConfigError, TrainingError

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from mingpt_ddp.distributed.channels import Channels, WorkerEnds, reporter
-from mingpt_ddp.distributed.workers import join_workers
+from mingpt_ddp.distributed.launch.channels import Channels, WorkerEnds, reporter
+from mingpt_ddp.distributed.launch.workers import join_workers
 from mingpt_ddp.errors import RunError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mingpt_ddp.distributed.copies import CHUNK, checksum, checksums, find_difference
+from mingpt_ddp.distributed.group.copies import CHUNK, checksum, checksums, find_difference
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool)
 

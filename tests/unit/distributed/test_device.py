@@ -16,13 +16,13 @@ import torch
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed import device
+from mingpt_ddp.distributed.device import device
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 
 SCRIPT = """
 import resource, torch
-from mingpt_ddp.distributed.device import keep_freed_memory
+from mingpt_ddp.distributed.device.device import keep_freed_memory
 keep_freed_memory()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -16,7 +16,7 @@ from launching import is_running, wait_for
 from mingpt_ddp.distributed import exit as exit_module
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, ProcessExit, signal_exit_code
-from mingpt_ddp.distributed.failures import Failure
+from mingpt_ddp.distributed.group.failures import Failure
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
 

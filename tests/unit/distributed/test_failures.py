@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from mingpt_ddp.distributed.failures import Failure, FailureReports
+from mingpt_ddp.distributed.group.failures import Failure, FailureReports
 
 
 def test_a_lost_store_reports_no_failure():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mingpt_ddp.distributed import fork_server
+from mingpt_ddp.distributed.launch import fork_server
 
 
 @pytest.fixture

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 from launching import wait_for
 
-from mingpt_ddp.config.schema import DDPConfig
-from mingpt_ddp.distributed import process_watch
-from mingpt_ddp.distributed import workers as workers_module
+from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
-from mingpt_ddp.distributed.fork_server import BLOCKED_SIGNALS
-from mingpt_ddp.distributed.launcher import _run_with_restarts
-from mingpt_ddp.distributed.process_watch import ProcessWatch
-from mingpt_ddp.distributed.workers import SignalForwarder, join_workers, shared_environ
+from mingpt_ddp.distributed.launch import process_watch
+from mingpt_ddp.distributed.launch import workers as workers_module
+from mingpt_ddp.distributed.launch.fork_server import BLOCKED_SIGNALS
+from mingpt_ddp.distributed.launch.launcher import _run_with_restarts
+from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
+from mingpt_ddp.distributed.launch.workers import SignalForwarder, join_workers, shared_environ
 
 
 @pytest.fixture

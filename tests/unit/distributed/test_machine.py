@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from mingpt_ddp.distributed import machine
-from mingpt_ddp.distributed.machine import check_processes
+from mingpt_ddp.distributed.device import machine
+from mingpt_ddp.distributed.device.machine import check_processes
 from mingpt_ddp.errors import ConfigError
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mingpt_ddp.config.schema import DDPConfig
-from mingpt_ddp.distributed import process_group
+from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.process_group import ProcessGroup, check_ranks, name_backends
+from mingpt_ddp.distributed.group import process_group
+from mingpt_ddp.distributed.group.process_group import ProcessGroup, check_ranks, name_backends
 from mingpt_ddp.errors import ConfigError
 
 

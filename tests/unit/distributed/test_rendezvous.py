@@ -8,9 +8,9 @@ import pytest
 from counting import Network
 from torch.distributed import HashStore, PrefixStore
 
-from mingpt_ddp.distributed import rendezvous
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.rendezvous import join_attempt
+from mingpt_ddp.distributed.group import rendezvous
+from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.errors import JoinError
 
 

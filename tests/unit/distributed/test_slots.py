@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from mingpt_ddp.distributed import slots
-from mingpt_ddp.distributed.slots import CORES, bind_cores, divide
+from mingpt_ddp.distributed.launch import slots
+from mingpt_ddp.distributed.launch.slots import CORES, bind_cores, divide
 
 
 def test_slots_have_cores_and_gpus_of_their_own():

@@ -12,8 +12,8 @@ from multiprocess.ranks import configure
 from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.distributed import compile as compiling
-from mingpt_ddp.distributed.compile import should_compile
+from mingpt_ddp.distributed.device import compile as compiling
+from mingpt_ddp.distributed.device.compile import should_compile
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy

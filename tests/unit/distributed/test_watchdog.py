@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit
-from mingpt_ddp.distributed.failures import FailureReports
-from mingpt_ddp.distributed.proc import STOPPED, read_state
+from mingpt_ddp.distributed.group.failures import FailureReports
+from mingpt_ddp.distributed.linux import STOPPED, read_state
 from mingpt_ddp.distributed.watchdog import Watchdog
 
 

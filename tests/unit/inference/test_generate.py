@@ -8,8 +8,8 @@ from tasks import gpt_config
 from torch import Tensor, nn
 
 from mingpt_ddp.config.registry import BUILDERS
-from mingpt_ddp.data.tokenizer import CharTokenizer
-from mingpt_ddp.data.tokenizer_base import END
+from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizers.tokenizer_base import END
 from mingpt_ddp.errors import DataError
 from mingpt_ddp.inference import generate as module
 from mingpt_ddp.inference.generate import (

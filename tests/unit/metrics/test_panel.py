@@ -21,7 +21,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.display import can_draw
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.logs import progress_bar
-from mingpt_ddp.metrics.panel import Panel, sparkline
+from mingpt_ddp.metrics.sinks.panel import Panel, sparkline
 
 METRICS = {
     **{

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.metrics.profile import Profiler, snapshot_when_out_of_memory
+from mingpt_ddp.metrics.profiling import Profiler, snapshot_when_out_of_memory
 
 
 def test_a_step_ends_when_the_device_has_done_it(tmp_path, monkeypatch):

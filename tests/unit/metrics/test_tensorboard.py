@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from tensorboard.plugins.hparams import metadata as hparams
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.metrics.tensorboard import TensorBoardLogger
+from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 
 
 def start(directory: Path, step: int) -> TensorBoardLogger:

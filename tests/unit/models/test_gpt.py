@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config.model_config import GPTConfig, ModernConfig
+from mingpt_ddp.config.keys.model_config import GPTConfig, ModernConfig
 from mingpt_ddp.models import build_model, count_parameters
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mingpt_ddp.config.model_config import ModernConfig
+from mingpt_ddp.config.keys.model_config import ModernConfig
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import Modern, build_model
 from mingpt_ddp.models.ngrams import NGramEmbedding

@@ -9,8 +9,8 @@ import torch
 from tasks import gpt_config
 from torch import nn
 
-from mingpt_ddp.config.model_config import ModernConfig
-from mingpt_ddp.config.optimizer_config import MuonConfig
+from mingpt_ddp.config.keys.model_config import ModernConfig
+from mingpt_ddp.config.keys.optimizer_config import MuonConfig
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.rotary import FusedLinear

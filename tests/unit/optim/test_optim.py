@@ -11,7 +11,7 @@ import torch
 from tasks import gpt_config
 from torch import nn
 
-from mingpt_ddp.config.optimizer_config import (
+from mingpt_ddp.config.keys.optimizer_config import (
     SCHEDULES,
     AdamWConfig,
     OptimizerConfig,

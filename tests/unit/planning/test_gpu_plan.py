@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from multiprocess.ranks import configure
 
-from mingpt_ddp.cli.plan_command import describe
+from mingpt_ddp.cli.commands.plan import describe
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.registry import run_code
 from mingpt_ddp.config.validation import build

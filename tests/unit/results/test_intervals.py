@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from mingpt_ddp.results import intervals
-from mingpt_ddp.results.intervals import Estimate, estimate
+from mingpt_ddp.results.stats import intervals
+from mingpt_ddp.results.stats.intervals import Estimate, estimate
 
 # The 97.5% quantile of Student's t in closed form: tan(0.475 pi) for 1 degree of freedom,
 # 2 p sqrt(2 / (1 - 4 p^2)) with p = 0.475 for 2.

@@ -9,7 +9,7 @@ import pytest
 from fake_runs import fake_run
 from tools import call_tool
 
-from mingpt_ddp.cli import report_command as tool
+from mingpt_ddp.cli.commands import report as tool
 from mingpt_ddp.results.report import MAX_NAME, page_path
 
 

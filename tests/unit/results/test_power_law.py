@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from fake_runs import fake_run
 
+from mingpt_ddp.results.analysis.laws import power_law_lines, scalings
 from mingpt_ddp.results.groups import replicates
-from mingpt_ddp.results.laws import power_law_lines, scalings
-from mingpt_ddp.results.plots import Plots
-from mingpt_ddp.results.power_law import fit
+from mingpt_ddp.results.page.plots import Plots
 from mingpt_ddp.results.report import report
 from mingpt_ddp.results.results import read_results
 from mingpt_ddp.results.runs import read_jobs
+from mingpt_ddp.results.stats.power_law import fit
 
 pytestmark = pytest.mark.core
 SIZES = [1e4, 4e4, 1.6e5, 6.4e5, 2.56e6]

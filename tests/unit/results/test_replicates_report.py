@@ -10,11 +10,11 @@ import pytest
 from fake_runs import fake_run, write_header
 from tools import call_tool
 
-from mingpt_ddp.cli import report_command as tool
-from mingpt_ddp.results.figures import mean_curve
-from mingpt_ddp.results.front import pareto_front, read_goals
+from mingpt_ddp.cli.commands import report as tool
+from mingpt_ddp.results.analysis.front import pareto_front, read_goals
+from mingpt_ddp.results.analysis.importance import LEAST_GROUPS, importances
 from mingpt_ddp.results.groups import replicates
-from mingpt_ddp.results.importance import LEAST_GROUPS, importances
+from mingpt_ddp.results.page.figures import mean_curve
 from mingpt_ddp.results.report import report
 from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES

@@ -19,13 +19,13 @@ from hydra import compose, initialize_config_dir
 from launching import PATIENCE_S, ROOT
 from tools import call_tool
 
-from mingpt_ddp.cli import report_command as tool
+from mingpt_ddp.cli.commands import report as tool
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, hydra_value
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, hydra_value
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.results.figures import DRAWN, POINTS, Scale, highest
 from mingpt_ddp.results.formats import brief, short_names
 from mingpt_ddp.results.groups import best_group, singles
+from mingpt_ddp.results.page.figures import DRAWN, POINTS, Scale, highest
 from mingpt_ddp.results.report import report
 from mingpt_ddp.results.runs import (
     NO_COMMAND,
@@ -584,7 +584,7 @@ def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
     fake_run(tmp_path / "a")
     with_page = report([tmp_path], tmp_path / "page.html").splitlines()
     (tmp_path / "page.html").unlink()
-    monkeypatch.delitem(sys.modules, "mingpt_ddp.results.page")
+    monkeypatch.delitem(sys.modules, "mingpt_ddp.results.page.page")
     monkeypatch.setitem(sys.modules, "plotly", None)
     for name in [name for name in sys.modules if name.startswith("plotly.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -8,7 +8,7 @@ import statistics
 import pytest
 from scipy import stats
 
-from mingpt_ddp.results.significance import (
+from mingpt_ddp.results.stats.significance import (
     are_paired,
     difference,
     holm,

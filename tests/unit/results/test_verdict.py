@@ -9,7 +9,7 @@ import yaml
 from fake_runs import fake_run
 from tools import call_tool
 
-from mingpt_ddp.cli import report_command as tool
+from mingpt_ddp.cli.commands import report as tool
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ from fake_runs import fake_run
 from launching import PATIENCE_S, ROOT
 from tools import call_tool
 
-from mingpt_ddp.cli import report_command as tool
+from mingpt_ddp.cli.commands import report as tool
 from mingpt_ddp.results import report
 
 RELOADS = "this page reloads itself"

@@ -21,8 +21,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, encode_manifest
-from mingpt_ddp.snapshots.load_model import load_model
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
+from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, recorded_config

@@ -20,12 +20,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 from tasks import text_task
 
-from mingpt_ddp.cli import sample_command as sample_module
-from mingpt_ddp.cli.export_command import ExportConfig, export
-from mingpt_ddp.cli.sample_command import SampleConfig, sample
-from mingpt_ddp.cli.snapshots_command import inspect, verify_step
+from mingpt_ddp.cli.commands import sample as sample_module
+from mingpt_ddp.cli.commands.export import ExportConfig, export
+from mingpt_ddp.cli.commands.sample import SampleConfig, sample
+from mingpt_ddp.cli.commands.snapshots import inspect, verify_step
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import DataError, SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import (
@@ -40,11 +40,11 @@ from mingpt_ddp.snapshots.format import (
     encode_manifest,
     load_json,
 )
-from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.snapshots.retention import prune
+from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import decode, encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.retention import prune
 from mingpt_ddp.training.train_state import check_state
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,7 +109,7 @@ def refusal(url: str) -> str:
 LIMITED = f"""
 import json, os, resource, sys
 import mingpt_ddp.inference.generate
-from mingpt_ddp.cli.sample_command import SampleConfig, sample
+from mingpt_ddp.cli.commands.sample import SampleConfig, sample
 from mingpt_ddp.errors import UserError
 
 def sample_each(urls):

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from mingpt_ddp.snapshots import ledger as module
-from mingpt_ddp.snapshots.ledger import LEDGER, Ledger
+from mingpt_ddp.snapshots.write import ledger as module
+from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
 
 HASHES = {"model": "a" * 64, "optimizer": "b" * 64}
 

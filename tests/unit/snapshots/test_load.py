@@ -10,7 +10,7 @@ from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.load import check_none_newer, find_steps, load, readable_stores
+from mingpt_ddp.snapshots.read.load import check_none_newer, find_steps, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 

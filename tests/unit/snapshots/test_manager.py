@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_dir
 from launching import wait_for
 from tasks import ENCODED, text_task, trainable
 
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime

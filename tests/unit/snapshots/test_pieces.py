@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import STATE, CorruptSnapshotError, shard_name
-from mingpt_ddp.snapshots.load import load
 from mingpt_ddp.snapshots.pieces import merge, read_rows
+from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode, read_header
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.urls import open_storage
@@ -204,7 +204,8 @@ def test_any_header_is_read_or_refused(content):
 
 @URLS
 def test_a_range_of_a_file(at, protocol, monkeypatch):
-    from mingpt_ddp.storage import remote, storage
+    from mingpt_ddp.storage import storage
+    from mingpt_ddp.storage.remote import remote
 
     monkeypatch.setattr(storage, "CHUNK", 3)
     monkeypatch.setattr(remote, "PART", 3)

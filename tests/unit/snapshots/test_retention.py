@@ -6,7 +6,7 @@ import pytest
 from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.snapshots.format import MANIFEST, MODEL, directory_name
-from mingpt_ddp.snapshots.retention import prune
+from mingpt_ddp.snapshots.write.retention import prune
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from snapshot_helpers import commit, small_snapshot
 
 import mingpt_ddp
-from mingpt_ddp.cli.snapshots_command import verify_step
+from mingpt_ddp.cli.commands.snapshots import verify_step
 from mingpt_ddp.errors import RunError, SnapshotError
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import (
@@ -40,9 +40,9 @@ from mingpt_ddp.snapshots.format import (
     shard_tensors,
     step_of,
 )
-from mingpt_ddp.snapshots.retention import prune
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.remote import RemoteStorage
+from mingpt_ddp.snapshots.write.retention import prune
+from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 

@@ -24,7 +24,7 @@ from mingpt_ddp.snapshots.format import (
 )
 from mingpt_ddp.snapshots.pieces import read_rows
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.remote_errors import StorageError
+from mingpt_ddp.storage.remote.remote_errors import StorageError
 
 EMA = "ema.safetensors"
 DIRECTORY = "step_00000008"

@@ -14,17 +14,17 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from torch.nn import functional as F
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.data.bpe import train_bpe
-from mingpt_ddp.data.tokenizer import ByteTokenizer, CharTokenizer
-from mingpt_ddp.data.tokenizer_base import END, END_NAME, Tokenizer
+from mingpt_ddp.data.tokenizers.bpe import train_bpe
+from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
+from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.transformers_export import (
+from mingpt_ddp.snapshots.exports.transformers_export import (
     MODELING,
     tokenizer_json,
     transformers_files,
 )
+from mingpt_ddp.snapshots.format import Snapshot
 
 # Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
 # characters, and what tokenizers and JSON treat as special.

@@ -15,7 +15,7 @@ from launching import wait_for
 from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.storage import lease as module
 from mingpt_ddp.storage.lease import OWNER, Lease
-from mingpt_ddp.storage.remote_errors import StorageError
+from mingpt_ddp.storage.remote.remote_errors import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
 HEARTBEAT_INTERVAL_S, LEASE_TTL_S, TAKEOVER_GRACE_S = 0.05, 0.4, 0.1

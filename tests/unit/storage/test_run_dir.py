@@ -19,8 +19,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from launching import ROOT
 
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import lock as lock_module
 from mingpt_ddp.storage.lock import LOCK, check_can_lock

@@ -28,7 +28,7 @@ child.join()
 LOAD = """
 import tempfile
 import torch
-from mingpt_ddp.config.components import DatasetConfig
+from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.samples import SampleLoader
 config = DatasetConfig(name="own", dataset="own", num_workers=1)

@@ -18,9 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError
-from mingpt_ddp.storage import remote
 from mingpt_ddp.storage import storage as local
-from mingpt_ddp.storage.remote_errors import StorageError
+from mingpt_ddp.storage.remote import remote
+from mingpt_ddp.storage.remote.remote_errors import StorageError
 from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.storage.urls import check_url, open_storage
 

@@ -9,7 +9,7 @@ from typing import Any
 import optuna
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import search_space
 from mingpt_ddp.sweeps.search.study import Study

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launching import ROOT
 from omegaconf import OmegaConf
 
-from mingpt_ddp.config.hydra_utils import VERSION_BASE, config_directory, to_config
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, to_config
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.sweeps.checks import expand

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.distributed.exit import USER_ERROR
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import records as storage_records

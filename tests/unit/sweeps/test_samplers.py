@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState, optuna
 from mingpt_ddp.sweeps.search.pruners import PRUNERS
 from mingpt_ddp.sweeps.search.samplers import SAMPLERS, rounded, seed_of

@@ -11,11 +11,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from mingpt_ddp.config.compose.hydra_utils import SWEEPER, VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.hydra_utils import SWEEPER, VERSION_BASE, config_directory
-from mingpt_ddp.config.sweep_config import SweepConfig
-from mingpt_ddp.distributed import rendezvous
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.group import rendezvous
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.storage.run_dir import SWEEP

@@ -13,9 +13,9 @@ import time
 import optuna
 import pytest
 
-from mingpt_ddp.config.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError, RunError
-from mingpt_ddp.results.front import read_goals
+from mingpt_ddp.results.analysis.front import read_goals
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import search_space
 from mingpt_ddp.sweeps.search.study import Study

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.registry import BUILDERS
-from mingpt_ddp.config.schema import DDPConfig
-from mingpt_ddp.data.tokenizer import CharTokenizer
+from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.language_model import LanguageModel

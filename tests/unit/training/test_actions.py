@@ -17,10 +17,10 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.hook_state import unpack_states
-from mingpt_ddp.snapshots.load import load
-from mingpt_ddp.training.action_trial import Outcome, check_actions, refuse_differences
-from mingpt_ddp.training.actions import Actions
+from mingpt_ddp.snapshots.read.load import load
+from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.run import run
+from mingpt_ddp.training.start.action_trial import Outcome, check_actions, refuse_differences
 from mingpt_ddp.training.trainable import build_trainable
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]

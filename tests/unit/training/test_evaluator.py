@@ -18,7 +18,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training.evaluator import Evaluator, means_of_ranks
+from mingpt_ddp.training.evaluation.evaluator import Evaluator, means_of_ranks
 
 torch.set_num_threads(1)  # more threads only slow down tensors this small
 

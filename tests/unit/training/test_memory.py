@@ -10,7 +10,7 @@ import torch
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.device import is_out_of_memory
+from mingpt_ddp.distributed.device.device import is_out_of_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.training.memory import refuse_out_of_memory

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import StorageUnusableError
-from mingpt_ddp.snapshots.async_writer import AsyncSave
+from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training import trainer
 from mingpt_ddp.training.run import run

@@ -17,7 +17,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
-from mingpt_ddp.training.save_schedule import (
+from mingpt_ddp.training.saves.save_schedule import (
     SaveSchedule,
     automatic_interval,
     young_interval,

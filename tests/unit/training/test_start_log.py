@@ -30,8 +30,8 @@ from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.length import RunLength
-from mingpt_ddp.training.record_checks import check_records
-from mingpt_ddp.training.start_log import log_changes, log_start, long_metrics
+from mingpt_ddp.training.start.record_checks import check_records
+from mingpt_ddp.training.start.start_log import log_changes, log_start, long_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
 from mingpt_ddp.training import train_step as train_step_module
-from mingpt_ddp.training.actions import Actions
+from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep
 
 V, T = 8, 4

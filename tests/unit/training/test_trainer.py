@@ -31,11 +31,12 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.storage.storage import Storage
-from mingpt_ddp.training import save_schedule, train_state
+from mingpt_ddp.training import train_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.hooks import Hooks
+from mingpt_ddp.training.hooks.observers import Hooks
 from mingpt_ddp.training.run import run
-from mingpt_ddp.training.save_schedule import SaveSchedule
+from mingpt_ddp.training.saves import save_schedule
+from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable

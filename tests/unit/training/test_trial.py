@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from mingpt_ddp.config import registry, user_code
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.config.model_config import ModelConfig
-from mingpt_ddp.config.optimizer_config import AdamWConfig
-from mingpt_ddp.config.schema import GROUPS
+from mingpt_ddp.config.keys.model_config import ModelConfig
+from mingpt_ddp.config.keys.optimizer_config import AdamWConfig
+from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -26,8 +26,8 @@ from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
-from mingpt_ddp.training.record_checks import with_recorded_format
-from mingpt_ddp.training.trial import check_resumes_exactly
+from mingpt_ddp.training.start.record_checks import with_recorded_format
+from mingpt_ddp.training.start.trial import check_resumes_exactly
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)

@@ -16,7 +16,7 @@ from tasks import noted_pause
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.actions import Actions
+from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.validation import Decision, Validation
 

@@ -15,10 +15,10 @@ from multiprocess.ranks import configure
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mingpt_ddp.cli.evaluate_command import EvaluateConfig, evaluate
-from mingpt_ddp.cli.export_command import ExportConfig, export
+from mingpt_ddp.cli.commands.evaluate import EvaluateConfig, evaluate
+from mingpt_ddp.cli.commands.export import ExportConfig, export
 from mingpt_ddp.config.config import from_mapping, named_values
-from mingpt_ddp.config.model_config import GPTConfig
+from mingpt_ddp.config.keys.model_config import GPTConfig
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -26,10 +26,10 @@ from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.planning.plan import make_plan
-from mingpt_ddp.snapshots.initial_weights import read_initial_weights
-from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
+from mingpt_ddp.snapshots.read.load_model import load_model
+from mingpt_ddp.snapshots.read.transformers_import import NAMES
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.transformers_import import NAMES
 from mingpt_ddp.storage.run_dir import read_result, run_name
 from mingpt_ddp.training.run import run
 

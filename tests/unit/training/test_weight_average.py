@@ -15,13 +15,13 @@ from torch import nn
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.snapshots.load_model import load_model
+from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.evaluator import Evaluator
+from mingpt_ddp.training.evaluation.evaluator import Evaluator
+from mingpt_ddp.training.evaluation.weight_average import WeightAverage
 from mingpt_ddp.training.run import run
-from mingpt_ddp.training.weight_average import WeightAverage
 
 
 def test_the_formula():

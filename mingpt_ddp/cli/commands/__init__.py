@@ -1,0 +1,1 @@
+"""One module per command: arguments in, exit code out."""

@@ -1,0 +1,97 @@
+"""Report a run, or the results of a sweep or of any runs.
+
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] [format=text]
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=text]
+    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] watch
+    python -m mingpt_ddp.report experiments [outputs]
+
+runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
+compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
+by         code: compare takes versions of the code as settings of their own
+watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself
+experiments  print the verdicts of all comparisons of the runs in a directory, which outputs/experiments.jsonl has
+format     text, or json: print a JSON document instead
+
+Prints a table of the jobs, best first, and writes a page: the best one, whether it is better by more than chance, curves,
+parameters, laws and settings; of one run also all measurements, samples, timings of several ranks and what restarts
+changed. The page of one directory is its report.html, that of several is report-NAME+OTHER.html next to them. It needs
+plotly: pip install 'mingpt_ddp[report]'.
+
+Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
+deviation and the number of seeds. The best has the lowest mean. Versions of the code that have trained one row are counted.
+
+The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
+with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
+"name", "directory", "status", "seed", "code" and "result" (every number of its result.json). Of a search with several objectives it
+has "objectives" too, and each group "on_front". What is unknown or not finite is null.
+
+Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
+
+`compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
+the difference of their means with its 95% interval. Where three seeds and most of all are in both settings, it compares
+seed by seed (paired t-test), else the means (Welch's). With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
+"""  # noqa: E501
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mingpt_ddp.cli.arguments import run_command
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.exit import echo
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.results.analysis.verdict import verdict
+from mingpt_ddp.results.experiments import experiments_table
+from mingpt_ddp.results.report import page_path, report, watch
+from mingpt_ddp.results.report_json import json_report
+from mingpt_ddp.results.results import read_results
+
+COMPARE = "compare"
+WATCH = "watch"
+EXPERIMENTS = "experiments"
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """The keys of the command line, as the usage above describes them."""
+
+    runs: list[str]
+    format: Literal["text", "json"] = "text"
+    by: Literal["code"] | None = None
+
+
+def main() -> None:
+    """Run `python -m mingpt_ddp.report`."""
+    run_command(__doc__, _command)
+
+
+def _command(config: ReportConfig) -> int:
+    runs = [run for run in config.runs if run not in (COMPARE, WATCH, EXPERIMENTS)]
+    words = [run for run in config.runs if run not in runs]
+    check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
+    if EXPERIMENTS in words:
+        is_plain = config.format == "text" and not config.by and len(runs) < 2
+        check(is_plain, f"{EXPERIMENTS} prints a table of one directory; leave out other words")
+        echo(experiments_table(Path(*runs[:1] or ["outputs"])))
+        return 0
+    check(bool(runs), f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
+    for url in runs:
+        if "://" in url:
+            raise RunError(
+                f"{url} is not a local directory; only snapshots may be remote, not run directories"
+            )
+    directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
+    as_json = config.format == "json"
+    by_code = config.by == "code"
+    check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
+    check(COMPARE in words or not by_code, f"by=code belongs to {COMPARE}; write that, too")
+    if WATCH in words:
+        echo(watch(directories, page_path(directories)))
+    elif COMPARE in words:
+        echo(verdict(directories, as_json, by_code))
+    elif as_json:
+        echo(json_report(read_results(directories)))
+    else:
+        echo(report(directories, page_path(directories)))
+    return 0

@@ -1,0 +1,36 @@
+"""The train command: start the fork server of local workers, then do everything else."""
+
+import contextlib
+import re
+import sys
+
+from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.launch.fork_server import start_server
+from mingpt_ddp.errors import ConfigError
+
+STARTS_WORKERS = re.compile(r"ddp\.nproc_per_node=[1-9g]|sweep\.parallel=([2-9a]|1\d)")
+
+
+def main() -> None:
+    """Run main.py and `python -m mingpt_ddp`; always exit."""
+    try:
+        if _forks_workers(sys.argv[1:]):
+            start_server()  # which imports torch for seconds
+        from mingpt_ddp.cli import train_job  # meanwhile, for a quarter of a second
+    except ModuleNotFoundError as error:
+        sys.exit(
+            f"error: {error.name} is not installed here; install mingpt_ddp with pip, or in a "
+            "checkout type `make train` once, then `. .venv/bin/activate`"
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)
+    train_job.main()
+
+
+def _forks_workers(words: list[str]) -> bool:
+    """Return whether a command line is about to start local workers from a fork server."""
+    if "ddp.launcher=spawn" in words or not any(map(STARTS_WORKERS.match, words)):
+        return False
+    with contextlib.suppress(ConfigError):  # reported later
+        return read_env().is_standalone
+    return False

@@ -1,0 +1,1 @@
+"""Hydra: composing a configuration, and its errors as one line."""

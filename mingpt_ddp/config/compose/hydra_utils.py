@@ -1,0 +1,339 @@
+"""Hydra helpers: the command line, the composed configuration, a job's overrides."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hydra import main as hydra_main
+from hydra import utils
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from mingpt_ddp import __version__
+from mingpt_ddp.config.compose.hydra_internals import own_parser
+from mingpt_ddp.config.config import (
+    LIMITS,
+    Config,
+    default_values,
+    drop_defaults_of_others,
+    from_mapping,
+    to_plain,
+)
+from mingpt_ddp.config.hints import known_keys, suggest
+from mingpt_ddp.config.keys.schema import GROUPS
+from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
+from mingpt_ddp.config.retired import retired
+from mingpt_ddp.errors import ConfigError, with_commands
+
+# Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
+# of users, and protect from nothing: the same presets name Python files that are run.
+UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
+WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
+# Hydra 1.3 warns without it, 1.4 with it
+VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else {}
+FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
+SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
+PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
+SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
+OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in a sweep's jobs: the metric that they return
+OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
+FLAGS = (
+    *SWITCHES,
+    "--cfg",
+    "--package",
+    "--shell-completion",
+    "--experimental-rerun",
+    *FLAGS_WITH_VALUE[::2],
+)
+
+
+@dataclass
+class JobSweeperConf:
+    """The keys of `hydra.sweeper`, as Hydra's own sweeper has them; the others are in `sweep`."""
+
+    _target_: str = SWEEPER
+    max_batch_size: int | None = None
+    params: dict[str, str] | None = field(default_factory=dict)
+
+
+def _store_defaults() -> None:
+    """Register the schema's defaults with Hydra, so that YAML files contain only what differs.
+
+    conf/mingpt_ddp.yaml begins with `schema`, the groups that have one dataclass. Presets of the
+    other groups begin with their own, as in `defaults: [/schema/model/gpt@_here_]`, or that of
+    `data/text`. Without `@_here_` it is for groups at the top of a configuration alone.
+
+    Users can add keys to those other groups. Hydra sets keys there that no preset has, without a +;
+    `from_mapping` refuses those that nobody has registered.
+    """
+    store = ConfigStore.instance().store
+    single: dict[str, Any] = {}
+    for group, (keys, classes) in GROUPS.items():
+        if not keys:
+            single[group] = default_values(classes[None])
+            continue
+        single[group] = OmegaConf.create({}, flags={"struct": False})
+        for name, cls in classes.items():
+            node = default_values(cls)
+            if name is not None:
+                node[keys[0]] = name
+            package = f"_global_.{group}"
+            store(group=f"schema/{group}", name=name or "text", package=package, node=node)
+    store(name="schema", node=single)
+    store(group="hydra/sweeper", name="mingpt_ddp", node=JobSweeperConf)
+
+
+_store_defaults()
+
+
+def config_directory() -> Path:
+    """Return conf/ of the checkout, or its copy in an installed package."""
+    package = Path(__file__).resolve().parents[2]
+    installed = (package / "conf").resolve()  # in a checkout a link
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def run_hydra(task: Callable[[DictConfig], Any]) -> str:
+    """Compose the configuration of the command line and call `task` with it; with -m, for each job.
+
+    Returns:
+        What an option of Hydra, as --cfg, asks to print instead; "" if there is none.
+
+    Raises:
+        Exception: of `task`, or Hydra's, for `explain`.
+    """
+    run = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)(task)
+    if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
+        with own_parser():
+            run()
+        return ""
+    with own_parser(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            run()
+        except SystemExit as end:  # 0 after --hydra-help
+            if end.code:
+                sys.stderr.write(printed.getvalue())
+                raise
+    return printed.getvalue().rstrip("\n")
+
+
+def answer(argv: list[str]) -> str | None:
+    """Return the text for --help or --version; None for a command line that starts a run."""
+    if {"-h", "--help"} & {*argv}:
+        return with_commands(Path(__file__).with_name("help.txt").read_text())
+    return f"mingpt_ddp {__version__}" if "--version" in argv else None
+
+
+def reorder_argv(argv: list[str]) -> list[str]:
+    """Move overrides after all flags, as Hydra's parser requires."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for previous, word in zip(["", *argv], argv, strict=False):
+        if re.match(r"[^-][^=]*=", word) and previous not in FLAGS_WITH_VALUE:
+            overrides.append(word)
+        else:
+            flags.append(word)
+    if flags and flags[-1] in ("--info", "-i"):  # would take the first override as its value
+        flags[-1] = "--info=all"
+    return flags + overrides
+
+
+def check_options(argv: list[str]) -> None:
+    """Check that every option is one of Hydra's: argparse knows no key that was meant.
+
+    Raises:
+        ConfigError: names the first other one.
+    """
+    for word, following in zip(argv, [*argv[1:], "-"], strict=False):
+        name, _, value = word.partition("=")
+        matching = [flag for flag in FLAGS if flag.startswith(name)]
+        if not word.startswith("--") or name in matching or len(matching) == 1:
+            continue
+        key = name.lstrip("-").replace("-", "_")
+        if line := retired(key) or retired(f"{key}={value}"):
+            raise ConfigError(line)
+        if key not in known_keys():
+            raise ConfigError(f"{name} is not an option{suggest(key)}")
+        if not value and not following.startswith("-"):
+            value = following
+        raise ConfigError(f"{name} is not an option; write {key}={value or 'VALUE'}")
+
+
+def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
+    """Run the user's files that a composed configuration names, and return the typed configuration.
+
+    Args:
+        hydra: the `hydra` node of the composed configuration.
+        overrides: of the command line.
+
+    Raises:
+        ConfigError, CodeError: a key, a value or a user's file is invalid; one line.
+    """
+    values = to_plain(cfg)
+    _refuse_retired(values)
+    typed = set(map(key_of, overrides))
+    if typed >= {*BATCH_SIZES}:
+        raise ConfigError(
+            "trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one "
+            "of them"
+        )
+    _prefer_typed_limit(values.get("trainer"), typed)
+    sources = hydra.runtime.config_sources
+    directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
+    with attribute_errors_to_user_code():
+        values = run_code(values, directories, hydra.runtime.choices)
+        for group in ("task", "optimizer"):
+            drop_defaults_of_others(group, values.get(group), typed)
+        return from_mapping(values)
+
+
+def _refuse_retired(values: dict[str, Any]) -> None:
+    """Refuse retired keys of a preset, or added with +; those of recorded runs are dropped."""
+    for group, keys in values.items():
+        for key in keys if isinstance(keys, dict) else ():
+            if line := retired(f"{group}.{key}"):
+                raise ConfigError(line)
+
+
+def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
+    """If the command line sets limits, or one of two batch sizes, unset the others.
+
+    Those are a preset's, or the default.
+    """
+    if "trainer.batch_size" in typed:
+        trainer["batch_size_per_rank"] = None
+    typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
+    if any(trainer.get(limit) is not None for limit in typed_limits):
+        trainer |= dict.fromkeys({*LIMITS} - typed_limits)
+
+
+def is_multirun() -> bool:
+    """Return whether this is a job of a sweep."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def is_external(launcher: str) -> bool:
+    """Return whether a launcher, by its class, is none of Hydra's own: it runs jobs elsewhere."""
+    return not launcher.startswith("hydra._internal.")
+
+
+def job_number() -> int:
+    """Return the index of this job in its sweep, from 0.
+
+    All ranks run the same job at the same time.
+    """
+    return int(HydraConfig.get().job.num) if is_multirun() else 0
+
+
+def key_of(override: str) -> str:
+    """Return the key of an override: model.n_layer for `+model.n_layer=2`."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def typed_keys() -> set[str]:
+    """Return the keys that the command line of this job sets, with those that hold others."""
+    keys = {*map(key_of, HydraConfig.get().overrides.task)}
+    return keys | {key_of_group(key) for key in keys}
+
+
+def key_of_group(key: str) -> str:
+    """Return the key of the schema: model.part_settings for model.part_settings.window."""
+    return ".".join(key.split(".")[:2])
+
+
+def swept_overrides() -> dict[str, str]:
+    """Return the overrides of this job whose values differ from job to job, by key.
+
+    `mingpt_ddp.sweeps.preflight.Preflight` puts the keys of all others into
+    `override_dirname.exclude_keys`.
+    """
+    hydra = HydraConfig.get()
+    constant = set(hydra.job.config.override_dirname.exclude_keys)
+    swept = {}
+    for override in hydra.overrides.task:
+        if key_of(override) not in constant:
+            swept[key_of(override)] = override.partition("=")[2]
+    return swept
+
+
+def job_label() -> str:
+    """Return the swept overrides as text."""
+    return ", ".join("=".join(pair) for pair in swept_overrides().items()) or "the only job"
+
+
+def objective_metric() -> str | None:
+    """Return the metric that the jobs of this sweep return; None if it is the validation loss."""
+    return HydraConfig.get().job.env_set.get(OBJECTIVE) if is_multirun() else None
+
+
+def worker_overrides() -> list[str]:
+    """Return the command line that composes the configuration of this job as a single run."""
+    hydra = HydraConfig.get()
+    sweep_keys = (
+        "hydra.mode",
+        "hydra.sweep",
+        "hydra.launcher",
+        "hydra.job.config.override_dirname",
+        OBJECTIVE_KEY,
+    )
+    words = [*config_flags(hydra), *hydra.overrides.task]
+    for override in hydra.overrides.hydra:
+        if not key_of(override).replace("/", ".").startswith(sweep_keys):
+            words.append(override)
+    return [*words, "hydra.mode=RUN"]
+
+
+def config_flags(hydra: Any) -> list[str]:
+    """Return --config-name, --config-path and --config-dir of a command line.
+
+    Args:
+        hydra: the `hydra` node of the configuration that it composed.
+    """
+    flags = []
+    name = hydra["job"]["config_name"]
+    if name != "config":
+        flags.append(f"--config-name={name}")
+    for source in hydra["runtime"]["config_sources"]:
+        provider = source["provider"]
+        path = Path(source["path"])
+        if provider == "command-line":
+            flags.append(f"--config-dir={path}")
+        elif provider == "main" and path != config_directory() and os.path.isdir(path):
+            # which never raises
+            flags.append(f"--config-path={path}")
+    return flags
+
+
+def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
+    """Return the files that Hydra would write to `.hydra/`, by name."""
+    hydra_config: Any = HydraConfig.instance().cfg
+    return {
+        "config.yaml": OmegaConf.to_yaml(cfg),
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_config, ["hydra"])),
+        "overrides.yaml": OmegaConf.to_yaml(hydra_config.hydra.overrides.task),
+    }
+
+
+def hydra_value(value: Any) -> str:
+    """Format a value so that Hydra's override grammar parses it back."""
+    if isinstance(value, list):
+        return f"[{','.join(map(hydra_value, value))}]"
+    # Hydra takes no quoted keys
+    if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
+        pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
+        return f"{{{','.join(pairs)}}}"
+    if not isinstance(value, str):
+        return json.dumps(value, default=str)  # of a date in a file that somebody has edited
+    without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
+    return QuotedString(without_interpolation, Quote.double).with_quotes()

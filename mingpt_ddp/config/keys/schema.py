@@ -1,0 +1,328 @@
+"""Every key of the configuration, once, in a frozen dataclass per group; GROUPS lists them all.
+
+A key has a type, a unit, bounds, a default and a meaning, and says whether it changes the numbers.
+pydantic checks the values (validation.py). The larger groups are in modules of their own:
+trainer_config.py, and those that users can extend in components.py and optimizer_config.py.
+docs/configuration.md and `--help` are generated from all of them.
+"""
+
+# ruff: noqa: RUF009  key() returns a dataclass field
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+
+from mingpt_ddp.config.keys.components import ClassesConfig, DataConfig, DatasetConfig, TaskConfig
+from mingpt_ddp.config.keys.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    key,
+    neutral,
+)
+from mingpt_ddp.config.keys.model_config import (
+    PARTS,
+    GPTConfig,
+    ModelConfig,
+    ModernConfig,
+    PartConfig,
+)
+from mingpt_ddp.config.keys.optimizer_config import (
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    SGDConfig,
+)
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
+from mingpt_ddp.config.validation import check, check_choice, check_directory, check_url
+
+DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
+RUN_NAME = rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?"
+
+
+def is_command(text: str) -> bool:
+    """Return whether a text is a program and its arguments, quoted as in a shell."""
+    try:
+        return bool(shlex.split(text))
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Which run this is, and where its directory is."""
+
+    name: str | None = neutral(
+        None, "a directory below root, or two: group/name; null: derived from the configuration"
+    )
+    root: str = neutral("outputs", "local directory of all runs")
+    resume: str = neutral(
+        "auto",
+        "auto, never (a new directory -2, -3 ...), or a snapshot's path or URL",
+        changes="training",
+    )
+    init_from: str | None = key(
+        None,
+        "weights to start from: a run, snapshot, export or GPT-2 folder, path or URL; null: "
+        "random ones",
+    )
+    init_sha256: str | None = neutral(
+        None,
+        "SHA-256 of these weights; null: any, recorded at the first start",
+        changes="training",
+    )
+    seed: NonNegativeInt = key(1337, "determines every random number of the run")
+    on_end: str | None = neutral(
+        None, "a command to run once the run is complete or pruned, without a shell"
+    )
+    on_failure: str | None = neutral(
+        None, "a command to run after a failure that no restart has repaired"
+    )
+
+    def __post_init__(self) -> None:
+        fits = self.name is None or re.fullmatch(RUN_NAME, self.name)
+        check(
+            bool(fits),
+            f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -, or "
+            "two with one slash between them: group/name",
+        )
+        check_directory("run.root", self.root)
+        check_url("run.resume", self.resume)
+        for name, command in (("on_end", self.on_end), ("on_failure", self.on_failure)):
+            check(
+                command is None or is_command(command),
+                f"run.{name}={command} is not a command; close its quotes",
+            )
+        if self.init_from is not None:
+            check_url("run.init_from", self.init_from)
+
+    @property
+    def source(self) -> str | None:
+        """The snapshots of another run to start from, if `resume` names some."""
+        return None if self.resume in ("auto", "never") else self.resume
+
+
+StrategyName: TypeAlias = Literal["auto", "single", "ddp", "manual", "dp", "zero1", "fsdp", "hsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig:
+    """How workers start, find each other and average gradients (mingpt_ddp/distributed)."""
+
+    strategy: StrategyName = neutral(
+        "auto",
+        "how ranks share a model (docs/strategies.md); auto: single on one rank, else ddp",
+        changes="rounding",
+    )
+    reduction: Literal["fast", "canonical"] = key(
+        "fast",
+        "canonical: gradients are added in the order of micro-batches, with the same bits on any "
+        "number of ranks",
+        changes="rounding",
+    )
+    launcher: Literal["forkserver", "spawn"] = neutral(
+        "forkserver", "how workers start: forked, or new interpreters"
+    )
+    backend: Literal["auto", "nccl", "gloo", "mpi"] = neutral(
+        "auto", "auto: nccl on GPUs, else gloo or shared memory", changes="rounding"
+    )
+    timeout_s: Annotated[float, Field(ge=1, le=1e7)] = neutral(
+        600.0, "how long a rank waits for the others", "seconds"
+    )
+    nproc_per_node: NonNegativeInt | Literal["gpu"] | None = neutral(
+        None,
+        "local workers to start; null or 0: this process trains; gpu: one per visible GPU",
+        changes="rounding",
+    )
+    max_restarts: NonNegativeInt = neutral(3, "of the nproc_per_node workers")
+    preempted_exit_code: Annotated[int, Field(ge=0, le=255)] = neutral(
+        0, "after a preemption; 143 in pods to start again"
+    )
+    bucket_cap_mb: PositiveFloat = neutral(
+        25.0, "gradients per all-reduce", "MiB", changes="rounding"
+    )
+    gradient_as_bucket_view: bool = neutral(True, "gradients are views of the buckets: less memory")
+    static_graph: bool = neutral(
+        False, "the same parameters are used in every step", changes="rounding"
+    )
+    find_unused_parameters: bool = neutral(
+        False, "for models with parameters that get no gradient", changes="rounding"
+    )
+    tensor_parallel: PositiveInt = neutral(
+        1, "ranks that split the heads and MLPs of one gpt; a divisor of n_head", changes="rounding"
+    )
+    comm_hook: str = neutral(
+        "none", "how gradients are averaged: none, fp16, bf16 or your own", changes="training"
+    )
+    sync_batchnorm: bool = neutral(False, "batch normalization over all ranks", changes="training")
+
+    @property
+    def local_workers(self) -> int:
+        """The number of workers to start; `nproc_per_node=gpu` has been resolved."""
+        return int(self.nproc_per_node or 0)
+
+    def __post_init__(self) -> None:
+        # a crash, a user's error, storage that is unavailable
+        taken = self.preempted_exit_code in (1, 2, 75)
+        check(
+            not taken,
+            f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or "
+            "143 in pods",
+        )
+        both = self.static_graph and self.find_unused_parameters
+        check(
+            not both,
+            "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
+        )
+        needs_ddp = self.comm_hook != "none" or self.find_unused_parameters
+        lacks_it = self.strategy in ("manual", "fsdp", "hsdp")
+        check(
+            not (needs_ddp and lacks_it),
+            f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "
+            "use ddp or zero1",
+        )
+        check_choice("ddp.comm_hook", self.comm_hook, COMM_HOOKS)
+        alone = self.tensor_parallel == 1 or self.comm_hook == "none"
+        check(alone, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none")
+        mpi = self.tensor_parallel > 1 and self.backend == "mpi"
+        check(
+            not mpi,
+            f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or "
+            "nccl, not mpi",
+        )
+        half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
+        check(
+            not half,
+            f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or "
+            "nccl",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotConfig:
+    """When snapshots are saved, where, and how many are kept (mingpt_ddp/snapshots)."""
+
+    path: str | None = neutral(
+        None, "a directory or URL; the run's name is appended; null: in the run directory"
+    )
+    every_steps: PositiveInt | Literal["auto"] | None = neutral(
+        250, "between snapshots; auto: by mtbf_hours", "steps"
+    )
+    mtbf_hours: PositiveFloat = neutral(
+        24.0, "mean time between failures of the whole run", "hours"
+    )
+    every_epochs: PositiveInt | None = neutral(None, "between snapshots", "epochs")
+    every_minutes: PositiveFloat | None = neutral(
+        None, "between snapshots, by rank 0's clock", "minutes"
+    )
+    keep_last: PositiveInt = neutral(2, "how many of the newest snapshots to keep")
+    keep_best: bool = neutral(True, "also keep the one with the lowest validation loss")
+    keep_every: PositiveInt | None = neutral(
+        None, "between milestones, which are saved and never deleted", "steps"
+    )
+    background: bool = neutral(True, "write on a thread; training waits only for the staging copy")
+    max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
+    fallback_path: str | None = neutral(
+        None, "where to write when path fails; the run's name is appended"
+    )
+    grace_seconds: NonNegativeFloat = neutral(
+        25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds"
+    )
+
+    def __post_init__(self) -> None:
+        for name, url in (("path", self.path), ("fallback_path", self.fallback_path)):
+            if url is None:
+                continue
+            check_url(f"snapshot.{name}", url)
+            is_one = "::" not in url
+            check(is_one, f"snapshot.{name}={url} must be one URL, not a chain of them")
+        if self.path and self.fallback_path:
+            check(
+                _normalized(self.path) != _normalized(self.fallback_path),
+                f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path",
+            )
+
+
+def _normalized(url: str) -> str:
+    return url.rstrip("/") if "://" in url else str(PurePosixPath(url))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig:
+    """Where metrics go besides the log and metrics.jsonl; any number at once (docs/trackers.md)."""
+
+    tensorboard: bool = neutral(
+        False, "event files of every rank; the preset tensorboard is the default"
+    )
+    wandb: bool = neutral(False, "Weights & Biases; WANDB_API_KEY, or WANDB_MODE=offline")
+    mlflow: bool = neutral(False, "MLflow, at uri or MLFLOW_TRACKING_URI")
+    trackio: bool = neutral(False, "Trackio, on this machine or at TRACKIO_SERVER_URL")
+    project: str = neutral("mingpt_ddp", "of W&B and Trackio; the experiment of MLflow")
+    entity: str | None = neutral(None, "W&B's user or team; null: its default")
+    uri: str | None = neutral(
+        None, "MLflow's server or database; null: MLFLOW_TRACKING_URI, or MLflow's default"
+    )
+
+    def __post_init__(self) -> None:
+        fits = re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)
+        check(
+            bool(fits),
+            f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
+            "_ / @ -",
+        )
+        if self.uri is not None:
+            check_url("tracker.uri", self.uri)
+
+
+# What can be registered, by kind: the class that its configuration must inherit from.
+BASES: dict[str, type] = {
+    "task": TaskConfig,
+    "model": ModelConfig,
+    "optimizer": OptimizerConfig,
+    "dataset": DatasetConfig,  # of samples, in the group data
+    "data": DataConfig,  # readers of text
+    "comm_hook": DDPConfig,
+    "schedule": ScheduleConfig,  # of the learning rate
+    **dict.fromkeys(PARTS, PartConfig),  # of a block of gpt or modern
+}
+# The registered values of ddp.comm_hook; none of them has keys of its own.
+COMM_HOOKS: dict[str | None, type] = dict.fromkeys(("none", "fp16", "bf16"), DDPConfig)
+# Per group: the keys that select its dataclass, and the dataclasses by value; None is that of a
+# group without a value.
+Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
+MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
+GROUPS: dict[str, Selection] = {
+    "run": ((), {None: RunConfig}),
+    "task": (
+        ("name",),
+        {
+            "language_model": ClassesConfig,
+            "classification": ClassesConfig,
+            "regression": TaskConfig,
+        },
+    ),
+    "model": (("architecture",), MODELS),
+    "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
+    "data": (("dataset", "reader"), {None: DataConfig}),
+    "ddp": ((), {None: DDPConfig}),
+    "trainer": ((), {None: TrainerConfig}),
+    "snapshot": ((), {None: SnapshotConfig}),
+    "tracker": ((), {None: TrackerConfig}),
+    "sweep": ((), {None: SweepConfig}),
+}
+
+
+def selected(group: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the key that selects the dataclass of a group, and its value; None without one."""
+    keys, _ = GROUPS[group]
+    for name in keys:
+        if values.get(name) is not None:
+            return name, values[name]
+    return (keys[-1] if keys else ""), None

@@ -1,0 +1,53 @@
+"""The keys of the group `sweep`: how many jobs at once, what draws them, what ends them early."""
+
+# ruff: noqa: RUF009  key() returns a dataclass field
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mingpt_ddp.config.keys.fields import NonNegativeInt, PositiveInt, neutral
+from mingpt_ddp.config.validation import check
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Which jobs a sweep has, and when they run (docs/sweeps.md)."""
+
+    parallel: PositiveInt | Literal["auto"] = neutral(
+        1, "jobs at a time on this machine; auto: as many as its GPUs or cores hold"
+    )
+    max_failures: NonNegativeInt | None = neutral(
+        None, "failed jobs after which no other starts; null: any number"
+    )
+    retries: NonNegativeInt = neutral(0, "how often a failed job is started again")
+    sampler: Literal["tpe", "gp", "random"] | None = neutral(
+        None, "draws the values of a search; null: all combinations, a grid"
+    )
+    sampler_settings: dict[str, Any] | None = neutral(
+        None,
+        "settings of the sampler by name; tpe: {n_startup_trials: 10, n_ei_candidates: 24, "
+        "multivariate: true, constant_liar: true}, but not multivariate for several objectives; "
+        "gp: {n_startup_trials: 10, deterministic_objective: false}",
+    )
+    trials: PositiveInt = neutral(20, "jobs of a search")
+    seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
+    objectives: tuple[str, ...] = neutral(
+        ("val_loss",), "numbers of result.json to minimize; -NAME: to maximize"
+    )
+    pruner: Literal["none", "median", "asha"] = neutral(
+        "none", "ends jobs whose evaluations are worse than those of others"
+    )
+    pruner_settings: dict[str, Any] | None = neutral(
+        None,
+        "settings of the pruner by name; median: {n_startup_trials: 5, n_warmup_steps: 0, "
+        "interval_steps: 1, n_min_trials: 1}; asha: {min_resource: null, reduction_factor: 3, "
+        "min_early_stopping_rate: 0, bootstrap_count: 0}, null: the step of the first evaluation",
+    )
+
+    def __post_init__(self) -> None:
+        check(bool(self.objectives), "sweep.objectives is empty; name a number of result.json")
+        several = len(self.objectives) > 1 and self.pruner != "none"
+        check(
+            not several,
+            f"sweep.pruner={self.pruner} works with one objective; "
+            "set sweep.pruner=none, or one of sweep.objectives",
+        )

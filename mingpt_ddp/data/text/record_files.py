@@ -1,0 +1,196 @@
+"""Files of records: which format files have, and their records, one file after the other."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import PurePosixPath
+from typing import Any, get_args
+
+from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.data.content import (
+    ARROW,
+    CSV,
+    HEAD_BYTES,
+    HIDDEN,
+    JSON_LINES,
+    PARQUET,
+    TEXT,
+    Kind,
+    is_hidden,
+    kind_of,
+    kind_of_names,
+)
+from mingpt_ddp.data.text.archives import (
+    DAMAGES,
+    Files,
+    Member,
+    OpenBytes,
+    decompressed,
+    errors_of,
+    expands_too_far,
+    opener,
+)
+from mingpt_ddp.data.text.columns import column_table
+from mingpt_ddp.data.text.contents import Contents, Records
+from mingpt_ddp.data.text.records import (
+    TABLES,
+    Table,
+    choose_column,
+    csv_table,
+    is_table,
+    json_table,
+)
+from mingpt_ddp.errors import DataError
+
+COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
+SUFFIXES: dict[str, Kind] = {  # of files that have a format whatever they look like
+    ".jsonl": JSON_LINES,
+    ".ndjson": JSON_LINES,
+    ".parquet": PARQUET,
+    ".arrow": ARROW,
+    ".feather": ARROW,
+}
+READERS: dict[str, Callable[[Any, str], Table]] = {
+    "jsonl": json_table,
+    "parquet": column_table,
+    "csv": csv_table,
+}
+# of `datasets`, in a save_to_disk folder
+NO_RECORDS = re.compile(r"(cache-.*\.arrow|dataset_info\.json|dataset_dict\.json|state\.json)")
+
+
+def look_at(files: Files) -> Form:
+    """Return the format that most bytes of files have, by their content."""
+    sizes: Counter[str | None] = Counter()
+    with errors_of(files.source), files.open_members() as members:
+        if kind := kind_of_names({member.name for member in members}):
+            sizes[kind.form] = 1
+            members = []
+        for member, kind in zip(members, _kinds_of(files, members), strict=True):
+            sizes[kind.form] += member.size
+    forms: list[Form] = [form for form in get_args(Form) if form in sizes]
+    return max(forms, key=sizes.__getitem__, default="text")
+
+
+def kind_of_one(files: Files) -> Kind | None:
+    """Return what a single file looks like; None: text."""
+    with files.open_members() as members:
+        [kind] = _kinds_of(files, members)
+    return None if kind == TEXT else kind
+
+
+def _kinds_of(files: Files, members: list[Member]) -> list[Kind]:
+    """Return the kinds of the members, HIDDEN for a hidden one among several.
+
+    Each head is read once, in the order of the archive: a step back in a compressed archive
+    decompresses it again from its beginning.
+
+    Args:
+        members: open ones of the files, in this order.
+    """
+    kinds = []
+    for member in members:
+        key = member.name, member.size
+        if key not in files.kinds:
+            is_skipped = is_hidden(member.name) and not files.is_one
+            files.kinds[key] = HIDDEN if is_skipped else _kind_of_member(member)
+        kinds.append(files.kinds[key])
+    return kinds
+
+
+def kinds_in(files: Files, members: list[Member], form: Form) -> list[Kind]:
+    """Return the kinds of the members if several are read in one format."""
+    kinds = []
+    for member, kind in zip(members, _kinds_of(files, members), strict=True):
+        if NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
+            kind = HIDDEN
+        elif form == "csv" and COMPRESSION.sub("", member.name).lower().endswith(TABLES):
+            kind = kind if kind == HIDDEN else CSV
+        kinds.append(kind)
+    return kinds
+
+
+def _kind_of_member(member: Member) -> Kind:
+    name = COMPRESSION.sub("", member.name)
+    suffix = PurePosixPath(name).suffix
+    if suffix in SUFFIXES and member.size:
+        return SUFFIXES[suffix]
+    try:
+        with member.open() as raw, decompressed(raw) as file:
+            head = file.read(HEAD_BYTES)
+    except DAMAGES:  # which are reported when it is read
+        return TEXT
+    return kind_of(head) or (CSV if is_table(head, name) else TEXT)
+
+
+class RecordFiles:
+    """Files of one format, each of records; other ones and hidden ones are skipped.
+
+    Attributes:
+        contents: known once `hashed` or `records` has been called.
+    """
+
+    def __init__(self, files: Files, form: Form, config: DataConfig) -> None:
+        self._files = files
+        self._form = form
+        self._config = config
+        self.contents = Contents(config.source, form=form)
+
+    def hashed(self) -> list[OpenBytes]:
+        """Return how to open the files, or the archive that they are in."""
+        paths = self._files.paths
+        with errors_of(self._config.source), self._files.open_members() as members:
+            names = [member.name for member in self._selected(members)]
+        return [opener(paths[name]) for name in names if name in paths] or [opener(paths[""])]
+
+    def records(self) -> Iterator[str]:
+        """Yield the texts of all rows but those that are null or empty.
+
+        Raises:
+            DataError: names the file and the row that cannot be read.
+        """
+        read = Records(self._config.column)
+        size = 0
+        with errors_of(self._config.source), self._files.open_members() as members:
+            for i, member in enumerate(self._selected(members)):
+                for text in self._texts(member, read, is_first=i == 0):
+                    size += len(text)
+                    if size > self._files.limit:
+                        raise expands_too_far(self._config.source, self._files.limit)
+                    yield text
+        self.contents.records = read
+
+    def _texts(self, member: Member, read: Records, is_first: bool) -> Iterator[str]:
+        where = self._config.source
+        if not self._files.is_one:
+            where = f"{where}: {member.name}"
+        try:
+            with member.open() as raw, decompressed(raw) as file:
+                table = READERS[self._form](file, where)
+                if is_first or self._form != "jsonl":  # whose rows may lack the key
+                    read.column = choose_column(table, read.column, where)
+                for text in table.values(str(read.column)):
+                    if text:
+                        read.count += 1
+                        yield text
+                    else:
+                        read.empty += 1
+        except DAMAGES as error:
+            raise DataError(f"{where} is damaged or cut off: {error}") from error
+
+    def _selected(self, members: list[Member]) -> Iterator[Member]:
+        """Yield the files of the format by their names, and count all."""
+        self.contents.clear()
+        if self._files.is_one:
+            yield from members
+            return
+        kinds = kinds_in(self._files, members, self._form)
+        ordered = sorted(zip(members, kinds, strict=True), key=lambda pair: pair[0].name)
+        for member, kind in ordered:
+            if member.size and kind.form == self._form:
+                self.contents.add_text(member.name, member.size)
+                yield member
+            elif member.size:
+                self.contents.skip(member.name, member.size, kind)
+        if not self.contents.texts:
+            raise self.contents.none_left()

@@ -1,0 +1,220 @@
+"""Tokenizers: text to token ids and back, and their form in a snapshot."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mingpt_ddp.data.download import read_file
+from mingpt_ddp.data.rng import Ints
+from mingpt_ddp.data.tokenizers.bpe import MAX_JSON_CHARS, BPETokenizer
+from mingpt_ddp.data.tokenizers.tokenizer_base import (
+    END,
+    Tokenizer,
+    begins_character,
+    code_points,
+    decode_bytes,
+    utf8,
+)
+from mingpt_ddp.errors import DataError
+
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "CharTokenizer",
+    "NoTokenizer",
+    "Tokenizer",
+    "read_tokenizer",
+    "tokenizer_from_state",
+]
+
+CODE_POINTS = 0x110000
+MAX_VOCAB_SIZE = 1 << 20
+
+
+class CharTokenizer(Tokenizer):
+    """A token is the index of a character in the vocabulary."""
+
+    name = "char"
+
+    def __init__(self, vocabulary: str) -> None:
+        """
+        Args:
+            vocabulary: with END at the place of the token that ends a document, if there is one.
+        """
+        self.vocabulary = vocabulary
+        self.index = {character: i for i, character in enumerate(vocabulary)}
+        self.line_feed = self.index.get("\n", 0)
+        # UTF-8 takes a byte more from each of these code points on.
+        longer_from = [0x80, 0x800, 0x10000]
+        self.token_sizes = 1 + np.searchsorted(longer_from, code_points(vocabulary), side="right")
+        self.token_characters = np.ones(len(vocabulary), dtype=np.int64)
+        self.end = self.index.get(END)
+        if self.end is not None:
+            self.token_sizes[self.end] = 0
+            self.token_characters[self.end] = 0
+
+    def with_end(self) -> Tokenizer:
+        return self if self.end is not None else CharTokenizer(self.vocabulary + END)
+
+    def encode(self, text: str) -> list[int]:
+        """
+        Raises:
+            DataError: naming the characters that are not in the vocabulary.
+        """
+        unknown = sorted(set(text) - self.index.keys())
+        if unknown:
+            names = ", ".join(map(repr, unknown[:10]))
+            raise DataError(
+                f"the model does not know {names}: these characters are not in its training text"
+            )
+        return [self.index[c] for c in text]
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        codes = code_points(self.vocabulary)
+        token_of = np.full(CODE_POINTS, len(codes), dtype=np.min_scalar_type(len(codes)))
+        token_of[codes] = np.arange(len(codes))
+        for text in texts:
+            tokens = token_of[code_points(text)]
+            if (tokens == len(codes)).any():
+                self.encode(text)  # names the characters
+            yield tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(self.vocabulary[t] for t in tokens).replace(END, "")
+
+    def state(self) -> dict[str, Any]:
+        if self.end is None:
+            return {"vocabulary": self.vocabulary}
+        return {"vocabulary": self.vocabulary.replace(END, ""), "end_token": self.end}
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of the text in UTF-8."""
+
+    name = "byte"
+    line_feed = ord("\n")
+
+    def __init__(self, has_end: bool = False) -> None:
+        self.end = 256 if has_end else None
+        self.token_sizes = np.ones(256, dtype=np.int64)
+        self.token_characters = begins_character(bytes(range(256))).astype(np.int64)
+        if has_end:
+            self.token_sizes = np.append(self.token_sizes, 0)
+            self.token_characters = np.append(self.token_characters, 0)
+
+    def with_end(self) -> Tokenizer:
+        return ByteTokenizer(has_end=True)
+
+    def encode(self, text: str) -> list[int]:
+        return list(utf8(text))
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        for text in texts:
+            documents = b"\xff".join(part.encode() for part in text.split(END))
+            tokens: Ints = np.frombuffer(documents, dtype=np.uint8)
+            if self.end is not None:
+                is_end = tokens == 0xFF  # which UTF-8 never has
+                tokens = tokens.astype(np.uint16)
+                tokens[is_end] = self.end
+            yield tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        return decode_bytes(bytes(token for token in tokens if token != self.end))
+
+    def state(self) -> dict[str, Any]:
+        end = {} if self.end is None else {"end_token": self.end}
+        return {"tokenizer": {"type": self.name, **end}}
+
+
+class NoTokenizer(Tokenizer):
+    """Stands for the unknown tokenizer of token ids: it encodes and decodes nothing."""
+
+    name = "none"
+    _vocab_size: int
+
+    def __init__(self, vocab_size: int) -> None:
+        if type(vocab_size) is not int or not 0 < vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError("expected a vocabulary size")
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        raise _no_text()
+
+    def encode_stream(self, texts: Iterator[str]) -> Iterator[Ints]:
+        raise _no_text()
+
+    def decode(self, tokens: list[int]) -> str:
+        raise _no_text()
+
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": {"type": self.name, "vocab_size": self._vocab_size}}
+
+
+def _no_text() -> DataError:
+    return DataError(
+        "the model has no tokenizer, so it can neither read nor write text: its run was given "
+        "token ids without data.tokenizer"
+    )
+
+
+def read_tokenizer(path: str) -> Tokenizer:
+    """Read a tokenizer.json, or a JSON file that has characters in the order of their ids.
+
+    Raises:
+        DataError: there is none, or it is not a byte-level BPE that inverts exactly.
+    """
+    try:
+        text = read_file(path, 4 * MAX_JSON_CHARS).decode()
+        values = json.loads(text)
+        if "vocabulary" not in values:
+            return BPETokenizer(text)
+        vocabulary = values["vocabulary"]
+        if len({*vocabulary}) != len(vocabulary):
+            raise ValueError("its vocabulary has a character twice")
+        return tokenizer_from_state({"vocabulary": vocabulary})
+    except FileNotFoundError as error:
+        raise DataError(
+            f"data.tokenizer={path}: there is no such file; name a tokenizer.json, or use char, "
+            "byte or bpe (nothing is downloaded by a model's name)"
+        ) from error
+    except Exception as error:  # exceptions differ by protocol
+        raise DataError(
+            f"data.tokenizer={path} must be a byte-level BPE tokenizer.json: {str(error)[:200]}"
+        ) from error
+
+
+def tokenizer_from_state(state: Any) -> Tokenizer:
+    """Return the tokenizer of an untrusted snapshot state, whose size the reader has bounded.
+
+    Raises:
+        AttributeError, LookupError, TypeError, ValueError: there is no valid tokenizer.
+    """
+    if "tokenizer" in state:
+        kept = state["tokenizer"]
+        end = _end_of(kept)
+        if kept["type"] == ByteTokenizer.name:
+            return ByteTokenizer(has_end=end is not None)
+        if kept["type"] == NoTokenizer.name:
+            return NoTokenizer(kept["vocab_size"])
+        return BPETokenizer(kept["json"], end)
+    vocabulary = state["vocabulary"]
+    if not isinstance(vocabulary, str):
+        raise ValueError("expected a vocabulary")
+    vocabulary.encode()  # END, and any other lone surrogate, is no character
+    end = _end_of(state)
+    if end is not None:
+        vocabulary = vocabulary[:end] + END + vocabulary[end:]
+    return CharTokenizer(vocabulary)
+
+
+def _end_of(kept: dict[str, Any]) -> int | None:
+    end = kept.get("end_token")
+    if end is not None and (type(end) is not int or end < 0):
+        raise ValueError("expected the id of the token that ends a document")
+    return end

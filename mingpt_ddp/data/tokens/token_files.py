@@ -1,0 +1,213 @@
+"""Files of token ids, memory-mapped where they lie: headerless, with llm.c's header, or .npy."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import fsspec
+import numpy as np
+
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data.content import CONTROLS, FORMATS, SPLITS, Kind, is_hidden, is_utf8
+from mingpt_ddp.data.rng import Ints
+from mingpt_ddp.errors import DataError
+
+TOKEN_SUFFIXES = (".bin", ".npy")  # of the files of a directory that have tokens
+NPY = b"\x93NUMPY"
+NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+# llm.c and modded-nanogpt begin with 256 of int32: a magic number, a version, the number of tokens
+HEADER = np.dtype("int32")
+HEADER_BYTES = 256 * HEADER.itemsize
+HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # version and type by magic number
+# the first two bytes of a pickle, alone, are a token like others
+NO_TOKENS = {kind: pattern for kind, pattern in FORMATS.items() if kind.name != "a pickle"} | {
+    Kind("tar", "unpack it first"): rb".{257}ustar",
+    Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08",
+}
+HELD_OUT = re.compile(  # names of splits
+    rf"(?<![a-z])({'|'.join({*SPLITS} - {'train'})})(?![a-z])", re.IGNORECASE
+)
+HEAD_BYTES = 1 << 12  # of a file, which are looked at: there may be thousands of files
+SCANNED = 1 << 22  # tokens looked at together
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Consecutive tokens of a file."""
+
+    path: str
+    dtype: str
+    offset: int  # bytes before the first token
+    length: int  # tokens
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    def memmap(self) -> Ints:
+        return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.length)
+
+    def cut(self, begin: int, end: int) -> "TokenFile":
+        """Return the tokens begin .. end - 1."""
+        offset = self.offset + begin * self.itemsize
+        return replace(self, offset=offset, length=end - begin)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest token id of files; a negative one counts as a number beyond all ids."""
+
+    id: int
+    file: int  # its index
+    position: int  # in the file, of the first that is so large
+
+
+def cut(files: list[TokenFile], begin: int, end: int) -> list[TokenFile]:
+    """Return the tokens begin .. end - 1 of files that follow each other."""
+    parts = []
+    position = 0
+    for file in files:
+        inside = max(0, begin - position), min(file.length, end - position)
+        if inside[0] < inside[1]:
+            parts.append(file.cut(*inside))
+        position += file.length
+    return parts
+
+
+def find_tokens(paths: list[str], config: DataConfig) -> list[TokenFile]:
+    """Find the tokens of files that follow each other.
+
+    Raises:
+        DataError: one has none, or their type is unknown or is not `data.dtype`.
+    """
+    files: list[TokenFile] = []
+    for path in paths:
+        name = config.source if len(paths) == 1 else f"{config.source}: {path}"
+        files.append(_read(path, name, config.dtype))
+    return files
+
+
+def token_names(names: Iterable[str], config: DataConfig) -> list[str]:
+    """Return which files of a directory have tokens, by their names.
+
+    Raises:
+        DataError: there are none, or some are of another split than others.
+    """
+    tokens = [name for name in names if name.endswith(TOKEN_SUFFIXES) and not is_hidden(name)]
+    if not tokens:
+        raise DataError(f"{config.source} has no files that end with {' or '.join(TOKEN_SUFFIXES)}")
+    held_out = [name for name in tokens if HELD_OUT.search(name)]
+    if 0 < len(held_out) < len(tokens):
+        raise DataError(
+            f"{config.source} has files to train on and others, such as {held_out[0]!r}; name the "
+            "former by a glob, the others in data.split_paths"
+        )
+    return tokens
+
+
+def _read(path: str, name: str, dtype: str | None) -> TokenFile:
+    """Find the tokens of a file by its first bytes.
+
+    Args:
+        name: of the file, for messages.
+        dtype: `data.dtype`.
+    """
+    compression = fsspec.utils.infer_compression(name)
+    if compression is not None:
+        raise DataError(f"{name} is compressed ({compression}); decompress it, to map it to memory")
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(HEAD_BYTES)
+    if head.startswith(NPY):
+        found = _npy_tokens(path, name)
+    elif known := _header(head, name):
+        found = replace(known, path=path)
+    elif dtype is None:
+        raise DataError(
+            f"{name} has no header that says of which type its tokens are; give "
+            "data.dtype=uint16 (nanoGPT) or uint32"
+        )
+    else:
+        _check_head(head, name)
+        itemsize = np.dtype(dtype).itemsize
+        if size % itemsize:
+            raise DataError(
+                f"{name} has {size:,} bytes, no multiple of the {itemsize} of "
+                f"data.dtype={dtype}; it is cut off, or of another type"
+            )
+        found = TokenFile(path, dtype, 0, size // itemsize)
+    if dtype not in (None, found.dtype):
+        raise DataError(f"{name} has tokens of {found.dtype}, not data.dtype={dtype}")
+    expected = found.offset + found.length * found.itemsize
+    if size != expected:
+        raise DataError(
+            f"{name} has {size:,} bytes, and {expected:,} by its header; it is cut off or damaged"
+        )
+    if found.length == 0:
+        raise DataError(f"{name} has no tokens")
+    return found
+
+
+def _check_head(head: bytes, name: str) -> None:
+    """Refuse what is no headerless file of tokens."""
+    has_controls = len(head.translate(None, CONTROLS)) < len(head)
+    if head and is_utf8(head) and not has_controls:
+        raise DataError(f"{name} looks like text, not tokens; leave data.format out")
+    for kind, pattern in NO_TOKENS.items():
+        if re.match(pattern, head, re.DOTALL):
+            raise DataError(f"{name} looks like {kind.name}, not tokens; {kind.advice}")
+
+
+def _npy_tokens(path: str, name: str) -> TokenFile:
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")  # of no objects, so without pickle
+    except (OSError, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{name} cannot be read as an array of NumPy: {reason}") from error
+    native = [np.dtype(dtype) for dtype in NPY_TYPES]
+    if tokens.ndim != 1 or tokens.dtype not in native:
+        raise DataError(
+            f"{name} has an array of {tokens.dtype} in {tokens.ndim} dimensions; save one of "
+            f"{', '.join(NPY_TYPES)} in one dimension"
+        )
+    return TokenFile(path, str(tokens.dtype), tokens.offset, len(tokens))
+
+
+def _header(head: bytes, name: str) -> TokenFile | None:
+    """Return what a header says of the tokens, without the path; None: there is none."""
+    if len(head) < HEADER_BYTES:
+        return None
+    magic, version, length = np.frombuffer(head, HEADER, count=3).tolist()
+    if magic not in HEADERS:
+        return None
+    known, dtype = HEADERS[magic]
+    if version != known or length < 0:
+        raise DataError(
+            f"{name} has a header of version {version} with {length} tokens; write version {known}"
+        )
+    return TokenFile("", dtype, HEADER_BYTES, length)
+
+
+def find_largest(files: list[TokenFile]) -> Largest:
+    found = Largest(-1, 0, 0)
+    for index, file in enumerate(files):
+        for begin, tokens in _chunks(file):
+            position = int(tokens.argmax())
+            token = int(tokens[position])
+            if token > found.id:
+                found = Largest(token, index, begin + position)
+    return found
+
+
+def _chunks(file: TokenFile) -> Iterator[tuple[int, Ints]]:
+    """Yield positions and the tokens there, unsigned.
+
+    They are read, because pages of a memory map would count as this process's memory.
+    """
+    unsigned = np.dtype(f"u{file.itemsize}")
+    with open(file.path, "rb") as opened:
+        opened.seek(file.offset)
+        for begin in range(0, file.length, SCANNED):
+            count = min(SCANNED, file.length - begin)
+            yield begin, np.fromfile(opened, unsigned, count)

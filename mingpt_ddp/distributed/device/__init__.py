@@ -1,0 +1,1 @@
+"""The device of a rank, its compiler, and the machine that it is in."""

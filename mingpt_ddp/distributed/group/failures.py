@@ -1,0 +1,143 @@
+"""Failures of ranks: errors as JSON values, and the store in which peers find the root cause."""
+
+import hashlib
+import json
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from mingpt_ddp import errors
+from mingpt_ddp.distributed.error_text import without_addresses
+from mingpt_ddp.distributed.group.rendezvous import ask_store, get_now
+from mingpt_ddp.errors import JoinError, StorageUnavailableError, UserError
+
+FAILURE = "failure"  # key in the store: the error of the first rank that failed
+# Keys in the store: the number of ranks that failed, also of those with the same error; and whether
+# all ranks had the same one.
+FAILED = "failed"
+ARE_ALIKE = "failed/alike"
+ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks hit
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The error of the first rank that failed."""
+
+    rank: int
+    kind: str  # the class of a UserError; "" for any other error
+    message: str  # one line
+
+    @property
+    def is_final(self) -> bool:
+        """Whether a restart would fail too."""
+        return self.kind not in ("", JoinError.__name__, StorageUnavailableError.__name__)
+
+
+class FailureReports:
+    """The error of the first rank that failed, in the store of the attempt."""
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        rank: int,
+        world_size: int,
+        job_store: dist.Store | None = None,
+    ) -> None:
+        """
+        Args:
+            store: None: there is no other rank.
+            job_store: outlives the attempt; None: nobody starts another one.
+        """
+        self.store = store
+        self.job_store = job_store
+        self.rank = rank
+        self.world_size = world_size
+
+    def report(self, message: str, kind: str = "") -> None:
+        """Write the error of this rank to the store, unless another rank failed before.
+
+        Args:
+            kind: the class of a UserError; "" for any other error.
+        """
+        store = self.store
+        if store is None:
+            return
+        failure = json.dumps(asdict(Failure(self.rank, kind, message)))
+        ask_store(lambda: store.compare_set(FAILURE, "", failure), otherwise=b"")
+
+    def is_repeated(self, message: str) -> bool:
+        """Record an error for later attempts; return whether a rank had it in an earlier one."""
+        job_store = self.job_store
+        if job_store is None:
+            return False
+        own_id = uuid.uuid4().hex
+
+        def record() -> bool:
+            attempt = self.store.compare_set("attempt", "", own_id) if self.store else b""
+            attempt_id = attempt.decode() or own_id
+            key = f"error/{without_addresses(message)}"
+            return job_store.compare_set(key, "", attempt_id).decode() != attempt_id
+
+        return ask_store(record, otherwise=False)
+
+    def first(self, wait_s: float) -> Failure | None:
+        """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
+        store = self.store
+        if store is None:
+            return None
+        deadline = time.monotonic() + wait_s
+
+        def poll() -> Failure | None:
+            while not store.check([FAILURE]) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            report = get_now(store, FAILURE)
+            return Failure(**json.loads(report)) if report else None
+
+        return ask_store(poll, otherwise=None, wait_s=wait_s)
+
+    def have_all_failed(self, message: str) -> bool:
+        """Return whether every rank failed with the same error."""
+        store = self.store
+        if store is None:
+            return True
+        own = f"{FAILED}/{hashlib.sha256(message.encode()).hexdigest()}"
+
+        def compare() -> bool:
+            store.add(own, 1)
+            if store.add(FAILED, 1) == self.world_size:
+                are_alike = store.add(own, 0) == self.world_size
+                store.set(ARE_ALIKE, str(are_alike))
+            store.wait([ARE_ALIKE], timedelta(seconds=ALL_FAILED_TIMEOUT_S))
+            return store.get(ARE_ALIKE) == b"True"
+
+        return ask_store(compare, otherwise=False, wait_s=ALL_FAILED_TIMEOUT_S)
+
+
+def pack_error(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON values; all but UserErrors become OSErrors."""
+    if isinstance(error, UserError):
+        return {"kind": type(error).__name__, "message": str(error.args[0]), "errno": None}
+    message = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        message = error.strerror
+    one_line = " ".join(message.split())
+    return {"kind": "OSError", "message": one_line, "errno": getattr(error, "errno", None)}
+
+
+def unpack_error(packed: dict[str, Any], rank: int | None) -> Exception:
+    """Return the error that `pack_error` packed.
+
+    Args:
+        rank: the rank that raised it, for the message of an OSError; None: there is one rank.
+    """
+    message = packed["message"]
+    if packed["kind"] != "OSError":
+        user_error: Exception = getattr(errors, packed["kind"])(message)
+        return user_error
+    error = OSError(message if rank is None else f"rank {rank}: {message}")
+    error.errno = packed["errno"]
+    return error

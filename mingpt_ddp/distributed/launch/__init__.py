@@ -1,0 +1,1 @@
+"""Local workers: their launcher, what they start from, and the channels back to it."""

@@ -1,0 +1,255 @@
+"""Start the workers of a run, wait for them, and restart all when one dies.
+
+An event loop waits, so that one process can run several jobs of a sweep at a time.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from mingpt_ddp.config.compose.worker_config import compose_for_workers
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.device.machine import canonical_threads
+from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
+from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
+from mingpt_ddp.distributed.launch.channels import Channels, Report
+from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server, stop_server
+from mingpt_ddp.distributed.launch.local_store import LocalStore
+from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
+from mingpt_ddp.distributed.launch.slots import Slot
+from mingpt_ddp.distributed.launch.workers import (
+    SignalForwarder,
+    join_workers,
+    run_worker,
+    shared_environ,
+)
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.sockets import make_socket_directory
+
+log = logging.getLogger(__name__)
+
+STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
+SERVER_DIED = 255  # exit code of a worker whose fork server has died (popen_forkserver)
+EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A run to train on local workers."""
+
+    config: Config
+    overrides: list[str]  # the command line that composes `config`
+    directory: Path  # the run's
+    report: Report | None = None  # called with each evaluation; None: the run reports none
+    slot: Slot | None = None  # of a job of several at a time; None: this machine and console
+    threads: int | None = None  # of each worker; None: the cores, divided
+
+    @property
+    def workers(self) -> int:
+        """The number of workers; one for a run that would train in its own process."""
+        return self.config.ddp.local_workers or 1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run on local workers has ended."""
+
+    code: int  # 0: complete; ddp.preempted_exit_code; 128 + n if signal n ended it otherwise
+    signalled: bool  # this process received a signal, possibly too late for the run
+    last_line: str = ""  # that the workers wrote, if they have no console
+
+
+def train_on_workers(launch: Launch, env: DistEnv, started_at: float) -> Ended:
+    """Start the workers of a run and wait until they have trained; see `run_workers`."""
+    forwarder = SignalForwarder()
+    with forwarder.installed():
+        return asyncio.run(run_workers(launch, env, started_at, forwarder))
+
+
+async def run_workers(
+    launch: Launch, env: DistEnv, started_at: float, forwarder: SignalForwarder
+) -> Ended:
+    """Start the workers of a run; wait until they have trained, and restart them when one dies.
+
+    Args:
+        env: the ranks of the first worker.
+        started_at: time.monotonic() when this run began.
+        forwarder: installed.
+
+    Raises:
+        ConfigError: WORLD_SIZE is too small for the workers.
+        RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
+    """
+    n = launch.workers
+    config = launch.config.ddp
+    if not env.is_rank_zero:
+        logs.to_console(DistEnv())
+        log.info("starting %d local workers; rank 0 runs at %s:%d", n, *env.master_address)
+    world_size = n if env.is_standalone else env.world_size
+    if env.rank + n > world_size:
+        raise ConfigError(
+            f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more"
+        )
+    make_socket_directory()  # of the workers too, which do not delete it
+    if config.launcher == "forkserver":
+        start_server()
+    composed = compose_for_workers(launch.overrides)  # while the server imports torch
+    first = replace(env, world_size=world_size, has_agent=True)
+    if env.is_rank_zero and not env.is_standalone:
+        await asyncio.to_thread(_host_store, env, config.timeout_s)
+    attempt = _Attempt(launch, composed, first, forwarder)
+    try:
+        code, interrupted = await _run_with_restarts(
+            attempt.run, started_at, config, launch.directory
+        )
+    finally:
+        attempt.store.stop()
+    if code and env.is_rank_zero and not env.is_standalone:
+        await asyncio.sleep(STORE_LINGER_S)
+    return Ended(code, interrupted, attempt.last_line)
+
+
+def _host_store(env: DistEnv, timeout_s: float) -> None:
+    """Host a store at MASTER_ADDR:MASTER_PORT for the lifetime of this process.
+
+    This imports torch, as the fork server does meanwhile.
+    """
+    from mingpt_ddp.distributed.group.rendezvous import connect
+
+    connect(env, 0, timeout_s)
+
+
+async def _run_with_restarts(
+    attempt: Callable[[float], Awaitable[tuple[int, int]]],
+    started_at: float,
+    config: DDPConfig,
+    directory: Path,
+) -> tuple[int, bool]:
+    """Call `attempt`, with its start time, until it succeeds or a restart would not help.
+
+    Args:
+        attempt: returns the same as `_Attempt.run`.
+
+    Returns:
+        The exit code, and whether a signal was received, as in `Ended`.
+    """
+    before = read_result(directory)
+    for restart in range(config.max_restarts + 1):
+        if restart:
+            log.warning("restart %d of %d", restart, config.max_restarts)
+        code, received = await attempt(started_at)
+        started_at = time.monotonic()
+        if received:
+            result = read_result(directory)
+            if result.get("status") == RunStatus.PREEMPTED:
+                return config.preempted_exit_code, True
+            is_complete = result and result != before
+            return 0 if is_complete else 128 + received, True
+        if code in (0, USER_ERROR, config.preempted_exit_code):
+            return code, False
+    return USER_ERROR if code == EX_TEMPFAIL else FAILURE, False
+
+
+class _Attempt:
+    """Start the workers of a run once, and wait for all.
+
+    Launchers on other nodes may start further ranks.
+    """
+
+    def __init__(
+        self, launch: Launch, composed: DictConfig, first: DistEnv, forwarder: SignalForwarder
+    ) -> None:
+        """
+        Args:
+            composed: the configuration of the workers.
+            first: the ranks of the first worker.
+        """
+        self.launch = launch
+        self.composed = composed
+        self.first = first
+        self.forwarder = forwarder
+        self.store = LocalStore(launch.config.ddp.launcher)  # if all workers are on this machine
+        self.last_line = ""
+
+    async def run(self, started_at: float) -> tuple[int, int]:
+        """Start the workers, at time.monotonic() `started_at`, and wait until all have exited.
+
+        Returns:
+            The exit code of the first worker that failed, -n if signal n killed it, else 0 or
+            ddp.preempted_exit_code; and the signal that this process received, or 0.
+        """
+        config = self.launch.config
+        preempted_code = config.ddp.preempted_exit_code
+        uses_server = config.ddp.launcher == "forkserver"
+        if uses_server:
+            start_server()  # again, if it has died
+        server = server_pid()
+        grace_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
+        failed = ""
+        watch = ProcessWatch(self.forwarder, config.ddp.timeout_s, grace_s)
+        with watch, Channels(self.launch.report, self.launch.slot is None) as channels:
+            try:
+                watch.workers = self._workers(channels, watch, started_at)
+                with self.forwarder.started(watch.workers):
+                    joined = join_workers(watch.workers, grace_s, preempted_code, watch.store)
+                    code, failed = await channels.serve(joined, watch.workers)
+            except (EOFError, ConnectionError):  # the fork server died before it had forked all
+                code = SERVER_DIED
+            self.last_line = channels.last_line()
+        # The result of a run tells whether a signal ended it, but other nodes may not see
+        # result.json.
+        can_tell = code not in (0, preempted_code) or self.first.is_standalone
+        received = self.forwarder.received
+        number = received[-1] if received and can_tell else 0
+        if code == -number < 0:  # the workers did not handle it yet
+            log.error("ended by %s; rerun the same command", signal.Signals(number).name)
+        if code < 0 and not number:  # it could not log this itself
+            self.last_line = f"error: {failed} was killed by {signal.Signals(-code).name}"
+            if self.launch.slot is None:  # else the sweep names the job too
+                log.error("%s", self.last_line)
+        if code == SERVER_DIED and uses_server:
+            if server == server_pid():  # else another job has started one
+                stop_server()
+            if not number:
+                log.error("error: the fork server of the workers was killed")
+        return code, number
+
+    def _workers(
+        self, channels: Channels, watch: ProcessWatch, started_at: float
+    ) -> list[BaseProcess]:
+        """Return the workers, not started yet; start their store, if all are on this machine."""
+        first = self.first
+        if first.is_standalone:
+            self.store.ensure_running()
+            watch.store = self.store.process
+            first = replace(first, master_address=("localhost", self.store.port))
+        launch = self.launch
+        n = launch.workers
+        context: Any = multiprocessing.get_context(launch.config.ddp.launcher)
+        threads = canonical_threads(launch.config) or launch.threads
+        shared = shared_environ(n, first.is_standalone, threads)
+        shared[STARTED_AT] = str(started_at)
+        if launch.slot:
+            shared.update(launch.slot.environ())
+        parent = (launch.config.ddp.launcher == "forkserver" and server_pid()) or os.getpid()
+        workers = []
+        for index in range(n):
+            environ = {**shared, **worker_environ(first, index, n)}
+            ends = channels.for_worker(index)
+            arguments = (parent, environ, launch.overrides, self.composed, ends)
+            name = f"rank {first.rank + index}"
+            workers.append(context.Process(target=run_worker, args=arguments, name=name))
+        return workers

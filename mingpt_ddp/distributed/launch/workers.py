@@ -1,0 +1,205 @@
+"""The worker processes of one attempt: how they start, get signals, and end."""
+
+import contextlib
+import ctypes
+import importlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from omegaconf import DictConfig
+
+from mingpt_ddp.distributed.device.machine import threads_per_worker
+from mingpt_ddp.distributed.exit import FAILURE, die_with_parent
+from mingpt_ddp.distributed.launch.channels import WorkerEnds, readable
+from mingpt_ddp.distributed.launch.fork_server import BLOCKED_SIGNALS, start_process
+from mingpt_ddp.distributed.launch.slots import bind_cores
+from mingpt_ddp.distributed.linux import STOPPED, read_state
+
+COMMAND = "mingpt_ddp.cli.train_job"  # a higher layer: named, not imported
+INTERRUPT_S = 2.0  # after a second Ctrl-C, for workers to exit by themselves
+
+
+class SignalForwarder:
+    """Forward the signals that this process receives to all workers that it has started."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._received_at = math.inf  # time.monotonic() of the first signal
+        self._interrupted_at = math.inf  # and of a Ctrl-C after it
+        self._workers: list[BaseProcess] = []
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle the signals in this context; only the main thread may enter it."""
+        handlers = {}  # those before
+        for number in BLOCKED_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
+                handlers[number] = signal.signal(number, self._forward)
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def started(self, workers: list[BaseProcess]) -> Iterator[None]:
+        """Start these workers; they also get the signals that have arrived before."""
+        for worker in workers:
+            start_process(worker)
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+        earlier = [*self.received]
+        self._workers = [*self._workers, *workers]
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        for number in earlier:
+            _send(number, workers)
+        try:
+            yield
+        finally:
+            self._workers = [worker for worker in self._workers if worker not in workers]
+
+    @property
+    def is_interrupted_twice(self) -> bool:
+        return self._interrupted_at < math.inf
+
+    def kill_at(self, grace_s: float) -> float:
+        """Return the time.monotonic() at which what is alive gets SIGKILL; inf without a signal.
+
+        Args:
+            grace_s: for which workers may go on after the first signal.
+        """
+        return min(self._received_at + grace_s, self._interrupted_at + INTERRUPT_S)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._received_at = min(self._received_at, now)
+        if number == signal.SIGINT and self.received:
+            self._interrupted_at = min(self._interrupted_at, now)
+        self.received.append(number)
+        _send(number, self._workers)
+
+
+def _send(number: int, workers: list[BaseProcess]) -> None:
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid or 0, number)
+
+
+def shared_environ(workers: int, is_local: bool, threads: int | None = None) -> dict[str, str]:
+    """Return the environment variables that are the same for all workers.
+
+    Args:
+        is_local: all ranks are on this machine.
+        threads: of each worker; None: OMP_NUM_THREADS, or the cores of this machine, divided.
+    """
+    shared = dict(os.environ)
+    if is_local:
+        # By default gloo and NCCL listen on an address that other machines can reach.
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        shared.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        shared.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    shared.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers)))
+    if threads is not None:
+        shared["OMP_NUM_THREADS"] = str(threads)
+    return shared
+
+
+async def join_workers(
+    workers: list[BaseProcess],
+    timeout_s: float,
+    preempted_code: int,
+    store: BaseProcess | None = None,
+) -> tuple[int, str]:
+    """Wait until all workers have exited. When one fails, or their store, terminate the others.
+
+    If a signal killed it, SIGKILL them: there is no failure to report, and no collective can
+    complete.
+
+    Args:
+        timeout_s: for the others to exit before SIGKILL.
+        preempted_code: exit code of a preempted worker, which has not failed.
+        store: a process that hosts their store; it exits only if it fails.
+
+    Returns:
+        The exit code and the name of the process that failed; else 0 or `preempted_code`, and "".
+    """
+    while True:
+        codes = []
+        failed = {}  # name by exit code
+        running = []
+        for worker in workers:
+            code = worker.exitcode  # read once: a worker may exit at any moment
+            codes.append(code)
+            if code is None:
+                running.append(worker.sentinel)
+            elif code not in (0, preempted_code):
+                failed[code] = worker.name
+        if failed or not running:
+            break
+        if store is not None:
+            if store.exitcode is not None:
+                failed[store.exitcode or FAILURE] = store.name
+                break
+            running.append(store.sentinel)
+        await readable(running)
+    if not failed:
+        return max(code or 0 for code in codes), ""
+    # The root cause: a signal causes others' errors, and 2 and 75 cause others' 1.
+    code = min(failed, key=lambda code: (code > 0, -code))
+    await _end(workers, timeout_s if code > 0 else 0.0)
+    return code, failed[code]
+
+
+async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
+    """Send SIGTERM to the workers, and SIGKILL after `timeout_s`; at once to stopped ones."""
+    deadline = time.monotonic() + timeout_s
+    for worker in workers:
+        if timeout_s == 0 or read_state(worker.pid) == STOPPED:
+            worker.kill()
+        else:
+            worker.terminate()
+    for worker in workers:
+        if worker.exitcode is None:
+            await readable([worker.sentinel], max(0, deadline - time.monotonic()))
+        worker.kill()
+        await readable([worker.sentinel])  # a join would block other jobs
+        worker.join()
+
+
+def run_worker(
+    parent: int,
+    environ: dict[str, str],
+    overrides: list[str],
+    composed: DictConfig,
+    ends: WorkerEnds,
+) -> None:
+    """Train as one rank, in a process that has just been forked or started.
+
+    Args:
+        parent: the process id of the fork server, or of the launcher.
+        composed: the configuration of the overrides.
+    """
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it trains: Python's has a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent
+    os.environ.clear()
+    os.environ.update(environ)
+    ends.open()
+    bind_cores()
+    import torch
+
+    # torch read the variable when the server imported it. It may be a list, one number per nesting
+    # level, or not positive.
+    with contextlib.suppress(ValueError, RuntimeError):
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    if sys.platform == "linux":
+        PR_SET_NAME = 15  # of <sys/prctl.h>, for ps and top
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {environ['RANK']}".encode())
+    sys.argv[1:] = overrides
+    importlib.import_module(COMMAND).main(composed)

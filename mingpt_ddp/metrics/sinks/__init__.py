@@ -1,0 +1,1 @@
+"""TensorBoard and the terminal."""

@@ -1,0 +1,1 @@
+"""What a report says of its runs: comparisons, fronts, importance, laws."""

@@ -1,0 +1,203 @@
+"""Say which of several settings is better, by how much, and how sure that is: text and numbers."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.distributed.exit import echo_error
+from mingpt_ddp.errors import RunError, command, counted, printable
+from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.results.analysis.compare import Comparison, Setting, compare, settings_of
+from mingpt_ddp.results.experiments import append, root_of
+from mingpt_ddp.results.groups import replicates
+from mingpt_ddp.results.notes import comparison_notes, pooling_notes
+from mingpt_ddp.results.objective import LOSS, is_text
+from mingpt_ddp.results.runs import Job, read_jobs
+from mingpt_ddp.results.stats.intervals import numbers
+from mingpt_ddp.results.stats.significance import Difference
+
+MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
+MOST_DECIMALS = 8
+
+
+def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> str:
+    """Return which settings are better than others, as text or as JSON, and record it.
+
+    Args:
+        directories: runs, or parents of runs one or two levels below.
+        by_code: as for `settings_of`.
+
+    Raises:
+        RunError: a directory holds no run, or there is one setting only.
+    """
+    jobs = read_jobs(directories)
+    settings = settings_of(jobs, directories, by_code)
+    if len(settings) < 2:
+        have_codes = replicates(jobs)[0].codes > 1
+        raise RunError(
+            "there is one setting to compare; name runs that differ in more than run.seed"
+            + (", or write by=code" if have_codes and not by_code else "")
+        )
+    comparisons = compare(settings)
+    notes = [*comparison_notes(jobs, by_code), *_notes(jobs, settings, comparisons)]
+    document = _numbers(jobs, settings, comparisons, notes)
+    if comparisons:
+        experiment = {"runs": [*map(str, directories)], **document}
+        if note := append(root_of(jobs[0]), experiment):
+            echo_error(f"note: {note}")
+    if as_json:
+        return json.dumps(document, indent=1, allow_nan=False)
+    if not comparisons:
+        return nothing(settings)
+    lines = [f"compared by {_objective(jobs)}", *_table(settings)]
+    lines += [f"note: {note}" for note in notes]
+    lines += [sentence(comparison) for comparison in comparisons]
+    return printable("\n".join(line.replace("\n", "\\n") for line in lines))
+
+
+def sentences(jobs: list[Job], directories: list[Path], most: int) -> list[str]:
+    """Return what a comparison shows of the best settings against the first; [] of one setting.
+
+    Args:
+        most: comparisons that have a sentence.
+    """
+    settings = settings_of(jobs, directories)
+    if len(settings) < 2:
+        return []
+    comparisons = compare(settings)
+    if not comparisons:
+        return [nothing(settings)]
+    found = [sentence(comparison) for comparison in comparisons[:most]]
+    if len(comparisons) > most:
+        found.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
+    return found + _correction(comparisons)
+
+
+def nothing(settings: list[Setting]) -> str:
+    """Return why nothing can be said of settings without replicates, and what to do."""
+    if all(setting.complete == 1 for setting in settings):
+        why = "each setting has one seed, which says nothing about chance"
+    else:
+        why = "no setting has two seeds that are complete"
+    return f"nothing can be said: {why}; {MORE_SEEDS}"
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return what a comparison shows, in a sentence."""
+    best = comparison.best.label
+    other = comparison.other.label
+    found = comparison.difference
+    if found is None:
+        what = f"nothing can be said of {other} against {best}"
+        if not comparison.other.complete:
+            return f"{what}: it has no complete job; {MORE_SEEDS}"
+        if comparison.other.complete == 1:
+            return f"{what}: it has one seed, which says nothing about chance; {MORE_SEEDS}"
+        return f"{what}: {comparison.why}"
+    if comparison.is_better:
+        return f"{best} is better than {other} by {_amount(found, comparison.p)}"
+    return f"no difference shown between {best} and {other}: {_amount(found, comparison.p)}"
+
+
+def _amount(found: Difference, p: float) -> str:
+    """Return `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
+    half = (found.high - found.low) / 2
+    decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
+    mean, half_width, low, high = (
+        f"{value:.{decimals}f}" for value in (found.mean, half, found.low, found.high)
+    )
+    seeds = f"{found.n[0]} and {found.n[1]} seeds"
+    if found.is_paired:
+        seeds = f"{found.n[0]} paired seeds"
+    chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
+    return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
+
+
+def _objective(jobs: list[Job]) -> str:
+    objective = jobs[0].ranked_by
+    if objective is LOSS and all(is_text(job.config) for job in jobs):
+        return f"{objective.title}, in nats per token"
+    return objective.title
+
+
+def _notes(jobs: list[Job], settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
+    """Return what the comparison leaves out, or takes together."""
+    notes = pooling_notes(replicates(jobs))
+    for job in jobs:
+        notes += job.notes
+    for setting in settings:
+        if setting.left_out:
+            notes.append(
+                f"{counted(setting.left_out, 'job')} of {setting.label} not counted: not complete, "
+                "or with a loss that is not finite"
+            )
+    return notes + _correction(comparisons)
+
+
+def _correction(comparisons: list[Comparison]) -> list[str]:
+    """Return a note on the p-values of several comparisons."""
+    pairs = _pairs(comparisons)
+    if pairs < 2:
+        return []
+    return [
+        f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
+        "its comparison alone"
+    ]
+
+
+def _pairs(comparisons: list[Comparison]) -> int:
+    """Return the number of pairs for which the p-values are corrected."""
+    return comparisons[0].pairs if comparisons else 0
+
+
+def _table(settings: list[Setting]) -> list[str]:
+    rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
+    for setting in settings:
+        found = setting.estimate
+        mean = deviation = interval = "-"
+        if found is not None:
+            mean = f"{found.mean:.4f}"
+            if found.deviation is not None:
+                deviation = f"{found.deviation:.4f}"
+            if found.low is not None:
+                interval = f"{found.low:.4f} to {found.high:.4f}"
+        rows.append([mean, str(setting.complete), deviation, interval, setting.label])
+    return table_lines(rows, left=(4,))
+
+
+def _numbers(
+    jobs: list[Job], settings: list[Setting], comparisons: list[Comparison], notes: list[str]
+) -> dict[str, Any]:
+    """Return the comparison as JSON's types."""
+    listed = []
+    for setting in settings:
+        codes = sorted({job.code for job in setting.jobs if job.code})
+        more = {"by_seed": setting.by_seed, "left_out": setting.left_out, "codes": codes}
+        listed.append({"name": setting.label, **numbers(setting.estimate), **more})
+    return {
+        "objective": jobs[0].ranked_by.series,
+        "best": comparisons[0].best.label if comparisons else None,
+        "settings": listed,
+        "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
+        "pairs_corrected_for": _pairs(comparisons),
+        "notes": notes if comparisons else [*notes, nothing(settings)],
+    }
+
+
+def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
+    common: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
+    common["sentence"] = sentence(comparison)
+    found = comparison.difference
+    if found is None:
+        return common
+    return {
+        **common,
+        "difference": found.mean,
+        "low": found.low,
+        "high": found.high,
+        "p": found.p,
+        "p_corrected": comparison.p,
+        "test": "paired t" if found.is_paired else "Welch",
+        "seeds": [*found.n],
+    }

@@ -1,0 +1,238 @@
+"""How a page draws: the factory of its figures, the mark of each row, and all colours."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from statistics import quantiles
+from typing import Any
+
+from plotly.colors import sample_colorscale
+
+from mingpt_ddp.results.formats import brief, cut, shown
+from mingpt_ddp.results.groups import Group, best_group
+from mingpt_ddp.results.runs import Value, identity, number
+from mingpt_ddp.results.stats.intervals import Estimate, estimate
+
+DRAWN = 12  # parameters with a plot; the table has all
+POINTS = 200  # of a curve
+OBJECTIVE = ""  # its key: or that of the last values, of a row that is not complete
+LONGEST = 40  # characters of a name or value in a plot
+# all are legible on white and on black
+BEST_TO_WORST = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]
+INCOMPLETE = "rgb(138,147,158)"
+SERIES = [  # of what has no order: ranks, power laws
+    "rgb(24,119,214)",
+    "rgb(226,134,24)",
+    "rgb(176,80,159)",
+    "rgb(46,150,90)",
+    "rgb(214,80,70)",
+    "rgb(120,110,200)",
+    "rgb(20,150,160)",
+    INCOMPLETE,
+]
+# an axis; more ticks would have labels that overlap
+LOG = {"type": "log", "nticks": 3, "exponentformat": "e"}
+DECADES = range(-320, 100)
+TICKS_APART = 0.17  # least share of an axis between two labels
+Curve = dict[int, Estimate]  # by step
+
+
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """How a row, or a series of a run, is drawn in every figure."""
+
+    colour: str
+    text: str = ""  # on hover, as plotly's HTML
+    name: str = ""  # the rank of the row in the table
+    values: dict[str, Any] = field(default_factory=dict)  # of the row, by key or OBJECTIVE
+    spread: Estimate | None = None  # whose interval is drawn around the value
+    symbol: str = "circle"
+    dash: str = "solid"
+    is_best: bool = False
+
+    def line(self, x: Iterable[float], y: Iterable[float], **more: Any) -> dict[str, Any]:
+        """Return a trace through these points; a single one is drawn as a point."""
+        xs = [*x]
+        ys = [*map(rounded, y)]
+        if len(xs) == 1:
+            return points([self], xs, ys, **more)
+        line = {"color": self.colour, "width": 3.5 if self.is_best else 1.6, "dash": self.dash}
+        labels = {"line": line, "text": self.text, "name": self.name}
+        return {"mode": "lines", "x": xs, "y": ys, **labels, **more}
+
+    def band(self, curve: Curve) -> dict[str, Any]:
+        """Return a trace that fills the intervals of a curve."""
+        above = [rounded(found.mean + half_width(found)) for found in curve.values()]
+        below = [rounded(found.mean - half_width(found)) for found in curve.values()]
+        return {
+            "mode": "none",
+            "x": [*curve, *reversed(curve)],
+            "y": [*above, *reversed(below)],
+            "fill": "toself",
+            "fillcolor": self.colour.replace("rgb(", "rgba(").replace(")", ",0.16)"),
+            "hoverinfo": "skip",
+            "name": self.name,
+        }
+
+
+def points(
+    marks: Sequence[Mark], x: Iterable[float], y: Iterable[float], **more: Any
+) -> dict[str, Any]:
+    """Return a trace with a point for each mark."""
+    colours = [mark.colour for mark in marks]
+    marker = {
+        "symbol": [mark.symbol for mark in marks],
+        "size": [13 if mark.is_best else 9 for mark in marks],
+        "color": colours,
+        "line": {"color": colours, "width": 1.5},
+    }
+    more |= {"text": [mark.text for mark in marks], "ids": [mark.name for mark in marks]}
+    return {"mode": "markers", "x": [*x], "y": [*y], "marker": marker, **more}
+
+
+def half_width(found: Estimate | None) -> float:
+    """Return half the width of an interval, for a band or an error bar; 0.0 without one."""
+    return found.half_width or 0.0 if found else 0.0
+
+
+def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
+    """Return the mark of each row: its colour is its objective, between the best and the worst.
+
+    The objective of an outlier is drawn as the highest of the others, and as a triangle.
+
+    Args:
+        names: of the parameters, by key.
+    """
+    objectives = [group.objective for group in groups if group.objective is not None]
+    known = objectives or [group.value for group in groups if group.value is not None]
+    high = highest(known)
+    low = min(known, default=high)
+    marks = []
+    for rank, group in enumerate(groups, start=1):
+        found = group.latest
+        is_outlier = found is not None and found.mean > high
+        shape = "triangle-up" if is_outlier else "circle"
+        colour = INCOMPLETE
+        if group.objective is not None:
+            share = (min(group.objective, high) - low) / (high - low or 1.0)
+            colour = str(sample_colorscale(BEST_TO_WORST, [share])[0])
+        objective = {OBJECTIVE: min(found.mean, high)} if found else {}
+        mark = Mark(
+            colour,
+            _hover(rank, group, names),
+            str(rank),
+            {**group.config, **objective},
+            spread=None if is_outlier else found,
+            symbol=f"{shape}-open" if group.objective is None else shape,
+            dash="dash" if group.objective is None else "solid",
+            is_best=len(groups) > 1 and group is best_group(groups),
+        )
+        marks.append(mark)
+    return marks
+
+
+def _hover(rank: int, group: Group, names: Mapping[str, str]) -> str:
+    """Return what a point of a row shows: rank, status, objective, parameters."""
+    value = "" if group.value is None else f", {group.ranked_by.title} {brief(group.value)}"
+    if group.latest and group.latest.half_width is not None:
+        value += f" ± {brief(group.latest.half_width)}"
+    lines = [f"{group.seeds} seeds"] if group.seeds > 1 else []
+    lines += parameters(group, names)[:DRAWN]
+    return "<br>".join([f"<b>#{rank}</b> {label(group.status)}{value}", *lines])
+
+
+def parameters(group: Group, names: Mapping[str, str]) -> list[str]:
+    """Return `name: value` of each parameter, escaped."""
+    lines = []
+    for key, name in names.items():
+        if key in group.config:
+            lines.append(f"{label(name)}: {label(shown(group.config[key]))}")
+    return lines
+
+
+def highest(losses: list[float]) -> float:
+    """Return the highest loss within three interquartile ranges above the third quartile."""
+    if len(losses) < 4:
+        return max(losses, default=0.0)
+    first, _, third = quantiles(losses, n=4, method="inclusive")
+    return max(loss for loss in losses if loss <= third + 3 * (third - first))
+
+
+def loss_axis(losses: list[float], title: str = "") -> dict[str, Any]:
+    """Return an axis that shows all losses but outliers."""
+    low = min(losses, default=0.0)
+    high = highest(losses)
+    margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
+    return axis(title, range=[low - margin, high + margin])
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    """Return an axis of plotly's; its title is plotly's HTML."""
+    return {"title": {"text": title}, **more}
+
+
+def label(text: str, longest: int = LONGEST) -> str:
+    """Escape a text for plotly, which renders tags and entities in labels."""
+    return escape(cut(text, longest), quote=False)
+
+
+def rounded(value: float) -> float:
+    """Return a value with the digits that a figure can show: the page is a third as large."""
+    return float(f"{value:.6g}")
+
+
+def mean_curve(curves: Iterable[Iterable[tuple[int, float]]]) -> Curve:
+    """Return the mean of curves at the steps that all have, at about POINTS of them."""
+    drawn = [{x: y for x, y in curve if None not in (number(x), number(y))} for curve in curves]
+    drawn = [curve for curve in drawn if curve]
+    steps = sorted(set.intersection(*map(set, drawn))) if drawn else []
+    kept = dict.fromkeys([*steps[:: len(steps) // POINTS + 1], *steps[-1:]])
+    return {step: estimate([curve[step] for curve in drawn]) for step in kept}
+
+
+class Scale:
+    """The axis of a parameter.
+
+    It is logarithmic if the values are numbers that span a factor of ten, and linear for other
+    numbers. All other values are equidistant.
+    """
+
+    def __init__(self, values: Iterable[Value]) -> None:
+        distinct = [*{identity(value): value for value in values}.values()]
+        distinct.sort(key=lambda value: (number(value) is None, number(value) or 0, shown(value)))
+        found = [known for value in distinct if (known := number(value)) is not None]
+        self._is_numeric = len(found) == len(distinct)
+        if not self._is_numeric:
+            found = [float(index) for index in range(len(distinct))]
+        self._low, self._high = (found[0], found[-1]) if found else (0.0, 0.0)
+        self._is_log = self._is_numeric and 0 < 10 * self._low <= self._high
+        self._at = dict(zip(map(identity, distinct), found, strict=True))
+        labels = {at: label(shown(value), 14) for at, value in zip(found, distinct, strict=True)}
+        if self._is_log and len(labels) * TICKS_APART > 1:
+            ticks = [float(f"{digit}e{decade}") for digit in (1, 3) for decade in DECADES]
+            labels = {at: brief(at) for at in ticks if self._low <= at <= self._high}
+        self.labels: dict[float, str] = {}  # by coordinate, without those that would overlap
+        for at, text in labels.items():
+            if all(abs(self.share(at) - self.share(other)) > TICKS_APART for other in self.labels):
+                self.labels[at] = text
+
+    def at(self, value: Value) -> float:
+        """Return the coordinate of a value on plotly's axis."""
+        return self._at[identity(value)]
+
+    def share(self, at: float) -> float:
+        """Return the place of a coordinate between the ends of the axis, from 0 to 1."""
+        low, high = self._low, self._high
+        if self._is_log:
+            low, at, high = map(math.log10, (low, at, high))
+        return (at - low) / (high - low) if high > low else 0.5
+
+    def axis(self, title: str) -> dict[str, Any]:
+        """Return plotly's axis, with its own ticks for numbers."""
+        if not self._is_numeric:
+            return axis(title, tickvals=[*self.labels], ticktext=[*self.labels.values()])
+        if not self._is_log:
+            return axis(title)
+        decades = math.log10(self._high) - math.log10(self._low)
+        return axis(title, **LOG, dtick="D2" if decades < 2 else math.ceil(decades / 4))

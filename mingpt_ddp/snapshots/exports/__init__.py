@@ -1,0 +1,1 @@
+"""Exports of a snapshot, in the own format and for transformers."""

@@ -1,0 +1,1 @@
+"""Find, check and read snapshots, and other weights."""

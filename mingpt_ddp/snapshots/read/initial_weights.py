@@ -1,0 +1,215 @@
+"""Read the weights that `run.init_from` names.
+
+They are of a run, a snapshot, an export, or a GPT-2 in Hugging Face's format. All of it is
+untrusted: tensors are safetensors, the rest is JSON.
+"""
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
+from mingpt_ddp.distributed.device.machine import installed_memory
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json
+from mingpt_ddp.snapshots.read import transformers_import
+from mingpt_ddp.snapshots.read.load import load
+from mingpt_ddp.snapshots.read.load_model import read_model_spec
+from mingpt_ddp.snapshots.staging_buffer import decode
+from mingpt_ddp.snapshots.state_dict import sha256_of_tensors
+from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.storage.urls import open_storage
+
+log = logging.getLogger(__name__)
+
+PICKLES = ("model.pt", "pytorch_model.bin")  # of an export, of Hugging Face; never read
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """A model's weights and what a run that starts from them keeps."""
+
+    model: dict[str, Any]  # the group `model` of its configuration, unchecked
+    # vocabulary size, tokens of context; None of a task other than text
+    sizes: tuple[int | None, int | None]
+    state: dict[str, Any]  # the tokenizer's, as in state.json; {} if there is none
+    data: dict[str, Any]  # what they determine of the group `data`
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the names and values, the same for a snapshot and its exports."""
+        return sha256_of_tensors(self.tensors)
+
+
+def read_initial_weights(url: str) -> InitialWeights:
+    """Read the weights at a URL.
+
+    Raises:
+        SnapshotError: there are none, they are damaged, or no model here can use them.
+        StorageUnavailableError: the storage does not respond.
+    """
+    storage = open_storage(url, "run.init_from")
+    with _one_line(url):
+        weights = _read(storage, url)
+        layers = weights.model.get("n_layer")
+        if type(layers) is int and layers > len(weights.tensors):  # layers take time to build
+            raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")
+        json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
+    if weights.data and not weights.state:
+        log.warning(
+            "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the "
+            "run uses the tokens of data.tokenizer, for which the embeddings were not trained",
+            url,
+        )
+    return weights
+
+
+def _read(storage: Storage, url: str) -> InitialWeights:
+    names = storage.list()
+    if not names and storage.local:
+        what = "has no files" if os.path.exists(storage.root) else "does not exist"
+        raise SnapshotError(
+            f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export "
+            "or a GPT-2 (config.json and model.safetensors): nothing is downloaded by a model's "
+            "name"
+        )
+    pickles = [name for name in PICKLES if name in names and MODEL not in names]
+    if pickles:
+        raise ValueError(
+            f"{pickles[0]} is a pickle, which is never read; save the weights as {MODEL}"
+        )
+    if MODEL not in names or "config.json" not in names:
+        snapshot = load(url, ("model",))
+        return of_state(snapshot.state, snapshot.model)
+    values = load_json(storage.read("config.json", MAX_STATE_BYTES))
+    tensors = _read_tensors(storage)
+    if "model_type" not in values:
+        return _of_export(values, tensors)
+    model, sizes = transformers_import.model_values(values)
+    tokenizer = transformers_import.read_tokenizer(storage, names)
+    return _of_text(model, sizes, tokenizer, transformers_import.our_tensors(tensors))
+
+
+def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
+    """Return the weights of a snapshot.
+
+    Args:
+        state: its state.json, untrusted.
+    """
+    if "data" in state:  # of samples
+        return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
+    spec = read_model_spec(state)
+    return _of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
+
+
+def _of_text(
+    model: dict[str, Any],
+    sizes: tuple[int, int],
+    tokenizer: Tokenizer | None,
+    tensors: dict[str, Tensor],
+) -> InitialWeights:
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"its vocabulary size and context length are {str(sizes)[:100]}")
+    _, block_size = sizes
+    state: dict[str, Any] = {}
+    data: dict[str, Any] = {"block_size": block_size}
+    if tokenizer:
+        state = tokenizer.state()
+        if isinstance(tokenizer, NoTokenizer):
+            data["vocab_size"] = tokenizer.vocab_size
+        else:
+            data["tokenizer"] = tokenizer.name
+    return InitialWeights(model, sizes, state, data, tensors)
+
+
+def _of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
+    """Return the weights of a format=safetensors export.
+
+    Args:
+        values: its description.
+    """
+    config = {"model": values["model"], "data": {"block_size": values.get("block_size")}}
+    return of_state({**values, "config": config}, tensors)
+
+
+@contextlib.contextmanager
+def _one_line(url: str) -> Iterator[None]:
+    """Report damage, and what has another form than expected, as a SnapshotError."""
+    try:
+        yield
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        MemoryError,
+    ) as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        raise SnapshotError(f"run.init_from={url} cannot be used: {reason}") from error
+
+
+def _read_tensors(storage: Storage) -> dict[str, Tensor]:
+    size = storage.size(MODEL) or 0
+    if 2 * size > installed_memory():  # as bytes and as tensors
+        raise MemoryError(f"{MODEL} is larger than the memory")
+    return decode(storage.read(MODEL))
+
+
+def check_initial_weights(
+    model: nn.Module, tensors: dict[str, Any], resized: set[tuple[Any, Any]]
+) -> None:
+    """Check that `load_initial_weights` can copy the weights into a model.
+
+    Args:
+        model: may be on the meta device.
+        resized: numbers of rows that may differ, as pairs of those of the weights and of the model.
+
+    Raises:
+        SnapshotError: names, shapes or kinds of numbers differ otherwise, or a value is not finite.
+    """
+    own = model.state_dict()
+    wrong = sorted(own.keys() ^ tensors.keys())
+    for name in sorted(own.keys() & tensors.keys()):
+        tensor = tensors[name]
+        theirs = tuple(tensor.shape)
+        shape = tuple(own[name].shape)
+        may_differ = theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
+        if theirs != shape and not may_differ:
+            wrong.append(f"{name} {theirs} for {shape}")
+        elif tensor.is_floating_point() != own[name].is_floating_point():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            wrong.append(f"{name} in {kind}")
+    if wrong:
+        raise SnapshotError(
+            f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
+        )
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor.to(own[name].dtype)).all():
+            raise SnapshotError(
+                f"the weights of run.init_from cannot be used: {name} has values that are "
+                "not finite"
+            )
+
+
+@torch.no_grad()
+def load_initial_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Copy weights that have been checked into a model.
+
+    It keeps its own rows for added tokens. Rows for positions beyond its context are dropped.
+    """
+    for name, tensor in model.state_dict().items():
+        loaded = tensors[name]
+        if tensor.dim() == 0:
+            tensor.copy_(loaded)
+            continue
+        rows = min(len(tensor), len(loaded))
+        tensor[:rows] = loaded[:rows]

@@ -1,0 +1,138 @@
+"""Load the model of a snapshot without a run, to sample from it or to export it."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.config import build_group
+from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig, changed_parts
+from mingpt_ddp.config.registry import attribute_errors_to_user_code
+from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.config.validation import NotRegisteredError
+from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
+from mingpt_ddp.errors import ConfigError, SnapshotError, command
+from mingpt_ddp.models import build_model
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.read.load import Step, load
+from mingpt_ddp.snapshots.state_dict import load_model_state
+from mingpt_ddp.storage.records import MAX_YAML_BYTES
+
+MAX_CONFIG_CHARS = 2 * MAX_YAML_BYTES  # as JSON, which escapes more
+
+
+def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:
+    """Load a snapshot at a URL, without its optimizer; the model is on the CPU.
+
+    Raises:
+        SnapshotError: there is no snapshot, or no model can be built from it.
+    """
+    model, tokenizer, _ = load_with_state(url, step)
+    return model, tokenizer
+
+
+def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer, Snapshot]:
+    """Do as `load_model`, and return the snapshot too."""
+    snapshot = load(url, ("model",), step)
+    spec = read_model_spec(snapshot.state)
+    with attribute_errors_to_user_code():
+        model = build_around(spec.config(), spec.sizes, snapshot.model)
+    return model, spec.tokenizer, snapshot
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The model's part of a snapshot state. Untrusted until `config` has validated it."""
+
+    model: dict[str, Any]  # the group `model` of the run's configuration
+    block_size: int  # tokens of context
+    tokenizer: Tokenizer
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Vocabulary size and context length, as `build_model` takes them."""
+        return self.tokenizer.vocab_size, self.block_size
+
+    def config(self) -> ModelConfig:
+        """Validate the values and return the typed configuration.
+
+        Raises:
+            SnapshotError: a value is invalid, or no Python file has registered the architecture or
+                a part.
+        """
+        try:
+            return build_group("model", self.model)
+        except NotRegisteredError as error:
+            architecture = f"model.architecture={self.model['architecture']}"
+            [name, *_] = [*changed_parts(self.model), architecture]
+            raise SnapshotError(
+                f"{name} is not built in; name the Python file that registers it, if you "
+                "trust it, as in code=my_project/mine.py"
+            ) from error
+        except (ConfigError, TypeError, ValueError) as error:
+            raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
+
+
+def read_model_spec(state: Any) -> ModelSpec:
+    """Extract the model's part from an untrusted snapshot state.
+
+    Raises:
+        SnapshotError: it is missing, too large or of another type, or is of another task.
+    """
+    if isinstance(state, dict) and "data" in state:  # of a dataset of samples, not of a text
+        raise SnapshotError(
+            f"its task is not a language model; measure it with {command('evaluate')}"
+        )
+    try:
+        tokenizer = tokenizer_from_state(state)
+        config = state["config"]
+        architecture = config["model"]["architecture"]
+        block_size = config["data"]["block_size"]
+        typed = isinstance(architecture, str) and type(block_size) is int
+        if not typed or len(json.dumps(config)) > MAX_CONFIG_CHARS:
+            raise ValueError("expected a configuration")
+        return ModelSpec(dict(config["model"]), max(1, block_size), tokenizer)
+    except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
+
+
+def build_around(
+    config: ModelConfig, sizes: tuple[int, Any], tensors: dict[str, Tensor]
+) -> nn.Module:
+    """Build a model around a snapshot's tensors.
+
+    A hostile configuration allocates no more than they take.
+
+    Args:
+        sizes: outputs and inputs, as `build_model` takes them.
+
+    Raises:
+        SnapshotError: the tensors do not fit the configuration.
+    """
+    if is_own_model(config):  # its constructor may compute buffers
+        model = build_model(config, *sizes)
+        load_model_state(model, tensors)
+        return model
+
+    def on_meta(**changed: Any) -> nn.Module:
+        with torch.device("meta"):  # shapes without memory
+            return build_model(replace(config, **changed), *sizes)
+
+    try:
+        if isinstance(config, TransformerConfig):  # before building a billion modules
+            of_one_layer = len(on_meta(n_layer=1).state_dict())
+            per_layer = len(on_meta(n_layer=2).state_dict()) - of_one_layer
+            if of_one_layer + (config.n_layer - 1) * per_layer != len(tensors):
+                raise SnapshotError(
+                    f"the snapshot's {len(tensors)} tensors are not those of "
+                    f"{config.n_layer} layers"
+                )
+        model = on_meta()
+    except RuntimeError as error:  # a tensor size overflows
+        raise SnapshotError(
+            "the snapshot's weights do not fit the model: it is too large"
+        ) from error
+    load_model_state(model, tensors, assign=True)
+    return model

@@ -1,0 +1,1 @@
+"""Write, commit and delete snapshots."""

@@ -1,0 +1,225 @@
+"""Write one snapshot on a thread of every rank, while training continues.
+
+Training waits only for staging in host memory, and only before the next update of the weights:
+Mohan et al. 2021, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing" (USENIX FAST).
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mingpt_ddp.distributed.group.copies import checksums, find_difference
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import DamageError, UserError
+from mingpt_ddp.snapshots.format import kind_of
+from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.ledger import Hashes, Ledger, describe_tensors, hash_lines_by_kind
+
+log = logging.getLogger(__name__)
+
+Parts = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, or the content
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What this rank saves of a step."""
+
+    step: int
+    parts: Parts  # its files; the tensors may change as soon as they are staged
+    settings: str = ""  # a digest of all that the bits of the step depend on, for the ledger
+    # The checksums of all tensors that this rank holds, by `copy_name`; None: compare nothing.
+    held: dict[str, int] | None = None
+    # Then also those of what it writes, by file and name.
+    originals: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StoreFailure:
+    """A store that could not be written."""
+
+    url: str
+    error: OSError
+
+    def __str__(self) -> str:
+        return f"{self.url}: {self.error}"
+
+
+class AsyncSave(threading.Thread):
+    """Stage, write, commit.
+
+    Every rank runs this thread for the same step; an error on one rank is raised on all.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        stores: list[SnapshotStore],
+        buffers: dict[str, SafetensorsBuffer],
+        capture: Capture,
+        apply_retention: Callable[[SnapshotStore], None],
+        ledger: Ledger,
+    ) -> None:
+        """
+        Args:
+            stores: where to write; each is a fallback for the one before.
+            buffers: staging buffers by file name, reused by every snapshot.
+            apply_retention: called on rank zero with the store of the commit; must not raise.
+            ledger: rank zero adds the hashes of the snapshot before the commit.
+        """
+        super().__init__(name=f"snapshot of step {capture.step}", daemon=True)
+        self.runtime = runtime
+        self.stores = stores
+        self.buffers = buffers
+        self.step = capture.step
+        self.capture = capture
+        self.apply_retention = apply_retention
+        self.ledger = ledger
+        self._contents: dict[str, memoryview | bytes] = {}  # of this rank's files, once staged
+        self._hashes: Hashes = {}  # of what all ranks staged, on rank zero
+        self.staged = threading.Event()
+        self.started_at = time.monotonic()
+        self.duration_s = 0.0  # from the start to the commit
+        # The result, the same on every rank.
+        self.url: str | None = None  # of the store that holds the snapshot
+        self.failure: StoreFailure | None = None  # of the first store that failed
+        self.error: Exception | None = None  # ends the run
+        self._ready = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in self._devices()
+            if device.type == "cuda"
+        }
+
+    def _devices(self) -> list[torch.device]:
+        """Return the device of this rank, and others with tensors of its model."""
+        devices = [self.runtime.device]
+        for part in self.capture.parts.values():
+            if isinstance(part, dict):
+                devices += [tensor.device for tensor in part.values()]
+        return [*dict.fromkeys(devices)]
+
+    def run(self) -> None:
+        group = self.runtime.group
+        on_rank_zero = group.env.call_on_rank_zero
+        try:
+            group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
+            record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
+            for store in self.stores:
+                begin = partial(store.begin, self.step)
+                write = partial(store.write_files, self.step, self._contents)
+                commit = partial(store.commit, self.step, record=record)
+                try:
+                    group.io.run_on_rank_zero(begin)
+                    group.io.decide_on_rank_zero(write, commit)
+                except OSError as error:
+                    self.failure = self.failure or StoreFailure(store.url, error)
+                    # free a full disk; a failing object store would fail the deletion too
+                    if store.storage.local:
+                        with contextlib.suppress(OSError):
+                            on_rank_zero(partial(store.clear, self.step))
+                else:
+                    on_rank_zero(partial(self.apply_retention, store))
+                    self.url = store.url
+                    break
+        except Exception as error:  # SnapshotManager.wait raises it on the training thread
+            self.error = error
+            if not isinstance(error, UserError):
+                log.info(
+                    "the snapshot of step %d failed",
+                    self.step,
+                    exc_info=error,
+                    extra={"file_only": True},
+                )
+        finally:
+            self.staged.set()
+            group.is_writing = False
+            self.duration_s = time.monotonic() - self.started_at
+
+    def _stage(self) -> dict[str, memoryview | bytes]:
+        """Copy the tensors to host memory, on a separate CUDA stream per GPU.
+
+        Return the content of each file.
+        """
+        if self._ready:
+            torch.cuda.set_device(self.runtime.device)  # of this thread
+        parts = self.capture.parts
+        tensors = {name: part for name, part in parts.items() if isinstance(part, dict)}
+        if not self._buffers_fit(tensors):
+            self.buffers.clear()  # free the memory before allocating again
+            for name, named in tensors.items():
+                self.buffers[name] = SafetensorsBuffer(named)
+        streams = [torch.cuda.Stream(device) for device in self._ready]
+        # a copy runs on the current stream of its tensor's GPU
+        with contextlib.ExitStack() as current:
+            for stream, event in zip(streams, self._ready.values(), strict=True):
+                stream.wait_event(event)  # work queued on the training stream before the snapshot
+                current.enter_context(torch.cuda.stream(stream))
+            for name, buffer in self.buffers.items():
+                buffer.fill(tensors[name])
+        for stream in streams:
+            stream.synchronize()
+        contents: dict[str, memoryview | bytes] = {}
+        for name, part in parts.items():
+            contents[name] = part if isinstance(part, bytes) else self.buffers[name].content
+        self.capture = replace(self.capture, parts={})  # free the tensors
+        self.runtime.group.is_writing = True
+        self.staged.set()
+        return contents
+
+    def _stage_and_describe(self) -> dict[str, Any]:
+        """Stage; return what rank zero needs to know of it, as JSON values."""
+        self._contents = self._stage()
+        described: dict[str, Any] = {"held": self.capture.held, "damaged": [], "lines": {}}
+        if self.capture.held is not None:
+            described["damaged"] = self._damaged_in_staging()
+        if described["damaged"]:
+            return described  # no time to hash it
+        if not self.runtime.strategy.shards_model:  # then no rank has a whole tensor
+            for file, buffer in self.buffers.items():
+                described["lines"][kind_of(file)] = describe_tensors(buffer.tensors)
+        return described
+
+    def _check_staged(self, staged: list[dict[str, Any]]) -> None:
+        """Hash what was staged, unless copies were unequal at this step, or staging damaged one.
+
+        Args:
+            staged: what each rank has described.
+
+        Raises:
+            DamageError: a copy is damaged; the snapshot must not be written.
+        """
+        if self.capture.held is not None:
+            self._refuse_damage(staged)
+        self._hashes = hash_lines_by_kind(each["lines"] for each in staged)
+
+    def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:
+        where = f"in the snapshot of step {self.step}"
+        if difference := find_difference([each["held"] for each in staged]):
+            raise DamageError(f"{difference}, {where}")
+        for rank, each in enumerate(staged):
+            if each["damaged"]:
+                name = each["damaged"][0]
+                raise DamageError(f"rank {rank} staged a damaged copy of {name}, {where}")
+
+    def _damaged_in_staging(self) -> list[str]:
+        """Return which tensors have another checksum in the staging buffers than before."""
+        damaged = []
+        for file, buffer in self.buffers.items():
+            before = self.capture.originals[file]
+            for name, value in checksums(buffer.tensors).items():
+                if value != before[name]:
+                    damaged.append(f"{kind_of(file)} {name}")
+        return damaged
+
+    def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
+        if tensors.keys() != self.buffers.keys():
+            return False
+        return all(self.buffers[name].fits(named) for name, named in tensors.items())

@@ -1,0 +1,284 @@
+"""Files on any remote fsspec filesystem: timeouts, retries, and a deadline per operation.
+
+A request has a timeout, an operation with all its retries a deadline. Both grow with the bytes
+transferred. Until its deadline an operation retries transient errors (5xx, throttling, resets,
+timeouts) with random exponential backoff. Permanent errors raise immediately: missing file or
+bucket, bad credentials, no permission. `set_deadline`, for the grace period of a preemption, makes
+requests time out and retry sooner, including those in flight.
+"""
+
+import asyncio
+import inspect
+import logging
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import fsspec.asyn
+
+from mingpt_ddp.storage.remote.remote_errors import (
+    NOT_IMPLEMENTED_STATUS,
+    StorageError,
+    describe,
+    equivalent_errno,
+    http_status_and_code,
+    is_transient,
+    redact,
+)
+from mingpt_ddp.storage.storage import Content, Storage
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / MIN_BANDWIDTH
+# seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
+OPERATION_DEADLINE_S = 60.0
+MIN_BANDWIDTH = 1 << 20  # bytes per second, the least assumed for all requests together
+# before a retry; doubled each time
+INITIAL_BACKOFF_S = 0.2
+MAX_BACKOFF_S = 10.0
+# of the remaining grace period, the most that one may take
+REQUEST_SHARE = 0.5
+BACKOFF_SHARE = 0.05
+DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches operations in flight within this time
+# bytes: larger files are transferred in parts of this size, so that a fault costs one part
+PART = 1 << 24
+PARALLEL = 4  # parts in flight, and in memory, at a time
+
+PRECONDITION_FAILED_STATUS = 412
+_jitter = random.SystemRandom()  # does not touch a run's seeded generators
+
+
+async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
+    """Return the result of a job, cancelled once time.monotonic() reaches `end()`.
+
+    Args:
+        end: asked again while the job runs: it may change.
+
+    Raises:
+        TimeoutError: it was cancelled.
+    """
+    task = asyncio.ensure_future(job)
+    try:
+        while not task.done() and (left := end() - time.monotonic()) > 0:
+            await asyncio.wait([task], timeout=min(left, DEADLINE_CHECK_S))
+    finally:
+        task.cancel()  # a no-op if it is done
+        await asyncio.wait([task])
+    if task.cancelled():
+        raise TimeoutError
+    return task.result()
+
+
+def _joined(parts: list[Any], size: int) -> bytes:
+    """Return the concatenated parts; raise the first exception that fsspec returned among them."""
+    for part in parts:
+        if isinstance(part, Exception):
+            raise part
+    length = sum(len(part) for part in parts)
+    message = f"{length} of {size} bytes arrived; use a server with ranges"
+    if length < size:
+        raise EOFError(message)
+    if length > size:  # from a web server without ranges: it does so again
+        raise ValueError(message)
+    return b"".join(parts)
+
+
+class RemoteStorage(Storage):
+    """A directory on an fsspec filesystem other than the local disk."""
+
+    local = False
+
+    def __init__(self, url: str, root: str, fs: Any) -> None:
+        from aiohttp import ClientError  # slow to import; not needed on a local disk
+
+        super().__init__(url, root)
+        self.fs = fs
+        self.loop = fs.loop if fs.async_impl else fsspec.asyn.get_loop()
+        self.transient: tuple[type[Exception], ...] = (
+            OSError,
+            EOFError,
+            asyncio.TimeoutError,
+            ClientError,
+        )
+        self._grace_period = (-math.inf, math.inf)  # begin and end, by time.monotonic()
+
+    def set_deadline(self, seconds: float) -> None:
+        now = time.monotonic()
+        self._grace_period = (now, now + seconds)
+
+    def read(self, name: str, limit: int | None = None) -> bytes:
+        path = self._path(name)
+        size = self._info(path)["size"]
+        if size is None:  # a web server that sends no Content-Length
+            return bytes(self._request("read", path, "cat_file", path, end=limit))
+        return b"".join(self.chunks(name, size if limit is None else min(size, limit)))
+
+    def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
+        path = self._path(name)
+        step = PARALLEL * PART
+        for begin in range(start, start + size, step):
+            end = min(begin + step, start + size)
+            starts = list(range(begin, end, PART))
+            ranges = ([path] * len(starts), starts, [*starts[1:], end])
+            yield self._request("read", path, "cat_ranges", *ranges, size=end - begin)
+
+    def write(self, name: str, content: Content) -> None:
+        path = self._path(name)
+        data = bytes(content)
+        self._request("write", path, "pipe_file", path, data, size=len(data))
+
+    def put_if_absent(self, name: str, content: Content) -> bool:
+        """Write a file atomically unless it exists; return whether this call wrote it.
+
+        Of several concurrent callers one succeeds. Without conditional writes this checks first,
+        which leaves a short race. Callers must pass distinct contents, e.g. with a random id: a
+        retry whose first request succeeded, but whose response was lost, recognises its own file by
+        them.
+        """
+        path = self._path(name)
+        data = bytes(content)
+        if self.size(name) is not None:
+            return False
+        method = self.fs._pipe_file if self.fs.async_impl else self.fs.pipe_file
+        exclusive: dict[str, Any] = {}
+        if "mode" in inspect.signature(method).parameters:
+            exclusive["mode"] = "create"
+        try:
+            self._request("create", path, "pipe_file", path, data, size=len(data), **exclusive)
+        except OSError as error:
+            status, _ = http_status_and_code(error)
+            if status == NOT_IMPLEMENTED_STATUS:  # a store without conditional writes
+                self.write(name, content)
+                return True
+            if isinstance(error, FileExistsError) or status == PRECONDITION_FAILED_STATUS:
+                # HTTP clients retry a PUT: it is this call's own file if the response was lost.
+                return self.read(name) == data
+            raise
+        return True
+
+    def size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):
+            info = self._info(self._path(name))
+            if info["type"] == "file":
+                return int(info["size"])
+        return None
+
+    def list(self) -> list[str]:
+        try:
+            entries = self._request("list", self.root, "ls", self.root, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        own = self.root.strip("/")
+        paths = [entry.strip("/") for entry in entries]
+        return sorted(path.rsplit("/", 1)[-1] for path in paths if path != own)
+
+    def delete(self, name: str) -> None:
+        path = self._path(name)
+        with suppress(FileNotFoundError):
+            self._request("delete", path, "rm", path, recursive=True)
+
+    def _info(self, path: str) -> dict[str, Any]:
+        return dict(self._request("stat", path, "info", path))
+
+    def _request(
+        self,
+        what: str,
+        path: str,
+        method: str,
+        *args: Any,
+        size: int = 0,
+        seconds: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a filesystem method; retry transient errors until the deadline.
+
+        Args:
+            what, path: for error messages.
+            size: bytes that are transferred.
+            seconds: deadline instead of OPERATION_DEADLINE_S.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError, FileExistsError: as the filesystem raises them.
+            StorageError: any other error, or the deadline has passed.
+        """
+        self.fs.invalidate_cache()  # of listings: other processes write here too
+        start = time.monotonic()
+        seconds = (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
+        deadline = self._end(seconds, share=1)
+        errors = deque[Exception](maxlen=1)
+
+        async def call() -> Any:
+            result = await within(self._call(method, *args, **kwargs), self.end_of_request(size))
+            return _joined(result, size) if method == "cat_ranges" else result
+
+        try:
+            # The timeout guards against a hanging event loop.
+            retrying = self._retry(call, errors)
+            return fsspec.asyn.sync(
+                self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S
+            )
+        except Exception as error:
+            _, code = http_status_and_code(error)
+            known = isinstance(error, (FileNotFoundError, NotADirectoryError, FileExistsError))
+            if known and code != "NoSuchBucket":
+                raise
+            # FSTimeoutError is one
+            timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))
+            cause = describe(errors[-1] if timed_out and errors else error)
+            tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
+            message = redact(f"cannot {what} {self.fs.unstrip_protocol(path)}: {cause}")
+            failure = StorageError(message + tried)
+            failure.errno = equivalent_errno(error)
+            raise failure from error
+
+    async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
+        """Return the result of a call, retried after transient errors.
+
+        Args:
+            errors: to which they are appended.
+        """
+        backoff = INITIAL_BACKOFF_S
+        while True:
+            try:
+                return await call()
+            except Exception as error:  # every filesystem has its own exception types
+                if not is_transient(error, self.transient):
+                    raise
+                level = logging.DEBUG if errors else logging.INFO
+                log.log(level, "retrying: %s", redact(describe(error)))
+                errors.append(error)
+            end = self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE)
+            with suppress(TimeoutError):
+                await within(asyncio.Event().wait(), end)
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if self.fs.async_impl:
+            return await getattr(self.fs, f"_{method}")(*args, **kwargs)
+        return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
+
+    def _end(self, seconds: float, share: float) -> Callable[[], float]:
+        """Return the end of a wait of `seconds` from now, or of a share of the grace period.
+
+        The share is of what remains of the grace period now, or when it begins.
+        """
+        start = time.monotonic()
+
+        def end() -> float:
+            grace_begin, grace_end = self._grace_period
+            begin = max(start, grace_begin)
+            return min(start + seconds, begin + (grace_end - begin) * share)
+
+        return end
+
+    def end_of_request(self, size: int) -> Callable[[], float]:
+        """Return when a request of `size` bytes that begins now times out.
+
+        `set_deadline` may shorten it.
+        """
+        return self._end(REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH, REQUEST_SHARE)

@@ -1,0 +1,97 @@
+"""Objects in an S3-compatible bucket, with s3fs's requests, multipart uploads and retries."""
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from mingpt_ddp.storage.remote import remote
+from mingpt_ddp.storage.remote.remote import RemoteStorage, within
+from mingpt_ddp.storage.storage import Content
+
+
+class S3Storage(RemoteStorage):
+    """A directory in an existing bucket; no request creates one.
+
+    s3fs retries transient errors, per part of a multipart upload; after that, and where it does not
+    retry, the whole operation is retried.
+    """
+
+    def __init__(self, url: str, root: str, fs: Any) -> None:
+        from aiobotocore.httpsession import AIOHTTPSession
+        from botocore.exceptions import ConnectionError as EndpointError
+        from s3fs.core import S3_RETRYABLE_ERRORS
+
+        super().__init__(url, root, fs)
+        self.transient += (EndpointError, *S3_RETRYABLE_ERRORS)
+        storage = self
+
+        class Session(AIOHTTPSession):
+            """Time out each request; the timeouts of aiohttp and botocore do not cover sending."""
+
+            async def send(self, request: Any) -> Any:
+                size = int(request.headers.get("Content-Length", remote.PART))
+                end = storage.end_of_request(size)
+                return await within(super().send(request), end)
+
+        # Few retries, so that an outage surfaces soon. botocore retries 500, 502 and 504.
+        fs.config_kwargs |= {"http_session_cls": Session, "retries": {"max_attempts": 1}}
+        # Some servers (rclone) send the checksum of the whole object with a part; the manifest has
+        # SHA-256 anyway.
+        fs.config_kwargs |= {"response_checksum_validation": "when_required"}
+        fs.retries = 3
+        fs.max_concurrency = remote.PARALLEL
+
+    def write(self, name: str, content: Content) -> None:
+        path = self._path(name)
+        data = memoryview(content).cast("B")
+        # S3 allows 10,000 parts; s3fs sends anything below two parts in one request.
+        chunk = max(remote.PART, -(-len(data) // 10_000))
+        sliced = bytes(data) if len(data) < 2 * chunk else _Parts(data)
+        send = partial(
+            self._request, "write", path, "pipe_file", path, sliced, chunksize=chunk, size=len(data)
+        )
+        try:
+            send()
+        except FileNotFoundError:
+            # The upload was lost, or it is complete and the response was lost: upload it again.
+            send()
+        finally:
+            if isinstance(sliced, _Parts):
+                self._abort_uploads(path)  # of cancelled attempts
+
+    def delete(self, name: str) -> None:
+        """Delete objects one per request, since a bulk delete reports no failures."""
+        path = self._path(name)
+        for file in self._request("delete", path, "find", path):
+            self._request("delete", file, "rm_file", file)
+        bucket, key, _ = self.fs.split_path(path)
+        # SeaweedFS would keep listing an empty directory.
+        self._request("delete", path, "call_s3", "delete_object", Bucket=bucket, Key=f"{key}/")
+        self._abort_uploads(path)
+
+    def _abort_uploads(self, path: str) -> None:
+        """Abort unfinished multipart uploads at or below a path.
+
+        Cancelled attempts and killed processes leave them. Their parts are not listed, but are
+        billed.
+        """
+        bucket, key, _ = self.fs.split_path(path)
+        request = partial(self._request, "abort uploads of", path, seconds=remote.REQUEST_TIMEOUT_S)
+        with suppress(OSError):  # listing uploads needs a permission that may be missing
+            listed = request("call_s3", "list_multipart_uploads", Bucket=bucket, Prefix=key)
+            for upload in listed.get("Uploads", []):
+                if f"{upload['Key']}/".startswith(f"{key}/"):
+                    request("abort_mpu", bucket, upload["Key"], upload["UploadId"])
+
+
+class _Parts:
+    """Content copied one part at a time: s3fs slices it, and its requests need bytes."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __getitem__(self, part: slice) -> bytes:
+        return bytes(self._content[part])

@@ -1,0 +1,253 @@
+"""Call the hooks of a user's file that act on a run (config/hooks.py), on all ranks."""
+
+import inspect
+import logging
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, relative_path
+from mingpt_ddp.config.user_code import check_takes
+from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import CodeError, ConfigError
+from mingpt_ddp.models import eval_mode
+from mingpt_ddp.snapshots.format import HOOKS
+from mingpt_ddp.snapshots.hook_state import pack_state, unpack_states
+from mingpt_ddp.tasks.evaluation import Evaluation
+from mingpt_ddp.tasks.outputs import Mean, Outputs, as_means, check_outputs
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.evaluation.evaluator import means_of_ranks
+
+log = logging.getLogger(__name__)
+ARGUMENTS = {  # of a hook, by its event
+    "gradients": ("step", "gradients"),
+    "update": ("step", "weights"),
+    "evaluation": ("evaluation",),
+}
+
+
+@dataclass
+class Action:
+    """A hook of this run."""
+
+    event: str
+    registered: Any  # a function, or a class
+    hook: Any  # the function, or the instance of this run
+
+    @classmethod
+    def new(cls, key: str, registered: Any) -> "Action":
+        """
+        Args:
+            key: of the registry, which begins with the event.
+        """
+        hook = registered() if isinstance(registered, type) else registered
+        return cls(key.split()[0], registered, hook)
+
+    @property
+    def has_state(self) -> bool:
+        return isinstance(self.registered, type)
+
+    @property
+    def name(self) -> str:
+        """What a snapshot calls it: another file or another version of it may have the hook."""
+        return f"{self.event} {self.registered.__qualname__}"
+
+    @property
+    def label(self) -> str:
+        """What a message calls it."""
+        function = self.registered.__call__ if self.has_state else self.registered
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        where = f"{relative_path(Path(code.co_filename))}:{code.co_firstlineno}: " if code else ""
+        return f"{where}{self.registered.__qualname__} of @acts({self.event!r})"
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of its state in a snapshot; {} without one.
+
+        Raises:
+            CodeError: it cannot be saved.
+        """
+        if not self.has_state:
+            return {}
+        try:
+            with attribute_errors_to_user_code():
+                return pack_state(self.name, self.hook.state_dict())
+        except CodeError as error:
+            raise CodeError(f"{self.label}: {error.args[0]}") from error
+
+
+class Actions:
+    """The hooks of this run, called in the order in which the file registers them."""
+
+    def __init__(
+        self, runtime: Runtime, registered: Iterable[tuple[str, Any]] | None = None
+    ) -> None:
+        """
+        Args:
+            registered: of the registry; None: all.
+
+        Raises:
+            CodeError: a hook takes other arguments, or two with state have the same name.
+        """
+        self.runtime = runtime
+        found = BUILDERS["action"].items() if registered is None else registered
+        with attribute_errors_to_user_code():
+            self.actions = [Action.new(key, hook) for key, hook in found]
+        for action in self.actions:
+            check_takes(action.hook, ARGUMENTS[action.event], action.label)
+        names = set[str]()
+        for action in self.actions:
+            if action.has_state and action.name in names:
+                raise CodeError(f"{action.label}: another hook has this name; choose another one")
+            names.add(action.name)
+        self._before: dict[str, Tensor] | None = None  # the state before the latest step
+        self._is_lost = False  # the state, with a step that was discarded
+
+    # State.
+
+    @property
+    def have_state(self) -> bool:
+        """Return whether a hook of this run has state."""
+        return any(action.has_state for action in self.actions)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the state of all hooks, the same on every rank, as a snapshot names it."""
+        tensors: dict[str, Tensor] = {}
+        for action in self.actions:
+            tensors |= action.state()
+        return tensors
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return the state as a kind of tensors of a snapshot; {} if no hook has some."""
+        return {HOOKS: self.state()} if self.have_state else {}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Make new instances of the hooks; load the state of each from a snapshot.
+
+        Returns:
+            What a log should say: hooks without a state there, and states without a hook.
+
+        Raises:
+            SnapshotError: it is not the state of hooks.
+            CodeError: `load_state_dict` raises an exception.
+        """
+        states = unpack_states(tensors, self.runtime.device)
+        notes = []
+        with attribute_errors_to_user_code():
+            for action in filter(lambda action: action.has_state, self.actions):
+                action.hook = action.registered()
+                if action.name in states:
+                    action.hook.load_state_dict(states.pop(action.name))
+                else:
+                    notes.append(
+                        f"no state of the hook {action.name}, which begins with its first one"
+                    )
+        notes += [f"state of the hook {name}, which is not registered any more" for name in states]
+        self._is_lost = False
+        return notes
+
+    def discard(self) -> None:
+        """Return to the state before the latest step."""
+        if self._before is not None:
+            self.load(self._before)
+        else:
+            self._is_lost = self.have_state
+
+    def _keep(self) -> None:
+        """Keep a copy of the state, unless a discarded step ends the run.
+
+        Raises:
+            ConfigError: a step was discarded without one.
+        """
+        if self._is_lost:
+            raise ConfigError(
+                "TrainStep.discard with a hook that has state needs trainer.on_nonfinite=skip"
+            )
+        policy = self.runtime.strategy.config.trainer.on_nonfinite
+        if policy != "stop" or self.runtime.scaler.is_enabled():  # which skips steps by itself
+            self._before = {name: tensor.clone() for name, tensor in self.state().items()}
+
+    # Calls.
+
+    @torch.no_grad()
+    def change_gradients(self, step: int, model: nn.Module) -> dict[str, Tensor]:
+        """Let the hooks change the gradients in place; return this rank's shares of metrics."""
+        if self.have_state:
+            self._keep()
+        if not self._of("gradients"):
+            return {}
+        local = self.runtime.strategy.local
+        named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+        return self._shares("gradients", step, {n: local(gradient) for n, gradient in named})
+
+    @torch.no_grad()
+    def change_weights(self, step: int, model: nn.Module) -> dict[str, Tensor]:
+        """Let the hooks change the weights in place; return this rank's shares of metrics."""
+        if not self._of("update"):
+            return {}
+        local = self.runtime.strategy.local
+        weights = {n: local(p.detach()) for n, p in model.named_parameters()}
+        return self._shares("update", step, weights)
+
+    def _shares(self, event: str, step: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        metrics = self._call(event, step, step, tensors)
+        outputs = Outputs({"loss": torch.zeros((), device=self.runtime.device)}, metrics)
+        weight = self.runtime.strategy.metric_weight
+        shares = outputs.shares(1, copies=1)
+        return {name: share * weight for name, share in shares.items() if name != "loss"}
+
+    @torch.no_grad()
+    def evaluate(
+        self, step: int, model: nn.Module, task: Task, taken: Container[str] = ()
+    ) -> dict[str, float]:
+        """Return the means of the hooks' metrics over all ranks. A collective.
+
+        Args:
+            taken: names of the task's metrics.
+
+        Raises:
+            CodeError: a hook raises an exception, or returns a metric that is none or is taken.
+        """
+        if not self._of("evaluation"):
+            return {}
+        with eval_mode(model), self.runtime.autocast():
+            evaluation = Evaluation(step, model, task, self.runtime)
+            metrics = self._call("evaluation", step, evaluation)
+        for name in metrics:
+            if name in taken:
+                raise CodeError(f"a hook of @acts('evaluation'): the task has a metric {name}, too")
+        group = self.runtime.group
+        with group.waiting():  # reading waits for a GPU
+            own = {name: ([float(total)], float(n)) for name, (total, n) in metrics.items()}
+        return means_of_ranks(group.all_gather(own))
+
+    def _of(self, event: str) -> list[Action]:
+        return [action for action in self.actions if action.event == event]
+
+    def _call(self, event: str, step: int, *values: Any) -> dict[str, Mean]:
+        """Call the hooks of an event, each with random numbers of its own; return their metrics.
+
+        Raises:
+            CodeError: one raises an exception, or returns what is no metric or another one's.
+        """
+        group = self.runtime.group
+        before = group.heartbeat
+        seed = self.runtime.strategy.config.run.seed
+        found: dict[str, Mean] = {}
+        for action in self._of(event):
+            activity = f"in a hook of @acts({event!r}), {before['activity']}"
+            group.set_activity(activity, self.runtime.strategy.waits_in_passes)
+            seed_everything(action.name, seed, step)
+            with attribute_errors_to_user_code():
+                returned = action.hook(*values)
+            means = as_means(returned or {}, action.label)
+            check_outputs(action.label, Outputs({}, means))
+            if twice := found.keys() & means.keys():
+                raise CodeError(f"{action.label}: another hook has a metric {min(twice)}, too")
+            found |= means
+        group.set_activity(before["activity"], before["waiting"])
+        return found

@@ -1,0 +1,37 @@
+"""Call the hooks of a user's file (config/registry.py), which see a run and cannot change it."""
+
+import copy
+import logging
+from functools import partial
+from typing import Any
+
+from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+
+class Hooks:
+    """The hooks of this run. Rank zero calls them, with copies of the values."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._failed: set[str] = set()
+
+    def call(self, event: str, *values: Any) -> None:
+        """Call the hooks of an event: `step`, `evaluate` or `end`."""
+        self.group.env.call_on_rank_zero(partial(self._call, event, values))
+
+    def _call(self, event: str, values: tuple[Any, ...]) -> None:
+        for name, hook in BUILDERS["hook"].items():
+            if not name.startswith(f"{event} ") or name in self._failed:
+                continue
+            before = self.group.heartbeat
+            self.group.set_activity(f"in a hook of @on({event!r}), {before['activity']}")
+            try:
+                with attribute_errors_to_user_code():
+                    hook(*copy.deepcopy(values))
+            except (Exception, SystemExit) as error:  # training is worth more than a hook
+                self._failed.add(name)
+                log.warning("a hook of @on(%r) is not called again: %s", event, error)
+            self.group.set_activity(before["activity"], before["waiting"])

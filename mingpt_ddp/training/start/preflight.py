@@ -1,0 +1,149 @@
+"""Checks before anything is written: the directories, the recorded batch, and the memory."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.distributed.device.device import total_memory
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
+from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.lock import check_can_lock
+from mingpt_ddp.storage.run_dir import run_directory, run_name
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.train_state import INVALID, TrainState, read_train_state
+
+BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What the snapshot that a run resumes from has recorded, without its tensors."""
+
+    step: int
+    batch_size: int  # trainer.batch_size
+    micro_batch_size: int
+    source: str | None  # the URL that run.resume names, if the run has no snapshot of its own
+    state: Any  # the content of its state.json, untrusted but for its train state
+
+    @property
+    def train_state(self) -> TrainState:
+        return read_train_state(self.state)
+
+
+def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
+    """Refuse directories of a run and of its snapshots that could not be locked.
+
+    Raises:
+        RunError: names the directory.
+    """
+    check_can_lock(directory)
+    for storage in (store.storage for store in stores if store.storage.local):
+        check_can_lock(Path(storage.root), what="the snapshot directory", key="path for snapshots")
+
+
+def read_recorded(
+    config: Config, stores: list[SnapshotStore], group: ProcessGroup
+) -> Recorded | None:
+    """Read what the snapshot that the run resumes from has recorded; None without one.
+
+    A collective.
+
+    Args:
+        stores: of the run's snapshots.
+
+    Raises:
+        SnapshotError: another version wrote it, in another format, or its batch is not one.
+        StorageUnavailableError: a store does not respond.
+    """
+
+    def read() -> dict[str, Any] | None:
+        newest, source = newest_snapshot(config, stores)
+        return None if newest is None else asdict(_recorded(newest, source))
+
+    found = group.run_on_rank_zero(read)
+    return None if found is None else Recorded(**found)
+
+
+def _recorded(newest: Snapshot, source: str | None) -> Recorded:
+    try:
+        batch = newest.state["config"]["trainer"]["batch_size"]
+        micro = newest.state["micro_batch_size"]
+        if not all(type(size) is int and size > 0 for size in (batch, micro)):
+            raise ValueError(f"batches of {batch} and {micro}")
+        read_train_state(newest.state)
+    except INVALID as error:
+        raise SnapshotError(
+            f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]
+        ) from error
+    return Recorded(newest.step, batch, micro, source, newest.state)
+
+
+def newest_snapshot(
+    config: Config, stores: list[SnapshotStore]
+) -> tuple[Snapshot | None, str | None]:
+    """Read the state of the snapshot that the run resumes from, without tensors.
+
+    Raises as `read_recorded` does.
+
+    Returns:
+        The snapshot, if there is one, and the URL that run.resume names if it is not the run's own.
+    """
+    directory = run_directory(config)
+    stores = readable_stores(stores, directory, config.run.source)
+    own = [store.newest_state() for store in stores]
+    newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
+    check_none_newer(stores, directory, newest.step if newest else 0)
+    source = config.run.source if newest is None else None
+    return (newest, None) if source is None else (load(source, kinds=()), source)
+
+
+def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:
+    """Return the configuration with `batch_size` for `batch_size_per_rank`; the run keeps its name.
+
+    Args:
+        recorded: the batch size of the snapshot to resume, which stays as it was at the first
+            start.
+    """
+    per_rank = config.trainer.batch_size_per_rank
+    if per_rank is None:
+        return config
+    trainer = replace(
+        config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None
+    )
+    return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
+
+
+def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
+    """Check that a built-in model fits the smallest memory of all ranks. A collective.
+
+    Raises:
+        ConfigError: the parameters and gradients alone do not fit, or the model has not what a key
+            needs.
+    """
+    # its constructor may allocate any amount
+    if is_own_model(config.model):
+        return
+    memory = min(runtime.group.all_gather(total_memory(runtime.device)))
+    with torch.device("meta"):  # allocates nothing
+        model = task.build_model()
+    if config.trainer.activation_checkpointing:
+        apply_activation_checkpointing(model)
+    runtime.strategy.check_model(model)
+    count = count_parameters(model)
+    memory = runtime.strategy.model_memory(memory)
+    if count * BYTES > memory:
+        raise ConfigError(
+            f"the model {config.model.name} has {count:,} parameters, which need "
+            f"{count * BYTES / 2**30:,.0f} GiB with "
+            f"their gradients, but there are {memory / 2**30:,.0f} GiB of memory; choose a "
+            "smaller model"
+        )

@@ -1,0 +1,191 @@
+"""Log lines of the start: what is trained, and what a resumed run changes."""
+
+import contextlib
+import logging
+import math
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mingpt_ddp.config.config import LIMITS, Config, build_group
+from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.distributed.device.device import chooses_fp32
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
+from mingpt_ddp.models import count_parameters
+from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.storage.code_identity import describe, difference_of, recorded_code
+from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
+from mingpt_ddp.tasks.task import Task
+from mingpt_ddp.training.length import RunLength, early_end
+
+log = logging.getLogger(__name__)
+
+LR_TOLERANCE = 0.01  # relative
+BYTES_PER_LINE = 250  # of metrics.jsonl, about
+
+
+def log_start(
+    runtime: Runtime, task: Task, model: nn.Module, directory: Path, length: RunLength
+) -> None:
+    """Log the data, the model, the device and the limits."""
+    config = task.config
+    step = length.state.step
+    steps = length.steps
+    log.info("run %s", directory)
+    log.info("%s", task.describe_data())
+    devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
+    log.info(
+        "%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices
+    )
+    by_key = {"lr": config.optimizer.lr, **_further_rates(config.optimizer)}
+    if runtime.precision == "fp32" and chooses_fp32(config, runtime.device):
+        log.info(
+            "trainer.precision=auto is fp32 for a model of your own on a CPU; try "
+            "trainer.precision=bf16: faster in wide matrix products, slower in torch's attention"
+        )
+    log.info(
+        "optimizer %s: %s",
+        config.optimizer.name,
+        ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()),
+    )
+    if end := length.is_fixed and early_end(config.trainer, length.limits):
+        log.info(end)
+    if config.optimizer.lr_scaling != "none":
+        rates = (scale_lr(config.optimizer, config.trainer.batch_size).lr, config.optimizer.lr)
+        batches = (config.trainer.batch_size, config.optimizer.reference_batch_size)
+        log.info(
+            "the learning rate is %.2e instead of %.2e, for a batch of %d instead of %d",
+            *rates,
+            *batches,
+        )
+    if step < steps and (warmup := long_warmup(config, steps)):
+        log.warning(warmup)
+    if full := length.is_fixed and long_metrics(config, steps):
+        log.warning(full)
+    if step > steps:
+        log.info("complete: the snapshot of step %d is beyond the limit of %d steps", step, steps)
+    elif step == steps:
+        log.info("complete: the snapshot of step %d is of the last step", steps)
+    elif step:
+        log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
+
+
+def long_warmup(config: Config, steps: int) -> str | None:
+    """Return a warning if the learning rate never reaches its peak."""
+    warmup = config.optimizer.warmup_steps
+    length = config.optimizer.schedule_steps or steps
+    if warmup <= length or config.optimizer.schedule in BUILDERS["schedule"]:
+        return None
+    return (
+        f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
+        "reach optimizer.lr"
+    )
+
+
+def long_metrics(config: Config, steps: int) -> str | None:
+    """Return a warning if metrics.jsonl has no room for all steps."""
+    most = MAX_BYTES // BYTES_PER_LINE * config.trainer.log_every
+    if steps <= most:
+        return None
+    return (
+        f"{METRICS} will be full at about step {most}: at most {MAX_BYTES:,} bytes are read; raise "
+        "trainer.log_every"
+    )
+
+
+def log_code(code: dict[str, Any], snapshot: Snapshot | None) -> None:
+    """Log which code trains, and in which files it differs from that of the snapshot."""
+    log.info("code %s", describe(code))
+    before = recorded_code(snapshot.state if snapshot else None)
+    if files := difference_of(before, code):
+        log.info("the code differs from the snapshot's, %s: %s", describe(before), files)
+
+
+def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
+    """Return the learning rates of parameters that an optimizer treats apart, by key.
+
+    Muon's `lr` is of matrices.
+    """
+    names = [field.name for field in fields(optimizer) if field.name.endswith("_lr")]
+    return {name: getattr(optimizer, name) for name in names}
+
+
+def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, length: RunLength) -> None:
+    """Log what differs from the snapshot's attempt: the environment, the schedule's length."""
+    _log_changed_environment(snapshot.state.get("environment"), runtime.environment())
+    recorded = snapshot.state["config"]
+    limits = {key: recorded["trainer"].get(key) for key in LIMITS}
+    optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
+    with contextlib.suppress(ConfigError):  # of a class that has other keys now
+        optimizer = build_group("optimizer", recorded["optimizer"])
+    before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
+    old_length = RunLength(before, length.steps_per_epoch, length.state)
+    old_steps = optimizer.schedule_steps or old_length.steps
+    new_steps = config.optimizer.schedule_steps or length.steps
+    step = snapshot.step + 1
+    scaled = scale_lr(config.optimizer, config.trainer.batch_size)
+    new_lr = get_lr(step, replace(scaled, schedule_steps=new_steps), new_steps)
+    lr_of_old_length = get_lr(step, replace(scaled, schedule_steps=old_steps), old_steps)
+    if math.isclose(lr_of_old_length, new_lr, rel_tol=LR_TOLERANCE):
+        return
+    old = scale_lr(optimizer, recorded["trainer"]["batch_size"])
+    old_lr = get_lr(step, replace(old, schedule_steps=old_steps), old_steps)
+    is_all = math.isclose(lr_of_old_length, old_lr, rel_tol=LR_TOLERANCE)
+    log.info(
+        "the learning rate of step %d is %.2e instead of %.2e, %sbecause its schedule has %d steps "
+        "instead of %d; optimizer.schedule_steps=%d keeps the old one",
+        step,
+        new_lr,
+        old_lr,
+        "" if is_all else "because of other settings, and ",
+        new_steps,
+        old_steps,
+        old_steps,
+    )
+
+
+def _log_changed_environment(old: Any, new: dict[str, Any]) -> None:
+    """Log what affects the last bits and has changed.
+
+    Args:
+        old: of a snapshot, untrusted.
+    """
+    if not isinstance(old, dict):
+        return
+    changes = []
+    for key, value in new.items():
+        if old.get(key, value) != value:
+            changes.append(f"{key}: {str(old[key])[:100]} -> {value}")
+    if changes:
+        log.info(
+            "results may differ in the last bits from now on, because of %s", "; ".join(changes)
+        )
+
+
+def warn_of_lost_snapshots(end: HistoryEnd | None, last: Attempt) -> None:
+    """Warn if a run has trained before but has no snapshot.
+
+    Args:
+        end: of its measurements.
+    """
+    again = "but there is no snapshot: it starts again at step 0"
+    if end is not None and end.step is not None:
+        log.warning("the run had reached step %d, %s", end.step, again)
+    elif last.began:
+        log.warning("the run has trained before, %s", again)
+
+
+def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
+    """Warn of settings that differ from the last start of a complete run: they have no effect."""
+    # which trains nothing else
+    new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
+    # with the values of newer keys
+    old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}
+    if changes := difference(old, new, DIRECTORY_KEYS):
+        log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

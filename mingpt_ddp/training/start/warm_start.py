@@ -1,0 +1,173 @@
+"""Start a run from other weights, `run.init_from`: which ones, their sizes, and their loading.
+
+Only the first start reads them. A resume takes everything from the run's own snapshot: they may be
+gone.
+"""
+
+import contextlib
+import logging
+from collections.abc import Container
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, build_group
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.config.user_code import is_own_model
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.snapshots.read.initial_weights import (
+    InitialWeights,
+    check_initial_weights,
+    load_initial_weights,
+    of_state,
+    read_initial_weights,
+)
+from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.tasks.task import Task
+
+log = logging.getLogger(__name__)
+
+# of model: may differ from those of the weights
+FREE = ("name", "dropout", *CODE_LOCATION_KEYS)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What a run takes from the weights that it starts from; a resume takes its own snapshot."""
+
+    config: Config
+    state: dict[str, Any]  # for Task.extend
+    sizes: list[int | None]  # outputs and inputs of the weights
+    tensors: dict[str, Tensor]  # on rank zero at the first start, until they are loaded
+
+    def check(self, task: Task) -> None:
+        """Refuse weights that the model cannot take."""
+        if not self.tensors:  # a resume
+            return
+        # it may not know the meta device
+        is_own = is_own_model(self.config.model)
+        with contextlib.nullcontext() if is_own else torch.device("meta"):
+            model = task.build_model()
+        check_initial_weights(model, self.tensors, {*zip(self.sizes, task.shape, strict=True)})
+
+    def load_into(self, group: ProcessGroup, model: nn.Module) -> None:
+        """Give the weights to a new model on every rank. A collective."""
+        load_initial_weights(model, group.broadcast_tensors(self.tensors or None))
+        log.info("the weights are those of run.init_from=%s", self.config.run.init_from)
+        self.tensors.clear()
+
+
+def warm_start(
+    config: Config, recorded: Any, typed: Container[str], group: ProcessGroup
+) -> WarmStart | None:
+    """Find what the run starts from; None if it starts from random weights. A collective.
+
+    Args:
+        recorded: the state of the snapshot that the run resumes from; None if there is none.
+        typed: keys that the command line sets. The weights determine all other sizes.
+
+    Raises:
+        SnapshotError: the weights cannot be used, or the run has started from others.
+        ConfigError: a typed size differs from theirs.
+    """
+    if config.run.init_from is None:
+        return None
+    url = config.run.init_from
+    tensors: dict[str, Tensor] = {}
+
+    def find() -> dict[str, Any]:
+        if recorded is not None:
+            described = _described(of_state(recorded), _recorded_sha256(url, recorded))
+            if "text" in recorded:  # which the run goes on with
+                described["state"]["text"] = recorded["text"]
+            return described
+        weights = read_initial_weights(url)
+        tensors.update(weights.tensors)
+        return _described(weights, weights.sha256())
+
+    found = group.run_on_rank_zero(find)
+    config = _with_sizes(config, found, typed)
+    if recorded is None:
+        _check_typed_data(config, found["data"])
+    return WarmStart(config, found["state"], found["sizes"], tensors)
+
+
+def _described(weights: InitialWeights, sha256: Any) -> dict[str, Any]:
+    """Return the weights' description as JSON values, without tensors."""
+    return {**asdict(replace(weights, tensors={})), "sha256": sha256}
+
+
+def _recorded_sha256(url: str, recorded: Any) -> Any:
+    """Return the SHA-256 of the weights that a run has started from.
+
+    Args:
+        recorded: the state of its snapshot.
+
+    Raises:
+        SnapshotError: the URL has others.
+    """
+    before = recorded["config"]["run"]
+    sha256 = before.get("init_sha256")
+    if before.get("init_from") != url and read_initial_weights(url).sha256() != sha256:
+        raise SnapshotError(
+            f"the run has not started from run.init_from={url}; choose another run.name"
+        )
+    return sha256
+
+
+def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) -> Config:
+    """Return the configuration with the sizes of the weights and their SHA-256.
+
+    The run keeps its name.
+    """
+    run = config.run
+    own = config.to_dict()["model"]
+    if run.init_sha256 not in (None, found["sha256"]):
+        raise ConfigError(
+            f"run.init_from={run.init_from} has SHA-256 {found['sha256']}, not "
+            f"run.init_sha256={run.init_sha256}; set that to null to use it"
+        )
+    code = {key: own.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
+    model = asdict(build_group("model", {**found["model"], **code}))
+    chosen = {key for key in own if "model" in typed or f"model.{key}" in typed}
+    for key in sorted(chosen):
+        if key in FREE:
+            model[key] = own[key]
+        elif own[key] != model.get(key):
+            raise _differs(f"model.{key}", own[key], model.get(key), run.init_from)
+    config = replace(config, run=replace(run, name=run_name(config), init_sha256=found["sha256"]))
+    config = replace(config, model=build_group("model", model))
+    if isinstance(config.data, DataConfig):
+        not_typed = {k: value for k, value in found["data"].items() if f"data.{k}" not in typed}
+        config = replace(config, data=replace(config.data, **not_typed))
+    return config
+
+
+def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
+    """Refuse typed keys of data that the weights determine, but for a shorter context.
+
+    Args:
+        data: what the weights determine of that group.
+    """
+    if not isinstance(config.data, DataConfig):
+        return
+    url = config.run.init_from
+    for key, value in data.items():
+        own = getattr(config.data, key)
+        if key == "block_size":
+            if own > value:
+                raise ConfigError(
+                    f"data.block_size={own} is more than the {value} of the weights of "
+                    f"run.init_from={url}; lower it, or leave it out"
+                )
+        elif own != value:
+            raise _differs(f"data.{key}", own, value, url)
+
+
+def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
+    return ConfigError(
+        f"{key}={value} is {other} in the weights of run.init_from={url}; leave {key} out"
+    )
