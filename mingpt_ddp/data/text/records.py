@@ -4,11 +4,10 @@ import codecs
 import csv
 import io
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
-from typing import Any
+from itertools import chain
+from typing import Any, TypeAlias
 
 from mingpt_ddp.data.content import HEAD_BYTES, value_is_cut
 from mingpt_ddp.errors import DataError
@@ -17,10 +16,12 @@ MAX_RECORD = 1 << 29  # bytes of a line, characters of an object in an array
 csv.field_size_limit(MAX_RECORD)  # of this process; 128 KiB by default
 HEAD_ROWS = 100  # which are looked at for columns of strings
 HEAD_CHARS = 1 << 20
-SPACE = re.compile(r"[ \t\r\n]*")
+ARRAY_CHARS = 1 << 14  # of an array, which are read at a time
+SPACES = " \t\r\n"  # of JSON
 DELIMITERS = ",\t;"
 TABLES = (".csv", ".tsv")
-JSON_TYPES = {dict: "objects", list: "arrays", bool: "booleans", int: "numbers", float: "numbers"}
+TYPES = {dict: "objects", list: "arrays", bool: "booleans"}  # of JSON; others are numbers
+Row: TypeAlias = tuple[int, dict[str, Any]]  # its number, and its values by column
 
 
 @dataclass(frozen=True)
@@ -67,28 +68,45 @@ def choose_column(table: Table, column: str | None, where: str) -> str:
 def json_table(file: io.BufferedReader, where: str) -> Table:
     """Return the rows of lines that are JSON objects, or of one array of objects."""
     head = file.peek(HEAD_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
-    unit, read = ("object", _array) if head.startswith(b"[") else ("line", _lines)
-    rows = read(file, where)
-    first = _head(rows, lambda row: sum(len(value) for value in row.values() if _is_text(value)))
-    types: dict[str, str] = {}
+    if head.startswith(b"["):
+        return _table(_array(file, where), _is_text, where, "object")
+    return _table(_lines(file, where), _is_text, where, "line")
+
+
+def csv_table(file: io.BufferedReader, where: str) -> Table:
+    """Return the rows of CSV or TSV with a header."""
+    return _table(_csv_rows(file, where), _is_word, where, "line")
+
+
+def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit: str) -> Table:
+    """Return rows as a table: a column has strings if one of its first values is a text.
+
+    Args:
+        unit: what a row is in the file.
+    """
+    head: list[Row] = []
+    size = 0
+    while len(head) < HEAD_ROWS and size < HEAD_CHARS and (first := next(rows, None)):
+        head.append(first)
+        size += sum(len(value) for value in first[1].values() if _is_text(value))
     strings: dict[str, None] = {}  # in order
-    for _, row in first:
+    others: dict[str, str] = {}
+    for _, row in head:
         for name, value in row.items():
-            if _is_text(value):
+            if is_text(value):
                 strings[name] = None
             elif value is not None:
-                types.setdefault(name, JSON_TYPES[type(value)])
+                others.setdefault(name, TYPES.get(type(value), "numbers"))
 
     def values(column: str) -> Iterator[str | None]:
-        has_rows = has_column = False
-        for number, row in chain(first, rows):
-            has_rows = True
+        has_column = not head
+        for number, row in chain(head, rows):
             has_column |= column in row
             value = row.get(column)
             if not (value is None or _is_text(value)):
                 raise DataError(
-                    f"{where} {unit} {number}: {column} is one of {JSON_TYPES[type(value)]}, "
-                    "no string"
+                    f"{where} {unit} {number}: {column} is one of "
+                    f"{TYPES.get(type(value), 'numbers')}, no string"
                 )
             if value and _has_surrogate(value):
                 raise DataError(
@@ -96,36 +114,14 @@ def json_table(file: io.BufferedReader, where: str) -> Table:
                     "cannot hold; remove it"
                 )
             yield value
-        if has_rows and not has_column:
+        if not has_column:
             raise DataError(
                 f"{where} has no data.column={column} in any {unit}; name the files that have it "
                 "by a glob"
             )
 
-    return Table([*strings], {k: v for k, v in types.items() if k not in strings}, values)
-
-
-def csv_table(file: io.BufferedReader, where: str) -> Table:
-    """Return the rows of CSV or TSV with a header."""
-    lines = _text_lines(file, where)
-    first_line = next(lines, "")
-    reader = csv.reader(chain([first_line], lines), strict=True, delimiter=_delimiter(first_line))
-    rows = enumerate(_csv_rows(reader, where))
-    _, names = next(rows, (0, []))
-    if not _is_header(names):
-        raise DataError(f"{where} has no header with a name for each column in its first line")
-    first = _head(rows, lambda row: sum(map(len, row)))
-    strings = []
-    for i, name in enumerate(names):
-        if not all(_is_number(row[i]) for _, row in first):
-            strings.append(name)
-
-    def values(column: str) -> Iterator[str | None]:
-        i = names.index(column)
-        for _, row in chain(first, rows):
-            yield row[i]
-
-    return Table(strings, {name: "numbers" for name in names if name not in strings}, values)
+    others = {name: kind for name, kind in others.items() if name not in strings}
+    return Table([*strings], others, values)
 
 
 def is_table(head: bytes, name: str) -> bool:
@@ -144,9 +140,9 @@ def is_table(head: bytes, name: str) -> bool:
         rows = [*filter(None, csv.reader(lines, delimiter=_delimiter(*lines[:1])))]
     except csv.Error:
         return False
+    is_wide = len(rows) > 1 and (len(rows[0]) > 1 or rows[0] == ["text"])
     if len(head) == HEAD_BYTES:
         rows.pop()  # it may be cut off
-    is_wide = len(rows) > 1 and (len(rows[0]) > 1 or rows[0] == ["text"])
     return is_wide and _is_header(rows[0]) and len({*map(len, rows)}) == 1
 
 
@@ -159,25 +155,25 @@ def _is_header(names: list[str]) -> bool:
     return bool(names) and is_named and len({*names}) == len(names)
 
 
-def _csv_rows(reader: Any, where: str) -> Iterator[list[str]]:
-    """Yield the header, and rows with as many fields."""
-    width = None
-    while True:
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise DataError(f"{where} line {reader.line_num} is no CSV: {error}") from error
-        if row is None:
-            return
-        if not row:  # a blank line
-            continue
-        width = width or len(row)
-        if len(row) != width:
-            raise DataError(
-                f"{where} line {reader.line_num}: a row of {len(row)} fields, the header has "
-                f"{width}"
-            )
-        yield row
+def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
+    """Yield the rows after the header, which have as many fields."""
+    lines = _text_lines(file, where)
+    first_line = next(lines, "")
+    reader = csv.reader(chain([first_line], lines), strict=True, delimiter=_delimiter(first_line))
+    rows = filter(None, reader)  # without blank lines
+    try:
+        header = next(rows, [])
+        if not _is_header(header):
+            raise DataError(f"{where} has no header with a name for each column in its first line")
+        for row in rows:
+            if len(row) != len(header):
+                raise DataError(
+                    f"{where} line {reader.line_num}: a row of {len(row)} fields, the header has "
+                    f"{len(header)}"
+                )
+            yield reader.line_num, dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{where} line {reader.line_num} is no CSV: {error}") from error
 
 
 def _is_text(value: object) -> bool:
@@ -201,16 +197,8 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _head(rows: Iterable[Any], length: Callable[[Any], int]) -> list[Any]:
-    """Take the first rows, fewer if they are long."""
-    head = []
-    total = 0
-    for number, row in islice(rows, HEAD_ROWS):
-        head.append((number, row))
-        total += length(row)
-        if total > HEAD_CHARS:
-            break
-    return head
+def _is_word(cell: str) -> bool:
+    return not _is_number(cell)
 
 
 def _text_lines(file: io.BufferedReader, where: str) -> Iterator[str]:
@@ -236,7 +224,7 @@ def _too_long(where: str) -> DataError:
     return DataError(f"{where} has over {MAX_RECORD:,} bytes; divide it")
 
 
-def _lines(file: io.BufferedReader, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:
     for number, line in enumerate(_text_lines(file, where), 1):
         if line.isspace():
             continue
@@ -249,73 +237,57 @@ def _lines(file: io.BufferedReader, where: str) -> Iterator[tuple[int, dict[str,
         yield number, row
 
 
-class _ArrayText:
-    """The text of a JSON array, of which what has been taken is dropped."""
-
-    def __init__(self, file: io.BufferedReader, where: str) -> None:
-        self._file = file
-        self._where = where
-        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
-        self._text = ""
-        self._at = 0
-
-    def peek(self) -> str:
-        """Return the next character that is no space; "": there is none."""
-        while True:
-            self._at = SPACE.match(self._text, self._at).end()  # type: ignore[union-attr]
-            if self._at < len(self._text):
-                return self._text[self._at]
-            if not self._extend():
-                return ""
-
-    def take(self) -> str:
-        character = self.peek()
-        self._at += 1
-        return character
-
-    def take_row(self, where: str) -> dict[str, Any]:
-        """
-        Raises:
-            DataError: there is no whole object, or a longer one than MAX_RECORD.
-        """
-        while self.peek() == "{":
-            try:
-                row: dict[str, Any]
-                row, end = json.JSONDecoder().raw_decode(self._text, self._at)
-            except json.JSONDecodeError as error:
-                if len(self._text) - self._at > MAX_RECORD:
-                    raise _too_long(where) from error
-                if not (value_is_cut(error, self._text) and self._extend()):
-                    raise DataError(f"{where} is no JSON: {error.msg}") from error
-                continue
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is no JSON: {error}") from error
-            self._at = end
-            return row
-        raise DataError(f"{where} is no JSON object")
-
-    def _extend(self) -> bool:
-        """Read as much again as is left; return whether there was more."""
-        left = self._text[self._at :]
-        chunk = self._file.read(max(HEAD_BYTES, len(left)))
-        try:
-            self._text = left + self._decoder.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self._where} is not UTF-8: {error}") from error
-        self._at = 0
-        return bool(chunk)
-
-
-def _array(file: io.BufferedReader, where: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _array(file: io.BufferedReader, where: str) -> Iterator[Row]:
     """Yield the objects of an array."""
-    text = _ArrayText(file, where)
-    text.take()  # [
+    try:
+        yield from _objects(io.TextIOWrapper(file, "utf-8-sig"), where)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where} is not UTF-8: {error}") from error
+
+
+def _objects(file: io.TextIOWrapper, where: str) -> Iterator[Row]:
+    """Yield the objects of an array; its text is read as far as is needed."""
+    text = _without_spaces("", file)
+    text = _without_spaces(text[1:], file)  # after the bracket
     number = 0
-    while text.peek() != "]":
-        if number and text.take() != ",":
-            raise DataError(f"{where} is cut off or no JSON after object {number}")
+    while not text.startswith("]"):
+        if number:
+            if not text.startswith(","):
+                raise DataError(f"{where} is cut off or no JSON after object {number}")
+            text = _without_spaces(text[1:], file)
         number += 1
-        yield number, text.take_row(f"{where} object {number}")
-    text.take()
-    if text.peek():
+        row, text = _take_object(text, file, f"{where} object {number}")
+        yield number, row
+        text = _without_spaces(text, file)
+    if _without_spaces(text[1:], file):
         raise DataError(f"{where} goes on after the end of its array")
+
+
+def _without_spaces(text: str, file: io.TextIOWrapper) -> str:
+    """Return a text from its first character that is no space on, reading more if it has none."""
+    text = text.lstrip(SPACES)
+    while not text and (chunk := file.read(ARRAY_CHARS)):
+        text = chunk.lstrip(SPACES)
+    return text
+
+
+def _take_object(text: str, file: io.TextIOWrapper, where: str) -> tuple[dict[str, Any], str]:
+    """Return the object that a text begins with, and the text after it.
+
+    Raises:
+        DataError: there is no whole object, or a longer one than MAX_RECORD.
+    """
+    while text.startswith("{"):
+        try:
+            row, end = json.JSONDecoder().raw_decode(text)
+            return row, text[end:]
+        except json.JSONDecodeError as error:
+            if len(text) > MAX_RECORD:
+                raise _too_long(where) from error
+            more = file.read(max(ARRAY_CHARS, len(text))) if value_is_cut(error, text) else ""
+            if not more:
+                raise DataError(f"{where} is no JSON: {error.msg}") from error
+            text += more
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is no JSON: {error}") from error
+    raise DataError(f"{where} is no JSON object")

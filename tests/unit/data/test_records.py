@@ -236,6 +236,9 @@ def test_a_file_without_the_column(settings, tmp_path):
         prepare(settings("", path=path, column="text"))
 
 
-def test_the_name_of_a_table_in_upper_case(settings, tmp_path):
-    (tmp_path / "A.CSV").write_bytes(table(ROWS[:100]))
-    assert prepare(settings(tmp_path / "A.CSV", column="text")).form == "csv"
+def test_a_table_is_known_by_its_name_and_header(settings, tmp_path):
+    """In upper case, and with a first row that is longer than what is looked at."""
+    long = table([{"id": 1, "text": "to be, " * HEAD_BYTES}])
+    for content in (table(ROWS[:100]), long):
+        (tmp_path / "A.CSV").write_bytes(content)
+        assert prepare(settings(tmp_path / "A.CSV", column="text")).form == "csv"
