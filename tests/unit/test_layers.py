@@ -340,3 +340,19 @@ def test_words(path):
             None,
         )
         assert str(name).lower() != "place", f"line {node.lineno}: place"
+
+
+def test_the_map_names_what_exists():
+    """Of docs/architecture.md: paths, folders, and names of classes, functions and keys."""
+    text = (ROOT / "docs/architecture.md").read_text()
+    source = "\n".join(path.read_text() for path in MODULES)
+    modules = {path.name for path in MODULES}
+    folders = {f"{path.parent.name}/" for path in MODULES}
+    for path in re.findall(r"[\w./]*\w\.py\b|(?<=`)[\w/]+/(?=`)", text):
+        known = (
+            (ROOT / path).exists() or (PACKAGE / path).exists() or (ROOT / "docs" / path).exists()
+        )
+        assert known or path in modules | folders, path
+    for name in re.findall(r"`(\w+(?:\.(?!py\b|json\b)\w+)?)`", text):
+        for part in name.split("."):
+            assert re.search(rf"(def|class) {part}\b|^ +{part}: ", source, re.M), name
