@@ -8,6 +8,7 @@ epochs, but not between loader processes, ranks, world sizes or restarts.
 import hashlib
 import itertools
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
-from mingpt_ddp.data.loader_process import set_up
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import CodeError, DataError
+from mingpt_ddp.linux import die_with_parent
 from mingpt_ddp.storage.sockets import make_socket_directory
 
 Key = tuple[int, int]  # epoch and index of a sample
@@ -92,10 +93,20 @@ def _loader(
         batch_sampler=batches,
         num_workers=config.num_workers,
         pin_memory=config.pin_memory and on_gpu,
-        worker_init_fn=set_up,
+        worker_init_fn=_set_up_process,
         multiprocessing_context="fork" if config.num_workers else None,
     )
     return _explained(iter(loader))
+
+
+def _set_up_process(_: int) -> None:
+    """Let a loader process die with its rank, and ignore signals.
+
+    It has inherited the rank's lock and connections.
+    """
+    die_with_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _explained(batches: Iterator[Any]) -> Iterator[Any]:

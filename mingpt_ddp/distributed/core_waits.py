@@ -7,7 +7,7 @@ delays all: with two threads and one free core a small model trains ten times sl
 import math
 import time
 
-from mingpt_ddp.distributed.linux import waited_for_cores
+from mingpt_ddp.linux import waited_for_cores
 
 FIRST_WINDOW_S = 0.25
 BUSY = 0.1  # cores that each thread lacks, on average over a window: two threads 0.2

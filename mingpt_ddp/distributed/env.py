@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from mingpt_ddp.distributed.linux import read_stat
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.linux import read_stat
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`

@@ -1,22 +1,20 @@
 """What a command prints, and process exit: exit codes, the last log line, os._exit."""
 
 import contextlib
-import ctypes
 import logging
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
+from mingpt_ddp import linux
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
-from mingpt_ddp.distributed.linux import kill_stopped_children
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     ConfigError,
@@ -27,6 +25,7 @@ from mingpt_ddp.errors import (
     printable,
     reason,
 )
+from mingpt_ddp.storage.sockets import delete_socket_directory
 
 if TYPE_CHECKING:
     from mingpt_ddp.distributed.group.failures import Failure
@@ -59,11 +58,8 @@ def exit_process(message: str | None, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
-        current: Any = multiprocessing.current_process()
-        directory = current._config.get("tempdir")
-        if directory and multiprocessing.parent_process() is None:
-            # os._exit skips multiprocessing's own cleanup.
-            shutil.rmtree(directory, ignore_errors=True)
+        if multiprocessing.parent_process() is None:
+            delete_socket_directory()  # os._exit skips multiprocessing's own cleanup
     finally:  # in a signal handler any of these may raise
         os._exit(code)
 
@@ -146,8 +142,8 @@ def die_with_parent(expected: int | None = None) -> None:
         exit_process(None, FAILURE)
 
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        if os.getppid() != parent:  # died before prctl
+        linux.die_with_parent()
+        if os.getppid() != parent:  # died before that
             exit_process(None, FAILURE)
     if sys.platform != "linux" or multiprocessing.parent_process() is not None:
         threading.Thread(target=wait_for_parent, name="parent-watch", daemon=True).start()
@@ -159,7 +155,7 @@ def kill_stopped_siblings(env: DistEnv) -> None:
     The launcher of `ddp.nproc_per_node` does that itself.
     """
     if env.has_agent and multiprocessing.parent_process() is None:
-        kill_stopped_children(os.getppid())
+        linux.kill_stopped_children(os.getppid())
 
 
 def signal_exit_code(env: DistEnv, code: int) -> int:

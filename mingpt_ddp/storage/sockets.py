@@ -1,8 +1,10 @@
 """The directory in which multiprocessing makes its sockets."""
 
 import os
+import shutil
 import tempfile
-from multiprocessing import util
+from multiprocessing import process, util
+from typing import Any
 
 LONGEST_TMPDIR = 71  # bytes: the path of a socket is 32 longer, and has at most 103
 
@@ -10,7 +12,7 @@ LONGEST_TMPDIR = 71  # bytes: the path of a socket is 32 longer, and has at most
 def make_socket_directory() -> None:
     """Make the directory for the sockets of this process and those that it starts.
 
-    It is in TMPDIR, or in /tmp if that is too long. `exit_process` deletes it; SIGKILL leaves it.
+    It is in TMPDIR, or in /tmp if that is too long. SIGKILL leaves it.
     """
     before = tempfile.tempdir
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
@@ -19,3 +21,10 @@ def make_socket_directory() -> None:
         util.get_temp_dir()
     finally:
         tempfile.tempdir = before
+
+
+def delete_socket_directory() -> None:
+    """Delete the directory, if this process or multiprocessing has made it."""
+    current: Any = process.current_process()
+    if directory := current._config.get("tempdir"):
+        shutil.rmtree(directory, ignore_errors=True)

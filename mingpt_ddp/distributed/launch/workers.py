@@ -1,7 +1,6 @@
 """The worker processes of one attempt: how they start, get signals, and end."""
 
 import contextlib
-import ctypes
 import importlib
 import math
 import os
@@ -19,7 +18,7 @@ from mingpt_ddp.distributed.exit import FAILURE, die_with_parent
 from mingpt_ddp.distributed.launch.channels import WorkerEnds, readable
 from mingpt_ddp.distributed.launch.fork_server import BLOCKED_SIGNALS, start_process
 from mingpt_ddp.distributed.launch.slots import bind_cores
-from mingpt_ddp.distributed.linux import STOPPED, read_state
+from mingpt_ddp.linux import STOPPED, read_state, set_process_name
 
 COMMAND = "mingpt_ddp.cli.train_job"  # a higher layer: named, not imported
 INTERRUPT_S = 2.0  # after a second Ctrl-C, for workers to exit by themselves
@@ -198,8 +197,6 @@ def run_worker(
     # level, or not positive.
     with contextlib.suppress(ValueError, RuntimeError):
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
-    if sys.platform == "linux":
-        PR_SET_NAME = 15  # of <sys/prctl.h>, for ps and top
-        ctypes.CDLL(None).prctl(PR_SET_NAME, f"rank {environ['RANK']}".encode())
+    set_process_name(f"rank {environ['RANK']}")
     sys.argv[1:] = overrides
     importlib.import_module(COMMAND).main(composed)

@@ -19,8 +19,8 @@ from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit
 from mingpt_ddp.distributed.group.failures import FailureReports
-from mingpt_ddp.distributed.linux import STOPPED, read_state
 from mingpt_ddp.distributed.watchdog import Watchdog
+from mingpt_ddp.linux import STOPPED, read_state
 
 
 class Exited(BaseException):

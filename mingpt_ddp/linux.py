@@ -1,12 +1,31 @@
-"""What Linux's /proc says of a process."""
+"""What Linux alone has of processes: prctl, and what /proc says of one."""
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
 STOPPED = "T"  # the state of a process after SIGSTOP
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_NAME = 15  # likewise
+
+
+def die_with_parent() -> None:
+    """Let the kernel send this process SIGKILL when its parent dies; nothing without Linux."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_process_name(name: str) -> None:
+    """Name this process in ps and top; nothing without Linux."""
+    _prctl(PR_SET_NAME, name.encode())
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, argument)
 
 
 def read_stat(pid: int | str) -> list[str]:
