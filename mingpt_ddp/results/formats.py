@@ -5,7 +5,7 @@ import re
 import time
 from datetime import timedelta
 
-from mingpt_ddp.results.runs import Value
+from mingpt_ddp.results.runs import Row, Value
 
 LONGEST = 60  # characters of a value or a name
 BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
@@ -37,6 +37,12 @@ def short_names(keys: list[str]) -> dict[str, str]:
     return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
 
 
+def named_values(row: Row, keys: list[str]) -> list[str]:
+    """Return `name=value` of each of these keys that the row has."""
+    names = short_names(keys)
+    return [f"{names[key]}={shown(row.config[key])}" for key in keys if key in row.config]
+
+
 def shown(value: Value) -> str:
     """Format a value as on the command line, cut to LONGEST characters."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -62,6 +68,11 @@ def scientific(value: float) -> str:
     """Format with at most four digits and an exponent."""
     digits, _, exponent = f"{value:.3e}".partition("e")
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def is_logarithmic(low: float, high: float) -> bool:
+    """Return whether an axis from low to high has a logarithmic scale."""
+    return 0 < 10 * low <= high
 
 
 def cut(text: str, longest: int = LONGEST) -> str:

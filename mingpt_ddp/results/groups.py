@@ -10,7 +10,17 @@ from functools import cached_property
 
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.results.runs import Job, Value, identity, number, varying
+from mingpt_ddp.results.runs import (
+    Job,
+    Row,
+    Value,
+    by_objective,
+    grouped,
+    identity,
+    known,
+    number,
+    varying,
+)
 from mingpt_ddp.results.stats.intervals import Estimate, estimate
 
 SEED = "run.seed"
@@ -65,7 +75,7 @@ class Group:
     @property
     def complete(self) -> int:
         """The number of seeds whose job is complete and has an objective."""
-        return self.estimate.n if self.estimate else 0
+        return self.estimate.n
 
     @property
     def by_seed(self) -> dict[str, float]:
@@ -73,48 +83,46 @@ class Group:
         return means_by_seed(self.jobs, lambda job: job.objective)
 
     @cached_property
-    def estimate(self) -> Estimate | None:
-        """The objective over the complete jobs; None if there is none."""
+    def estimate(self) -> Estimate:
+        """The objective over the complete jobs."""
         return self.estimate_of(lambda job: job.objective)
 
     @cached_property
-    def latest(self) -> Estimate | None:
+    def latest(self) -> Estimate:
         """The objective, or that of the last values if no job is complete."""
-        return self.estimate or self.estimate_of(lambda job: job.value)
+        return self.estimate if self.complete else self.estimate_of(lambda job: job.value)
 
     @property
     def speed(self) -> float | None:
         """The median over the jobs."""
-        speeds = [job.speed for job in self.jobs if job.speed is not None]
+        speeds = known(job.speed for job in self.jobs)
         return statistics.median(speeds) if speeds else None
 
     @property
     def faults(self) -> int | None:
         """Those of all jobs."""
-        found = [job.faults for job in self.jobs if job.faults is not None]
-        return sum(found) if found else None
+        faults = known(job.faults for job in self.jobs)
+        return sum(faults) if faults else None
 
     @property
     def seconds(self) -> float | None:
         """The time of all jobs."""
-        times = [number(job.result.get("wall_seconds")) for job in self.jobs]
-        known = [seconds for seconds in times if seconds is not None]
-        return sum(known) if known else None
+        times = known(number(job.result.get("wall_seconds")) for job in self.jobs)
+        return sum(times) if times else None
 
     @property
     def objective(self) -> float | None:
         """The mean objective of the complete jobs."""
-        return self.estimate.mean if self.estimate else None
+        return self.estimate.mean
 
     @property
     def value(self) -> float | None:
         """The mean objective, or that of the last values if no job is complete."""
-        return self.latest.mean if self.latest else None
+        return self.latest.mean
 
-    def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate | None:
+    def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate:
         """Return the estimate of a measurement over the seeds of the jobs that have one."""
-        means = means_by_seed(self.jobs, measure)
-        return estimate([*means.values()]) if means else None
+        return estimate([*means_by_seed(self.jobs, measure).values()])
 
 
 def replicates(jobs: Iterable[Job]) -> list[Group]:
@@ -126,10 +134,7 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
     """
     jobs = [*jobs]
     swept = _swept(jobs)
-    by_recipe: dict[Recipe | str, list[Job]] = {}
-    for job in jobs:
-        recipe = _recipe(job, swept)
-        by_recipe.setdefault(recipe or str(job.directory), []).append(job)
+    by_recipe = grouped(jobs, lambda job: _recipe(job, swept) or job.directory)
     groups = []
     for members in by_recipe.values():
         config = members[0].config
@@ -153,7 +158,7 @@ def best_group(groups: list[Group]) -> Group | None:
     Args:
         groups: sorted as `replicates` returns them.
     """
-    return groups[0] if groups and groups[0].estimate else None
+    return groups[0] if groups and groups[0].complete else None
 
 
 def _makes_results(job: Job, key: str) -> bool:
@@ -167,14 +172,10 @@ def _makes_results(job: Job, key: str) -> bool:
 
 def _swept(jobs: list[Job]) -> set[str]:
     """Return the keys in which jobs of the same recipe and seed differ, of two seeds at least."""
-    by_recipe: dict[Recipe, dict[str, list[Job]]] = {}
-    for job in jobs:
-        by_seed = by_recipe.setdefault(_recipe(job, set()), {})
-        by_seed.setdefault(seed_of(job), []).append(job)
     swept = set()
-    for by_seed in by_recipe.values():
+    for members in grouped(jobs, lambda job: _recipe(job, set())).values():
         seeds = Counter[str]()  # by key
-        for same in by_seed.values():
+        for same in grouped(members, seed_of).values():
             seeds.update(varying(same))
         swept |= {key for key, count in seeds.items() if count > 1}
     return swept
@@ -186,7 +187,12 @@ def _keys(job: Job, swept: set[str]) -> list[str]:
 
 
 def _recipe(job: Job, swept: set[str]) -> Recipe:
-    return tuple((key, identity(job.config[key])) for key in sorted(_keys(job, swept)))
+    return recipe(job, sorted(_keys(job, swept)))
+
+
+def recipe(row: Row, keys: Iterable[str]) -> Recipe:
+    """Return what is equal for equal values of these keys."""
+    return tuple((key, identity(row.config[key])) for key in keys)
 
 
 def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -> dict[str, float]:
@@ -194,19 +200,13 @@ def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -
 
     Jobs of the same seed are no independent samples: they count once, with their mean.
     """
-    values: dict[str, list[float]] = {}
-    for job in jobs:
-        value = measure(job)
-        if value is not None:
-            values.setdefault(seed_of(job), []).append(value)
-    return {seed: statistics.fmean(found) for seed, found in values.items()}
+    means = {}
+    for seed, same in grouped(jobs, seed_of).items():
+        if values := known(map(measure, same)):
+            means[seed] = statistics.fmean(values)
+    return means
 
 
 def seed_of(job: Job) -> str:
     """Return the seed of a job as JSON, or its directory if it has recorded none."""
     return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)
-
-
-def by_objective(group: Group) -> tuple[bool, bool, float, str]:
-    """Return what sorts groups: those without an objective last, by their last values."""
-    return group.objective is None, group.value is None, group.value or 0.0, group.name

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 
 from mingpt_ddp.config.config import effect_of
-from mingpt_ddp.errors import command, counted
+from mingpt_ddp.errors import command
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.groups import SEED, Group
 from mingpt_ddp.results.objective import (
@@ -14,7 +14,6 @@ from mingpt_ddp.results.objective import (
     loss_unit,
 )
 from mingpt_ddp.results.runs import Job, identity, number, varying
-from mingpt_ddp.results.stats.intervals import Estimate
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # how many windows are measured, of which length
@@ -74,20 +73,6 @@ def _equal_minutes(jobs: list[Job]) -> str:
     return f", which count as equal: each has trained for trainer.max_minutes={minutes.pop():g}"
 
 
-def group_notes(groups: list[Group]) -> list[str]:
-    """Return in what replicates differ besides the seed, and whether chance may order the best."""
-    notes = pooling_notes(groups)
-    best, *others = groups
-    close = [group for group in others if _overlap(best.estimate, group.estimate)]
-    if close:
-        count = counted(len(close), "other group")
-        notes.append(
-            f"the 95% intervals of {count} overlap that of the best: whether they differ, "
-            f"`{command('report')} DIR compare` tests"
-        )
-    return notes
-
-
 def pooling_notes(groups: list[Group]) -> list[str]:
     """Return in what replicates differ besides the seed."""
     keys = dict[str, None]()
@@ -103,25 +88,14 @@ def pooling_notes(groups: list[Group]) -> list[str]:
         notes.append(
             f"replicates differ in {_cut(rounding)}: the last bits of results depend on that"
         )
-    if any(len(_world_sizes(group)) > 1 for group in groups):
+    sizes = [{number(job.result.get("world_size")) for job in group.jobs} for group in groups]
+    if any(len(each - {None}) > 1 for each in sizes):
         notes.append("replicates ran on different numbers of ranks: results differ by rounding")
     return notes
 
 
 def _cut(keys: list[str]) -> str:
     return cut(", ".join(keys), 200)
-
-
-def _world_sizes(group: Group) -> set[float]:
-    found = {number(job.result.get("world_size")) for job in group.jobs}
-    return {size for size in found if size is not None}
-
-
-def _overlap(one: Estimate | None, other: Estimate | None) -> bool:
-    """Return whether both have an interval, and these overlap."""
-    if one is None or other is None or one.high is None or other.low is None:
-        return False
-    return other.low <= one.high
 
 
 def _different_data(jobs: list[Job]) -> list[str]:

@@ -82,9 +82,9 @@ def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
     kind = config["data.tokenizer"]
     source = config.get("run.init_from")
     if source is not None and config.get("run.init_sha256") is None:  # recorded by the first start
-        return "that of the weights", frozen(source)
+        return "that of the weights", repr(source)
     if kind == "char" and config.get("data.format") == "tokens":  # of unknown text
-        return "token id", frozen(config.get("data.vocab_size"))
+        return "token id", repr(config.get("data.vocab_size"))
     if kind in ("char", "byte"):
         return str(kind)
     if directory is not None:
@@ -94,18 +94,9 @@ def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
     trained_on = []
     if kind == "bpe":
         trained_on = [config.get(f"data.{key}") for key in ("vocab_size", *TEXT_KEYS)]
-    return frozen([kind, source, *trained_on])
+    return repr([kind, source, *trained_on])
 
 
 def is_text(config: Mapping[str, Any]) -> bool:
     """Return whether a job's data is a text, which has a tokenizer."""
     return "data.path" in config and "data.dataset" not in config
-
-
-def frozen(value: Any) -> Hashable:
-    """Return a hashable value that is equal for equal values of a YAML file."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(frozen, value))
-    if isinstance(value, dict):
-        return tuple((frozen(key), frozen(each)) for key, each in value.items())
-    return value if isinstance(value, Hashable) else type(value).__name__

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +10,23 @@ from mingpt_ddp.results.formats import LONGEST, cut
 from mingpt_ddp.results.groups import SEED, Group
 from mingpt_ddp.results.results import Results, read_with_failures
 from mingpt_ddp.results.runs import Job, number, varying
-from mingpt_ddp.results.stats.intervals import numbers
 
 
 def json_report(results: Results) -> str:
     """Return one strict JSON document in ASCII: null stands for what is not a finite number."""
-    front = results.front
-    groups = []
-    for index, group in enumerate(results.groups):
-        entry = _group(group, results.keys)
-        if front:
-            entry["on_front"] = index in front.members
-        groups.append(entry)
+    groups = [_group(group, results.keys) for group in results.groups]
     document: dict[str, Any] = {
         "objective": results.objective.series,
         "parameters": results.keys,
-        "notes": [*results.notes, *(note for job in results.jobs for note in job.notes)],
+        "notes": [*results.notes, *results.unread],
         "importance": results.importance,
     }
-    if front:
+    if front := results.front:
         goals = [{"name": goal.name, "direction": goal.direction} for goal in front.goals]
         document["objectives"] = goals
-    document["groups"] = groups
-    return json.dumps(document, indent=1, allow_nan=False)
+        for index, group in enumerate(groups):
+            group["on_front"] = index in front.members
+    return json.dumps(document | {"groups": groups}, indent=1, allow_nan=False)
 
 
 def job_rows(directories: Sequence[Path]) -> list[dict[str, Any]]:
@@ -47,8 +42,7 @@ def job_rows(directories: Sequence[Path]) -> list[dict[str, Any]]:
         numbers = row.pop("result")
         row |= {key: job.config.get(key) for key in parameters}
         row |= {"step": job.step, "val_loss": job.val_loss}
-        row |= {key: value for key, value in numbers.items() if key not in row}
-        rows.append(row)
+        rows.append(row | numbers | row)
     keys = dict.fromkeys(key for row in rows for key in row)
     return [{key: row.get(key) for key in keys} for row in rows]
 
@@ -57,7 +51,7 @@ def _group(group: Group, keys: list[str]) -> dict[str, Any]:
     return {
         "name": group.name,
         "parameters": {key: group.config[key] for key in keys if key in group.config},
-        **numbers(group.estimate),
+        **asdict(group.estimate),
         "jobs": [_job(job) for job in group.jobs],
     }
 
@@ -65,7 +59,7 @@ def _group(group: Group, keys: list[str]) -> dict[str, Any]:
 def _job(job: Job) -> dict[str, Any]:
     result = {}
     for key, found in job.result.items():
-        if isinstance(found, (int, float)) and not isinstance(found, bool):
+        if type(found) in (int, float):
             result[cut(str(key), LONGEST)] = found if number(found) is not None else None
     return {
         "name": job.name,

@@ -12,7 +12,7 @@ from mingpt_ddp.results.analysis.importance import importances
 from mingpt_ddp.results.analysis.laws import Scaling, scalings
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.groups import Group, best_group, has_replicates, replicates, singles
-from mingpt_ddp.results.notes import comparison_notes, group_notes
+from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, is_locked, read_jobs, varying
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile
@@ -48,6 +48,11 @@ class Results:
         return self.jobs[0] if len(self.jobs) == 1 else None
 
     @property
+    def unread(self) -> list[str]:
+        """Notes on the files of the jobs that cannot be read."""
+        return [note for job in self.jobs for note in job.notes]
+
+    @property
     def is_running(self) -> bool:
         """Whether a process trains a job, or is between two jobs of a sweep."""
         return any(map(is_locked, [*self.directories, *(job.directory for job in self.jobs)]))
@@ -58,6 +63,13 @@ class Results:
         if self.front and len(self.front.goals) == 1:
             return self.groups[self.front.members[0]] if self.front.members else None
         return best_group(self.groups)
+
+    @property
+    def starred(self) -> list[int]:
+        """The indices of the groups on the Pareto front, or of the best one."""
+        if self.front:
+            return self.front.members
+        return [0] if self.best else []
 
 
 def read_results(directories: Sequence[Path]) -> Results:
@@ -75,11 +87,12 @@ def read_results(directories: Sequence[Path]) -> Results:
     keys = varying(groups)
     notes = comparison_notes(jobs)
     if has_replicates(groups):
-        notes += group_notes(groups)
+        notes += pooling_notes(groups)
     for failure in failures:
         times = "once" if failure.count == 1 else f"{failure.count} times"
         notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
-    front = front_of(groups, read_goals(directories))
+    goals = read_goals(directories)
+    front = Front(goals, front_of(groups, goals)) if goals else None
     laws = scalings(recipes)
     importance = importances(groups, keys)
     return Results(jobs, groups, keys, notes, front, importance, laws, [*directories])

@@ -8,12 +8,12 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from glob import glob
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.config import PLACES, with_defaults
@@ -25,6 +25,8 @@ from mingpt_ddp.storage.records import read_yaml
 from mingpt_ddp.storage.run_dir import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
 
+T = TypeVar("T")
+K = TypeVar("K")
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
@@ -71,9 +73,8 @@ class Job:
     @cached_property
     def step(self) -> int | None:
         """The last recorded step."""
-        of_result = number(self.result.get("step"))
-        steps = [self.history.last_step, None if of_result is None else int(of_result)]
-        return max((step for step in steps if step is not None), default=None)
+        steps = known([self.history.last_step, number(self.result.get("step"))])
+        return max(map(int, steps), default=None)
 
     @cached_property
     def unit(self) -> str:
@@ -129,9 +130,7 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     jobs = [_read(path, name) for path, name in found.values()]
     objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
     jobs = [replace(job, ranked_by=objective) for job in jobs]
-    return sorted(
-        jobs, key=lambda job: (job.objective is None, job.value is None, job.value or 0.0, job.name)
-    )
+    return sorted(jobs, key=by_objective)
 
 
 def why_no_best(jobs: list[Job]) -> str:
@@ -142,14 +141,30 @@ def why_no_best(jobs: list[Job]) -> str:
     return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
 
 
-class Configured(Protocol):
+class Row(Protocol):
     """A job, or a group of jobs."""
 
     @property
+    def name(self) -> str: ...
+    @property
     def config(self) -> dict[str, Value]: ...
+    @property
+    def objective(self) -> float | None: ...
+    @property
+    def value(self) -> float | None: ...
 
 
-def varying(jobs: Sequence[Configured]) -> list[str]:
+def by_objective(row: Row) -> tuple[bool, bool, float, str]:
+    """Return what sorts rows: those without an objective last, by their last values."""
+    return row.objective is None, *by_value(row.value), row.name
+
+
+def by_value(value: float | None) -> tuple[bool, float]:
+    """Return what sorts values: None last."""
+    return value is None, value or 0.0
+
+
+def varying(jobs: Sequence[Row]) -> list[str]:
     """List the keys whose values differ between jobs, or between groups.
 
     Storage locations do not count, nor do keys that only follow from their group's preset.
@@ -260,6 +275,19 @@ def _shortened(text: str) -> str:
 def number(value: Any) -> float | None:
     """Return a finite number that an axis can show as a float, None for anything else."""
     return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
+
+
+def known(values: Iterable[T | None]) -> list[T]:
+    """Return the values that are not None."""
+    return [value for value in values if value is not None]
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return the items of each key, in their order."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def identity(value: Value) -> Hashable:

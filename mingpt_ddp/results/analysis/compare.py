@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingpt_ddp.errors import command
-from mingpt_ddp.results.formats import cut, short_names, shown
-from mingpt_ddp.results.groups import Group, by_objective, replicates, seed_of
-from mingpt_ddp.results.runs import Job, identity, varying
+from mingpt_ddp.results.formats import cut, named_values
+from mingpt_ddp.results.groups import Group, replicates, seed_of
+from mingpt_ddp.results.runs import Job, by_objective, grouped, identity, varying
 from mingpt_ddp.results.stats.significance import (
     LEVEL,
     Difference,
@@ -20,7 +20,6 @@ from mingpt_ddp.results.stats.significance import (
 
 KEYS_IN_NAME = 3
 PART = "trainer.eval_steps"  # of the validation split; null: all of it
-Parts = dict[Path | str | None, list[Job]]  # of a group, by directory or by code
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,15 @@ class Setting(Group):
         return sum(job.objective is None for job in self.jobs)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Comparison:
     """The best setting against another one."""
 
     best: Setting
     other: Setting
     difference: Difference | None  # other - best; None if nothing can be said
-    why: str | None  # not
-    p: float  # of the difference, corrected for all pairs of settings
-    pairs: int  # for which it is
+    why: str | None  # nothing can be said
+    p: float = 1.0  # of the difference, corrected for all pairs of settings
 
     @property
     def is_better(self) -> bool:
@@ -63,14 +61,19 @@ def settings_of(jobs: list[Job], directories: list[Path], by_code: bool = False)
     """
     groups = replicates(jobs)
     keys = varying(groups)
+
+    def part_of(job: Job) -> str | Path | None:
+        if by_code:
+            return f"code {job.code or 'unknown'}"
+        return next(filter(job.directory.is_relative_to, directories), None)
+
     settings = []
     for group in groups:
-        parts = _by_code(group) if by_code else _by_directory(group, directories)
-        if not by_code and not _are_settings(parts, is_only=len(groups) == 1):
+        parts = grouped(group.jobs, part_of)
+        if not by_code and not _are_settings(parts.values(), is_only=len(groups) == 1):
             parts = {None: group.jobs}
         for part, members in parts.items():
-            label = _label(group, keys, part)
-            settings.append(Setting(members, group.config, label))
+            settings.append(Setting(members, group.config, _label(group, keys, part)))
     labels = [each.label for each in settings]
     if len({*labels}) < len(labels):
         settings = [replace(each, label=f"{n}: {each.label}") for n, each in enumerate(settings, 1)]
@@ -86,53 +89,36 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
     Args:
         settings: the best first, as `settings_of` returns them.
     """
-    replicated = [each for each in settings if each.complete > 1]
-    if not replicated:
+    best = next((each for each in settings if each.complete > 1), None)
+    if best is None:
         return []
-    best = replicated[0]
-    others = [each for each in settings if each is not best]
-    reasons = {each.label: _why_incomparable(best, each) for each in others}
-    tests = {
-        each.label: difference(best.by_seed, each.by_seed)
-        for each in others
-        if reasons[each.label] is None
-    }
-    parts = Counter(identity(each.config.get(PART)) for each in replicated)  # comparable within
-    pairs = sum(math.comb(count, 2) for count in parts.values())
-    corrected = dict(zip(tests, holm([test.p for test in tests.values()], pairs), strict=True))
     comparisons = []
-    for each in others:
-        label = each.label
-        p = corrected.get(label, 1.0)
-        comparisons.append(Comparison(best, each, tests.get(label), reasons[label], p, pairs))
+    tests = []
+    for other in settings:
+        if other is not best:
+            why = _why_incomparable(best, other)
+            test = None if why else difference(best.by_seed, other.by_seed)
+            comparisons.append(Comparison(best, other, test, why))
+            tests += [test] if test else []
+    corrected = iter(holm([test.p for test in tests], pairs_of(settings)))
+    for comparison in comparisons:
+        if comparison.difference:
+            comparison.p = next(corrected)
     return comparisons
 
 
-def _by_code(group: Group) -> Parts:
-    """Return the jobs of a group by the code that has trained them."""
-    parts: Parts = {}
-    for job in group.jobs:
-        parts.setdefault(f"code {job.code or 'unknown'}", []).append(job)
-    return parts
+def pairs_of(settings: Iterable[Setting]) -> int:
+    """Return the number of pairs of settings that have two seeds and are comparable."""
+    parts = Counter(identity(each.config.get(PART)) for each in settings if each.complete > 1)
+    return sum(math.comb(count, 2) for count in parts.values())
 
 
-def _by_directory(group: Group, directories: list[Path]) -> Parts:
-    """Return the jobs of a group by the directory, named on the command line, that holds them."""
-    parts: Parts = {}
-    for job in group.jobs:
-        holders = [path for path in directories if job.directory.is_relative_to(path)]
-        parts.setdefault(holders[0] if holders else None, []).append(job)
-    return parts
-
-
-def _are_settings(parts: Parts, is_only: bool) -> bool:
+def _are_settings(parts: Collection[list[Job]], is_only: bool) -> bool:
     """Return whether the directories of a group are compared with each other."""
-    if is_only and any(len(jobs) > 1 for jobs in parts.values()):
+    if is_only and any(len(jobs) > 1 for jobs in parts):
         return True
-    seeds: list[str] = []
-    for jobs in parts.values():
-        seeds += {seed_of(job) for job in jobs}
-    return len({*seeds}) < len(seeds)
+    seeds = Counter(seed for jobs in parts for seed in {*map(seed_of, jobs)})
+    return max(seeds.values()) > 1
 
 
 def _why_incomparable(one: Setting, other: Setting) -> str | None:
@@ -147,11 +133,7 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
 
 def _label(group: Group, keys: list[str], part: Path | str | None) -> str:
     """Return the values that distinguish a group, or its name; and its part, if given."""
-    names = short_names(keys)
-    words = []
-    for key in keys:
-        if key in group.config:
-            words.append(f"{names[key]}={shown(group.config[key])}")
+    words = named_values(group, keys)
     text = cut(group.name)
     if 0 < len(words) <= KEYS_IN_NAME:
         text = ", ".join(words)

@@ -3,9 +3,9 @@
 from typing import Any
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.results.formats import shown
+from mingpt_ddp.results.formats import is_logarithmic, shown
 from mingpt_ddp.results.groups import Group
-from mingpt_ddp.results.runs import Value, number
+from mingpt_ddp.results.runs import Value, known, number
 
 LEAST_GROUPS = 10  # that are complete
 BEST = 5  # groups, at least, that count as good: Optuna's advice
@@ -20,7 +20,7 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
     Args:
         keys: the parameters in which the groups differ.
     """
-    complete = [group for group in groups if group.objective is not None]
+    complete = [group for group in groups if group.complete]
     keys = [key for key in keys if any(key in group.config for group in complete)]
     if len(complete) < LEAST_GROUPS or len(keys) < 2:
         return {}
@@ -30,13 +30,16 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
         return {}
     with no_warnings():
         study = optuna.create_study()
-        distributions = {key: _distribution(complete, key) for key in keys}
+        distributions = {}
+        for key in keys:
+            values = [group.config[key] for group in complete if key in group.config]
+            distributions[key] = _distribution(values)
         for group in complete:
+            own = {key: each for key, each in distributions.items() if key in group.config}
             params = {}
-            for key in keys:
-                if key in group.config:
-                    params[key] = _param(group.config[key], distributions[key])
-            own = {key: distributions[key] for key in params}
+            for key, each in own.items():
+                value = group.config[key]
+                params[key] = shown(value) if hasattr(each, "choices") else number(value)
             study.add_trial(
                 optuna.create_trial(params=params, distributions=own, value=group.objective)
             )
@@ -45,18 +48,12 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
         return {**optuna.importance.get_param_importances(study, evaluator=evaluator)}
 
 
-def _distribution(groups: list[Group], key: str) -> Any:
+def _distribution(values: list[Value]) -> Any:
     """Return the range of a parameter's numbers, logarithmic as in the plots; or its choices."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution
 
-    values = [group.config[key] for group in groups if key in group.config]
-    numbers = [known for value in values if (known := number(value)) is not None]
-    if len(numbers) < len(values) or not numbers:
+    numbers = known(map(number, values))
+    if len(numbers) < len(values):
         return CategoricalDistribution([*dict.fromkeys(map(shown, values))])
     low, high = min(numbers), max(numbers)
-    return FloatDistribution(low, high, log=0 < 10 * low <= high)
-
-
-def _param(value: Value, distribution: Any) -> Any:
-    """Return a value as the distribution has it."""
-    return shown(value) if hasattr(distribution, "choices") else number(value)
+    return FloatDistribution(low, high, log=is_logarithmic(low, high))

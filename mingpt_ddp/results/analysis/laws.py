@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mingpt_ddp.results.formats import brief, cut, short_names, shown
-from mingpt_ddp.results.groups import Group
+from mingpt_ddp.results.formats import brief, cut, named_values
+from mingpt_ddp.results.groups import Group, Recipe, recipe
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.results.runs import Job, Value, identity, number, varying
+from mingpt_ddp.results.runs import Job, grouped, known, number, varying
 
 if TYPE_CHECKING:
     from mingpt_ddp.results.stats.power_law import PowerLaw
@@ -32,10 +32,14 @@ class Axis:
     of: Callable[[Job], float | None]
 
 
+def _axis_of(key: str) -> Axis:
+    return Axis(key, (key,), lambda job: number(job.config.get(key)))
+
+
 # a poor fit is said for these, and shows nothing for other keys: few learning rates follow a law
 AXES = (
     Axis("parameters", SIZE_KEYS, lambda job: number(job.result.get("parameters"))),
-    Axis("data.truncate", ("data.truncate",), lambda job: number(job.config.get("data.truncate"))),
+    _axis_of("data.truncate"),
     Axis("steps", ("trainer.max_steps", "trainer.max_minutes"), lambda job: number(job.step)),
 )
 
@@ -51,10 +55,19 @@ class Scaling:
     law: PowerLaw
     measured: Objective
 
-
-def power_law_lines(found: list[Scaling]) -> list[str]:
-    """Return a line for each power law."""
-    return [_line(scaling) for scaling in found]
+    @property
+    def sentence(self) -> str:
+        """`loss = 1.2 + 34 * parameters^-0.31 (exponent 0.28 to 0.34, ...)`."""
+        law = self.law
+        offset = f"{brief(law.offset)} + " if law.offset else ""
+        curve = f"{offset}{brief(law.factor)} * {cut(self.axis.name)}^-{law.exponent:.3f}"
+        text = f"{self.measured.title} = {curve} (exponent {law.low:.3f} to {law.high:.3f}, "
+        text += f"95% interval, {law.jobs} jobs)"
+        if self.setting:
+            text += f" for {self.setting}"
+        if law.why_poor is not None:
+            text += f"; a poor fit: {law.why_poor}"
+        return text
 
 
 def scalings(groups: list[Group]) -> list[Scaling]:
@@ -63,30 +76,14 @@ def scalings(groups: list[Group]) -> list[Scaling]:
     Args:
         groups: as `replicates` returns them.
     """
-    found: list[Scaling] = []
     swept = varying(groups)
-    for axis in [*AXES, *_other_axes(swept)]:
-        series: dict[Hashable, list[Group]] = {}
-        for group in groups:
-            series.setdefault(_rest(group, axis), []).append(group)
-        of_axis = []
+    known_keys = {key for axis in AXES for key in axis.keys}
+    found: list[Scaling] = []
+    for axis in [*AXES, *(_axis_of(key) for key in swept if key not in known_keys)]:
         keys = [key for key in swept if key not in axis.keys]
-        for members in series.values():
-            scaling = _scaling(axis, members, keys)
-            if scaling is not None:
-                of_axis.append(scaling)
-        found += of_axis[:MOST]
+        series = grouped(groups, lambda group, axis=axis: _rest(group, axis))  # type: ignore[misc]
+        found += known(_scaling(axis, members, keys) for members in series.values())[:MOST]
     return found
-
-
-def _other_axes(keys: list[str]) -> list[Axis]:
-    """Return an axis for each key that changes none of AXES."""
-    known = {key for axis in AXES for key in axis.keys}
-    return [
-        Axis(key, (key,), lambda job, key=key: number(job.config.get(key)))  # type: ignore[misc]
-        for key in keys
-        if key not in known
-    ]
 
 
 def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None:
@@ -95,11 +92,12 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
         return None
     xs = []
     ys = []
-    for job in _jobs(groups):
-        x = axis.of(job)
-        if x is not None and x > 0 and job.objective is not None and job.objective > 0:
+    for job in [job for group in groups for job in group.jobs]:
+        x = axis.of(job) or 0.0
+        y = job.objective or 0.0
+        if x > 0 and y > 0:
             xs.append(x)
-            ys.append(job.objective)
+            ys.append(y)
     # numpy takes a tenth of a second to import, for which most sweeps have no use
     from mingpt_ddp.results.stats.power_law import fit
 
@@ -109,31 +107,10 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
     return Scaling(axis, _setting(groups[0], keys), xs, ys, law, groups[0].ranked_by)
 
 
-def _jobs(groups: Iterable[Group]) -> list[Job]:
-    return [job for group in groups for job in group.jobs]
-
-
-def _rest(group: Group, axis: Axis) -> Hashable:
+def _rest(group: Group, axis: Axis) -> Recipe:
     """Return what identifies the recipe of a group without the axis."""
-    rest = sorted(key for key in group.config if key not in axis.keys)
-    return tuple((key, identity(group.config[key])) for key in rest)
+    return recipe(group, sorted(key for key in group.config if key not in axis.keys))
 
 
 def _setting(group: Group, keys: list[str]) -> str:
-    names = short_names(keys)
-    known: dict[str, Value] = {names[key]: group.config[key] for key in keys if key in group.config}
-    return cut(", ".join(f"{name}={shown(value)}" for name, value in known.items()))
-
-
-def _line(scaling: Scaling) -> str:
-    """Return `loss = 1.2 + 34 * parameters^-0.31 (exponent 0.28 to 0.34, ...)`."""
-    law = scaling.law
-    offset = f"{brief(law.offset)} + " if law.offset else ""
-    name = scaling.measured.title
-    text = f"{name} = {offset}{brief(law.factor)} * {cut(scaling.axis.name)}^-{law.exponent:.3f}"
-    text += f" (exponent {law.low:.3f} to {law.high:.3f}, 95% interval, {law.jobs} jobs)"
-    if scaling.setting:
-        text += f" for {scaling.setting}"
-    if law.why_poor is not None:
-        text += f"; a poor fit: {law.why_poor}"
-    return text
+    return cut(", ".join(named_values(group, keys)))

@@ -2,19 +2,26 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.distributed.exit import echo_error
 from mingpt_ddp.errors import RunError, command, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.results.analysis.compare import Comparison, Setting, compare, settings_of
+from mingpt_ddp.results.analysis.compare import (
+    Comparison,
+    Setting,
+    compare,
+    pairs_of,
+    settings_of,
+)
 from mingpt_ddp.results.experiments import append, root_of
+from mingpt_ddp.results.formats import fixed
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
 from mingpt_ddp.results.runs import Job, read_jobs
-from mingpt_ddp.results.stats.intervals import numbers
 from mingpt_ddp.results.stats.significance import Difference
 
 MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
@@ -40,7 +47,7 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
             + (", or write by=code" if have_codes and not by_code else "")
         )
     comparisons = compare(settings)
-    notes = [*comparison_notes(jobs, by_code), *_notes(jobs, settings, comparisons)]
+    notes = [*comparison_notes(jobs, by_code), *_notes(jobs, settings)]
     document = _numbers(jobs, settings, comparisons, notes)
     if comparisons:
         experiment = {"runs": [*map(str, directories)], **document}
@@ -71,7 +78,7 @@ def sentences(jobs: list[Job], directories: list[Path], most: int) -> list[str]:
     found = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
         found.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
-    return found + _correction(comparisons)
+    return found + _correction(settings)
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -121,7 +128,7 @@ def _objective(jobs: list[Job]) -> str:
     return objective.title
 
 
-def _notes(jobs: list[Job], settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
+def _notes(jobs: list[Job], settings: list[Setting]) -> list[str]:
     """Return what the comparison leaves out, or takes together."""
     notes = pooling_notes(replicates(jobs))
     for job in jobs:
@@ -132,12 +139,12 @@ def _notes(jobs: list[Job], settings: list[Setting], comparisons: list[Compariso
                 f"{counted(setting.left_out, 'job')} of {setting.label} not counted: not complete, "
                 "or with a loss that is not finite"
             )
-    return notes + _correction(comparisons)
+    return notes + _correction(settings)
 
 
-def _correction(comparisons: list[Comparison]) -> list[str]:
+def _correction(settings: list[Setting]) -> list[str]:
     """Return a note on the p-values of several comparisons."""
-    pairs = _pairs(comparisons)
+    pairs = pairs_of(settings)
     if pairs < 2:
         return []
     return [
@@ -146,23 +153,13 @@ def _correction(comparisons: list[Comparison]) -> list[str]:
     ]
 
 
-def _pairs(comparisons: list[Comparison]) -> int:
-    """Return the number of pairs for which the p-values are corrected."""
-    return comparisons[0].pairs if comparisons else 0
-
-
 def _table(settings: list[Setting]) -> list[str]:
     rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
     for setting in settings:
         found = setting.estimate
-        mean = deviation = interval = "-"
-        if found is not None:
-            mean = f"{found.mean:.4f}"
-            if found.deviation is not None:
-                deviation = f"{found.deviation:.4f}"
-            if found.low is not None:
-                interval = f"{found.low:.4f} to {found.high:.4f}"
-        rows.append([mean, str(setting.complete), deviation, interval, setting.label])
+        interval = "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
+        mean, deviation = (fixed(value, ".4f") for value in (found.mean, found.deviation))
+        rows.append([mean, str(found.n), deviation, interval, setting.label])
     return table_lines(rows, left=(4,))
 
 
@@ -174,13 +171,13 @@ def _numbers(
     for setting in settings:
         codes = sorted({job.code for job in setting.jobs if job.code})
         more = {"by_seed": setting.by_seed, "left_out": setting.left_out, "codes": codes}
-        listed.append({"name": setting.label, **numbers(setting.estimate), **more})
+        listed.append({"name": setting.label, **asdict(setting.estimate), **more})
     return {
         "objective": jobs[0].ranked_by.series,
         "best": comparisons[0].best.label if comparisons else None,
         "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
-        "pairs_corrected_for": _pairs(comparisons),
+        "pairs_corrected_for": pairs_of(settings),
         "notes": notes if comparisons else [*notes, nothing(settings)],
     }
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from plotly.colors import sample_colorscale
 
-from mingpt_ddp.results.formats import brief, cut, shown
+from mingpt_ddp.results.formats import brief, cut, is_logarithmic, shown
 from mingpt_ddp.results.groups import Group, best_group
-from mingpt_ddp.results.runs import Value, identity, number
+from mingpt_ddp.results.runs import Value, by_value, identity, known, number
 from mingpt_ddp.results.stats.intervals import Estimate, estimate
 
 DRAWN = 12  # parameters with a plot; the table has all
@@ -36,6 +36,7 @@ LOG = {"type": "log", "nticks": 3, "exponentformat": "e"}
 DECADES = range(-320, 100)
 TICKS_APART = 0.17  # least share of an axis between two labels
 Curve = dict[int, Estimate]  # by step
+NONE = Estimate()
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class Mark:
     text: str = ""  # on hover, as plotly's HTML
     name: str = ""  # the rank of the row in the table
     values: dict[str, Any] = field(default_factory=dict)  # of the row, by key or OBJECTIVE
-    spread: Estimate | None = None  # whose interval is drawn around the value
+    spread: Estimate = NONE  # whose interval is drawn around the value
     symbol: str = "circle"
     dash: str = "solid"
     is_best: bool = False
@@ -61,14 +62,13 @@ class Mark:
         labels = {"line": line, "text": self.text, "name": self.name}
         return {"mode": "lines", "x": xs, "y": ys, **labels, **more}
 
-    def band(self, curve: Curve) -> dict[str, Any]:
+    def band(self, x: Sequence[float], curve: Sequence[Estimate]) -> dict[str, Any]:
         """Return a trace that fills the intervals of a curve."""
-        above = [rounded(found.mean + half_width(found)) for found in curve.values()]
-        below = [rounded(found.mean - half_width(found)) for found in curve.values()]
+        ends = known([*(each.high for each in curve), *(each.low for each in reversed(curve))])
         return {
             "mode": "none",
-            "x": [*curve, *reversed(curve)],
-            "y": [*above, *reversed(below)],
+            "x": [*x, *reversed(x)],
+            "y": [*map(rounded, ends)],
             "fill": "toself",
             "fillcolor": self.colour.replace("rgb(", "rgba(").replace(")", ",0.16)"),
             "hoverinfo": "skip",
@@ -91,11 +91,6 @@ def points(
     return {"mode": "markers", "x": [*x], "y": [*y], "marker": marker, **more}
 
 
-def half_width(found: Estimate | None) -> float:
-    """Return half the width of an interval, for a band or an error bar; 0.0 without one."""
-    return found.half_width or 0.0 if found else 0.0
-
-
 def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
     """Return the mark of each row: its colour is its objective, between the best and the worst.
 
@@ -104,28 +99,28 @@ def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
     Args:
         names: of the parameters, by key.
     """
-    objectives = [group.objective for group in groups if group.objective is not None]
-    known = objectives or [group.value for group in groups if group.value is not None]
-    high = highest(known)
-    low = min(known, default=high)
+    objectives = known(group.objective for group in groups)
+    values = objectives or known(group.value for group in groups)
+    high = highest(values)
+    low = min(values, default=high)
     marks = []
     for rank, group in enumerate(groups, start=1):
-        found = group.latest
-        is_outlier = found is not None and found.mean > high
-        shape = "triangle-up" if is_outlier else "circle"
+        value = low if group.value is None else group.value
+        symbol = "circle" if value <= high else "triangle-up"
+        value = min(value, high)
+        is_complete = group.complete > 0
         colour = INCOMPLETE
-        if group.objective is not None:
-            share = (min(group.objective, high) - low) / (high - low or 1.0)
+        if is_complete:
+            share = (value - low) / (high - low or 1.0)
             colour = str(sample_colorscale(BEST_TO_WORST, [share])[0])
-        objective = {OBJECTIVE: min(found.mean, high)} if found else {}
         mark = Mark(
             colour,
             _hover(rank, group, names),
             str(rank),
-            {**group.config, **objective},
-            spread=None if is_outlier else found,
-            symbol=f"{shape}-open" if group.objective is None else shape,
-            dash="dash" if group.objective is None else "solid",
+            group.config | ({} if group.value is None else {OBJECTIVE: value}),
+            spread=group.latest if symbol == "circle" else NONE,
+            symbol=symbol if is_complete else f"{symbol}-open",
+            dash="solid" if is_complete else "dash",
             is_best=len(groups) > 1 and group is best_group(groups),
         )
         marks.append(mark)
@@ -135,11 +130,11 @@ def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
 def _hover(rank: int, group: Group, names: Mapping[str, str]) -> str:
     """Return what a point of a row shows: rank, status, objective, parameters."""
     value = "" if group.value is None else f", {group.ranked_by.title} {brief(group.value)}"
-    if group.latest and group.latest.half_width is not None:
+    if group.latest.half_width is not None:
         value += f" ± {brief(group.latest.half_width)}"
-    lines = [f"{group.seeds} seeds"] if group.seeds > 1 else []
-    lines += parameters(group, names)[:DRAWN]
-    return "<br>".join([f"<b>#{rank}</b> {label(group.status)}{value}", *lines])
+    seeds = [f"{group.seeds} seeds"] * (group.seeds > 1)
+    lines = [f"<b>#{rank}</b> {label(group.status)}{value}", *seeds]
+    return "<br>".join(lines + parameters(group, names)[:DRAWN])
 
 
 def parameters(group: Group, names: Mapping[str, str]) -> list[str]:
@@ -199,16 +194,18 @@ class Scale:
     """
 
     def __init__(self, values: Iterable[Value]) -> None:
-        distinct = [*{identity(value): value for value in values}.values()]
-        distinct.sort(key=lambda value: (number(value) is None, number(value) or 0, shown(value)))
-        found = [known for value in distinct if (known := number(value)) is not None]
-        self._is_numeric = len(found) == len(distinct)
+        distinct = sorted(
+            {identity(value): value for value in values}.values(),
+            key=lambda value: (*by_value(number(value)), shown(value)),
+        )
+        places = known(map(number, distinct))
+        self._is_numeric = len(places) == len(distinct)
         if not self._is_numeric:
-            found = [float(index) for index in range(len(distinct))]
-        self._low, self._high = (found[0], found[-1]) if found else (0.0, 0.0)
-        self._is_log = self._is_numeric and 0 < 10 * self._low <= self._high
-        self._at = dict(zip(map(identity, distinct), found, strict=True))
-        labels = {at: label(shown(value), 14) for at, value in zip(found, distinct, strict=True)}
+            places = [*map(float, range(len(distinct)))]
+        self._low, self._high = (places[0], places[-1]) if places else (0.0, 0.0)
+        self._is_log = self._is_numeric and is_logarithmic(self._low, self._high)
+        self._at = dict(zip(map(identity, distinct), places, strict=True))
+        labels = {at: label(shown(value), 14) for at, value in zip(places, distinct, strict=True)}
         if self._is_log and len(labels) * TICKS_APART > 1:
             ticks = [float(f"{digit}e{decade}") for digit in (1, 3) for decade in DECADES]
             labels = {at: brief(at) for at in ticks if self._low <= at <= self._high}

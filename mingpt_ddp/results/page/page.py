@@ -16,7 +16,6 @@ import yaml
 from plotly.offline import get_plotlyjs
 
 from mingpt_ddp.errors import command, counted
-from mingpt_ddp.results.analysis.laws import power_law_lines
 from mingpt_ddp.results.analysis.verdict import sentences
 from mingpt_ddp.results.elements import bullets, grid, table
 from mingpt_ddp.results.formats import cut, duration, fixed, shown, when, words
@@ -27,7 +26,7 @@ from mingpt_ddp.results.page.figures import DRAWN, SERIES, Mark, mean_curve, par
 from mingpt_ddp.results.page.plots import Plots, legend_of
 from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
-from mingpt_ddp.results.text import columns_of, count_seeds, front_line, with_interval
+from mingpt_ddp.results.text import columns_of, front_line, with_interval
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 IMPORTANCE = (
@@ -52,9 +51,7 @@ def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -
     plots = Plots(results)
     drawn = sorted(results.keys, key=lambda key: -results.importance.get(key, 0.0))[:DRAWN]
     verdict = sentences(results.jobs, results.directories, MOST_SENTENCES)
-    unread: list[str] = []
-    for job in results.jobs:
-        unread += job.notes
+    unread = results.unread
     sections = {
         "Result" if results.only_job else "Best configuration": _best(plots, results),
         "Comparison": bullets(results.notes + verdict),
@@ -62,7 +59,7 @@ def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -
         "Parameters": _parameters(plots, results, drawn),
         "Parallel coordinates": plots.parallel(drawn),
         "Objectives": _front(plots, results),
-        "Power laws": bullets(power_law_lines(results.laws)) + grid(plots.laws()),
+        "Power laws": bullets([law.sentence for law in results.laws]) + grid(plots.laws()),
         **_tables(results, page),
     }
     if results.only_job:
@@ -114,10 +111,10 @@ def _best(plots: Plots, results: Results) -> str:
     if best.objective is None:
         text += f" so far, at step {fixed(best.first.step, 'd')}: {shown(best.status)}"
     if results.has_replicates:
-        text += f", mean of {count_seeds(best)}"
+        text += f", mean of {counted(best.complete, 'seed')}"
     for key in sorted(best.first.result):
         found = best.estimate_of(partial(_number, key=key))
-        if found and key.startswith("val_") and key != ranked_by.series:
+        if found.n and key.startswith("val_") and key != ranked_by.series:
             text += f", {cut(words(key))} {with_interval(found)}"
     text = ", ".join([escape(text), *parameters(best, plots.names)])
     html = f"<p>{text}.</p><pre>{escape(command_line(best.first))}</pre>"
@@ -132,9 +129,10 @@ def _numbers(job: Job) -> str:
     """Return the table of all numbers of a result."""
     rows = []
     for key in job.result:
-        value = fixed(_number(job, key), ".6g")
-        rows.append([("what", cut(words(str(key)))), ("value", value)])
-    return table([row for row in rows if row[1] != ("value", "-")])
+        value = _number(job, key)
+        if value is not None:
+            rows.append([("what", cut(words(str(key)))), ("value", fixed(value, ".6g"))])
+    return table(rows)
 
 
 def _curves(plots: Plots, results: Results) -> dict[str, str]:
@@ -173,7 +171,8 @@ def _parameters(plots: Plots, results: Results, keys: list[str]) -> str:
 def _front(plots: Plots, results: Results) -> str:
     if results.front is None:
         return ""
-    return f"<p>{escape(front_line(results.front))}</p>{plots.front()}"
+    line = front_line(results.front, len(results.groups))
+    return f"<p>{escape(line)}</p>{plots.front()}"
 
 
 def _tables(results: Results, page: Path) -> dict[str, str]:
@@ -199,9 +198,9 @@ def _tables(results: Results, page: Path) -> dict[str, str]:
 
 def _table(results: Results, ranks: list[str], links: Sequence[str] = ()) -> str:
     rows = []
-    for index, group in enumerate(results.groups):
-        columns = columns_of(results, index, results.keys, short=False)
-        rows.append([("#", ranks[index]), *columns, ("directory", cut(group.name))])
+    for rank, group in zip(ranks, results.groups, strict=True):
+        columns = columns_of(results, group, results.keys, short=False)
+        rows.append([("#", rank), *columns, ("directory", cut(group.name))])
     return table(rows, links)
 
 

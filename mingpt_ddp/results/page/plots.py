@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mingpt_ddp.results.analysis.front import costs_of, pareto_front
+from mingpt_ddp.results.analysis.front import front_of
 from mingpt_ddp.results.formats import LONGEST, fixed, short_names, words
 from mingpt_ddp.results.page.figures import (
     DRAWN,
@@ -14,7 +14,6 @@ from mingpt_ddp.results.page.figures import (
     Mark,
     Scale,
     axis,
-    half_width,
     highest,
     label,
     loss_axis,
@@ -24,7 +23,7 @@ from mingpt_ddp.results.page.figures import (
     points,
 )
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, number
+from mingpt_ddp.results.runs import Job, known, number
 
 LACKING = -0.16  # share of the axis of a parameter that a row lacks
 LAW_POINTS = 60
@@ -77,12 +76,13 @@ class Plots:
     def legend(self) -> str:
         """Return the legend of the colours, as HTML; a few groups of replicates are named."""
         text = ""
-        known = [group.objective for group in self._results.groups if group.objective is not None]
-        if known:
-            low, high = fixed(min(known), ".3f"), fixed(highest(known), ".3f")
-            more = " or more" * (max(known) > highest(known))
-            text = f"Blue to orange: objectives from {low} to {high}{more}. "
-        if len(known) < len(self._groups):
+        objectives = known(group.objective for group in self._groups)
+        if objectives:
+            high = highest(objectives)
+            more = " or more" * (max(objectives) > high)
+            text = f"Blue to orange: objectives from {fixed(min(objectives), '.3f')} to "
+            text += f"{fixed(high, '.3f')}{more}. "
+        if len(objectives) < len(self._groups):
             text += f"Grey, dashed or hollow: not complete, the last {self._title}. "
         if self._results.has_replicates:
             text += "Lines: means over the seeds; shaded: the 95% interval of the mean."
@@ -103,10 +103,10 @@ class Plots:
         traces: list[dict[str, Any]] = []
         values: list[float] = []
         for mark, curve in found:
-            means = [each.mean for each in curve.values()]
+            means = known(each.mean for each in curve.values())
             values += means
-            if any(map(half_width, curve.values())):
-                traces.append(mark.band(curve))
+            if any(each.half_width for each in curve.values()):
+                traces.append(mark.band([*curve], [*curve.values()]))
             if means:
                 traces.append(mark.line(curve, means, hovertemplate=CURVE_HOVER))
         titled = {"title": {"text": label(title, LONGEST)}, **self._layout}
@@ -121,9 +121,9 @@ class Plots:
         trace = points(marks, x, y)
         ends = []
         for mark, at in zip(marks, y, strict=True):
-            deviation = mark.spread.deviation or 0.0 if mark.spread else 0.0
+            deviation = mark.spread.deviation or 0.0
             ends += [at - deviation, at + deviation]
-        bars = [half_width(mark.spread) for mark in marks]
+        bars = [mark.spread.half_width or 0.0 for mark in marks]
         if any(bars):
             trace["error_y"] = {"array": bars, "color": INCOMPLETE, "thickness": 1.5, "width": 4}
         title = label(self.names[key])
@@ -137,19 +137,18 @@ class Plots:
 
         It is below the axes of the parameters that the row lacks.
         """
-        heights: dict[Mark, list[float]] = {}
-        for mark in self._marks:
-            if any(key in mark.values for key in keys):
-                heights[mark] = []
+        heights: dict[Mark, list[float]] = {
+            mark: [] for mark in self._marks if not mark.values.keys().isdisjoint(keys)
+        }
         labels = []
         for column, key in enumerate([*keys, OBJECTIVE]):
-            known = {mark: mark.values[key] for mark in heights if key in mark.values}
-            scale = Scale(known.values())
+            values = {mark: mark.values[key] for mark in heights if key in mark.values}
+            scale = Scale(values.values())
             ticks = {scale.share(at): text for at, text in scale.labels.items()}
-            if len(known) < len(heights):
+            if len(values) < len(heights):
                 ticks[LACKING] = "none"
             for mark, height in heights.items():
-                height.append(scale.share(scale.at(known[mark])) if mark in known else LACKING)
+                height.append(scale.share(scale.at(values[mark])) if mark in values else LACKING)
             labels += [{**LABEL, "x": column, "y": at, "text": text} for at, text in ticks.items()]
         places = range(len(keys) + 1)
         traces = [mark.line(places, height) for mark, height in heights.items()]
@@ -169,16 +168,14 @@ class Plots:
             return ""
         goals = front.goals[:2]
         at = {}
-        for index, values in enumerate(front.values):
-            known = [value for value in values[:2] if value is not None]
-            if len(known) == 2:
-                at[index] = known
-        marks = [self._marks[-1 - index] for index in at]
-        traces = [points(marks, *zip(*at.values(), strict=True))] if at else []
-        ranks = pareto_front({index: costs_of(goals, values) for index, values in at.items()})
-        if len(ranks) > 1:
-            # the edge of what is not better than the front in both objectives
-            edge = sorted(at[index] for index in ranks)
+        for mark, group in zip(self._marks, self._groups, strict=True):
+            values = known(goal.of(group) for goal in goals)
+            if len(values) == 2:
+                at[mark] = values
+        traces = [points([*at], *zip(*at.values(), strict=True))] if at else []
+        # the edge of what is not better than the front in both objectives
+        edge = sorted(at[self._marks[index]] for index in front_of(self._groups, goals))
+        if len(edge) > 1:
             line = Mark(SERIES[0]).line(*zip(*edge, strict=True), hoverinfo="skip")
             line["line"]["shape"] = "vh" if goals[0].maximize else "hv"
             traces.insert(0, line)

@@ -3,27 +3,29 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 
 CONFIDENCE = 0.95
-INTERVAL = ("deviation", "low", "high")  # which one value lacks
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of n independent values, and how far it may be from the true one."""
+    """The mean of n independent values, and how far it may be from the true one.
 
-    n: int
-    mean: float
-    deviation: float | None = None  # of the sample, with n - 1; None for one value
-    low: float | None = None  # of the interval; None for one value
+    What one value lacks, or none at all, is None.
+    """
+
+    n: int = 0
+    mean: float | None = None
+    deviation: float | None = None  # of the sample, with n - 1
+    low: float | None = None  # of the interval
     high: float | None = None
 
     @property
     def half_width(self) -> float | None:
         """Half the width of the interval, as in `mean ± half width`."""
-        return None if self.high is None else self.high - self.mean
+        return None if self.high is None or self.low is None else (self.high - self.low) / 2
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -33,9 +35,11 @@ def estimate(values: Sequence[float]) -> Estimate:
     *The probable error of a mean*, 1908.
 
     Args:
-        values: finite numbers, at least one.
+        values: finite numbers.
     """
     n = len(values)
+    if n == 0:
+        return Estimate()
     mean = statistics.fmean(values)
     if n == 1:
         return Estimate(n, mean)
@@ -56,8 +60,3 @@ def student_t(freedom: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
-
-
-def numbers(found: Estimate | None) -> dict[str, float | None]:
-    """Return an estimate for JSON; None is that of no values."""
-    return asdict(found) if found else {"n": 0, "mean": None, **dict.fromkeys(INTERVAL)}

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import brentq, minimize_scalar, nnls
 
 from mingpt_ddp.results.stats.intervals import student_t
 
-EXPONENTS = np.geomspace(0.005, 3.0, 4000)  # Kaplan's and Hoffmann's are 0.05 to 0.4
+EXPONENTS = np.geomspace(0.005, 3.0, 100)  # Kaplan's and Hoffmann's are 0.05 to 0.4
 MIN_DISTINCT = 3  # of x; with more the law has an offset
 MIN_SPAN = 4.0  # largest x / smallest x
 MAX_SPAN = 1e12  # of x or of losses; no sweep has it, and its powers would overflow
@@ -51,10 +52,11 @@ class PowerLaw:
 def fit(xs: Sequence[float], ys: Sequence[float]) -> PowerLaw | None:
     """Fit a power law to the losses of jobs; return None if the values are too few or too close.
 
-    It minimizes the squares of the relative residuals: for each exponent of a grid, offset >= 0 and
-    factor > 0 follow from linear equations (variable projection: Golub and Pereyra, 1973), so that
-    it needs no start values and cannot end in another minimum. The interval is the profile of these
-    squares, by the F distribution: Bates and Watts, *Nonlinear Regression Analysis*, 1988, 6.1.
+    It minimizes the squares of the relative residuals: for each exponent, offset >= 0 and factor
+    >= 0 follow from linear equations (variable projection: Golub and Pereyra, 1973), so that it
+    needs no start values, and a grid of exponents finds the lowest minimum. The interval is the
+    profile of these squares, by the F distribution: Bates and Watts, *Nonlinear Regression
+    Analysis*, 1988, 6.1.
 
     Args:
         xs, ys: of each job.
@@ -68,43 +70,31 @@ def fit(xs: Sequence[float], ys: Sequence[float]) -> PowerLaw | None:
     if not MIN_SPAN <= span <= MAX_SPAN or y.max() / y.min() > MAX_SPAN:
         return None
     has_offset = len(distinct) > MIN_DISTINCT
-    unit = float(y.max())  # so that squares of tiny losses do not overflow
-    offsets, factors, errors = _solve(x / distinct[0], y / unit, has_offset)
-    best = errors.argmin()
-    offset, exponent = unit * float(offsets[best]), float(EXPONENTS[best])
-    factor = unit * float(factors[best]) * float(distinct[0]) ** exponent
+    weights = y.max() / y  # squares of tiny losses would overflow
+
+    def solve(exponent: float) -> tuple[np.ndarray, float]:
+        powers = (x / distinct[0]) ** -exponent
+        columns = np.stack([np.full(len(x), has_offset), powers], axis=1)
+        return nnls(columns * weights[:, None], np.ones(len(x)))
+
+    def squares(exponent: float, limit: float = 0.0) -> float:
+        return solve(exponent)[1] ** 2 - limit
+
+    nearest = int(np.argmin([squares(each) for each in EXPONENTS]))
+    around = EXPONENTS[[max(nearest - 1, 0), min(nearest + 1, len(EXPONENTS) - 1)]]
+    best = minimize_scalar(squares, bounds=around, method="bounded", options={"xatol": 1e-9})
     freedom = max(len(y) - (3 if has_offset else 2), 1)
     # the quantile of F with 1 degree of freedom above is the square of Student's
-    limit = errors[best] * (1 + student_t(freedom) ** 2 / freedom)
-    inside = np.flatnonzero(errors <= limit)
-    low = float(EXPONENTS[max(inside[0] - 1, 0)])  # a step of the grid is more than rounding
-    high = float(EXPONENTS[min(inside[-1] + 1, len(EXPONENTS) - 1)])
+    limit = best.fun * (1 + student_t(freedom) ** 2 / freedom)
+    ends = []
+    for end in EXPONENTS[[0, -1]]:
+        is_outside = squares(end) > limit
+        ends.append(brentq(squares, end, best.x, (limit,)) if is_outside else end)
+    offset, factor = y.max() * solve(best.x)[0]
+    factor *= distinct[0] ** best.x
     means = np.log([y[x == each].mean() for each in distinct])
-    residuals = means - np.log(offset + factor * distinct**-exponent)
+    residuals = means - np.log(offset + factor * distinct**-best.x)
     variation = ((means - means.mean()) ** 2).sum()
     explained = 1 - float((residuals**2).sum() / variation) if variation > 0 else 0.0
+    offset, factor, exponent, low, high = map(float, (offset, factor, best.x, *ends))
     return PowerLaw(offset, factor, exponent, low, high, len(y), explained)
-
-
-def _solve(x: np.ndarray, y: np.ndarray, has_offset: bool) -> tuple[np.ndarray, ...]:
-    """Return the best offset, the best factor and the squares that they leave, by exponent.
-
-    Args:
-        x, y: (jobs,)
-    """
-    powers = x ** -EXPONENTS[:, None] / y  # (exponents, jobs)
-    ones = 1 / y
-    squares = (powers**2).sum(1)
-    sums = powers.sum(1)
-    factors = sums / squares
-    offsets = np.zeros_like(factors)
-    if has_offset:
-        mixed = powers @ ones
-        determinants = ones @ ones * squares - mixed**2
-        free_factors = (ones @ ones * sums - mixed * ones.sum()) / determinants
-        free_offsets = (squares * ones.sum() - mixed * sums) / determinants
-        is_free = (free_offsets > 0) & (free_factors > 0)
-        factors = np.where(is_free, free_factors, factors)
-        offsets = np.where(is_free, free_offsets, offsets)
-    errors = (offsets[:, None] * ones + factors[:, None] * powers - 1) ** 2
-    return offsets, factors, errors.sum(1)

@@ -41,10 +41,9 @@ def why_incomparable(one: Values, other: Values) -> str | None:
     """Return why nothing can be said about the difference; None if there is a test."""
     if min(len(one), len(other)) < 2:
         return "one seed says nothing about chance"
+    samples = [*_samples(one, other)]
     if are_paired(one, other):
-        samples = [[other[seed] - one[seed] for seed in one if seed in other]]
-    else:
-        samples = [[*one.values()], [*other.values()]]
+        samples = [[theirs - ours for ours, theirs in zip(*samples, strict=True)]]
     scale = max(abs(value) for value in (*one.values(), *other.values()))
     if all(statistics.stdev(sample) <= ROUNDING * scale for sample in samples):
         return "all seeds have the same result, which says nothing about chance"
@@ -64,14 +63,10 @@ def difference(one: Values, other: Values) -> Difference:
     """
     from scipy import stats
 
+    ours, theirs = _samples(one, other)
     if are_paired(one, other):
-        seeds = [seed for seed in one if seed in other]
-        ours = [one[seed] for seed in seeds]
-        theirs = [other[seed] for seed in seeds]
         test = stats.ttest_rel(theirs, ours)
     else:
-        ours = [*one.values()]
-        theirs = [*other.values()]
         test = stats.ttest_ind(theirs, ours, equal_var=False)
     interval = test.confidence_interval(CONFIDENCE)
     return Difference(
@@ -84,6 +79,14 @@ def difference(one: Values, other: Values) -> Difference:
     )
 
 
+def _samples(one: Values, other: Values) -> tuple[list[float], list[float]]:
+    """Return the values that are compared: of the common seeds, in the same order, if paired."""
+    if not are_paired(one, other):
+        return [*one.values()], [*other.values()]
+    seeds = [seed for seed in one if seed in other]
+    return [one[seed] for seed in seeds], [other[seed] for seed in seeds]
+
+
 def holm(ps: Sequence[float], tests: int) -> list[float]:
     """Correct the p-values of several tests, in their order.
 
@@ -94,10 +97,10 @@ def holm(ps: Sequence[float], tests: int) -> list[float]:
         tests: how many there are, with those whose p-values are not given: among all of them the
             given ones come no earlier than in their own order, so that no factor is too small.
     """
-    order = sorted(range(len(ps)), key=lambda index: ps[index])
-    corrected = [0.0] * len(ps)
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (tests - rank) * ps[index]))
-        corrected[index] = largest
-    return corrected
+    import numpy as np
+
+    order = np.argsort(ps)
+    factors = tests - np.arange(len(ps))
+    corrected = np.empty(len(ps))
+    corrected[order] = np.maximum.accumulate(np.minimum(factors * np.array(ps)[order], 1))
+    return corrected.tolist()

@@ -7,6 +7,7 @@ from fake_runs import fake_run
 
 from mingpt_ddp.results.groups import best_group, has_replicates, replicates
 from mingpt_ddp.results.runs import read_jobs, varying
+from mingpt_ddp.results.stats.intervals import Estimate
 
 
 def groups_in(path):
@@ -118,8 +119,8 @@ def test_incomplete_jobs_are_not_in_the_mean(tmp_path):
     seeds(tmp_path, 0.3, [None], status=None)
     done, going, nothing = groups_in(tmp_path)
     assert (done.complete, len(done.jobs), done.objective) == (2, 3, pytest.approx(2.1))
-    assert (going.complete, going.estimate, going.value) == (0, None, pytest.approx(1.0))
-    assert (nothing.value, nothing.latest) == (None, None)
+    assert (going.complete, going.estimate, going.value) == (0, Estimate(), pytest.approx(1.0))
+    assert (nothing.value, nothing.latest) == (None, Estimate())
 
 
 def test_a_job_without_a_configuration_is_alone(tmp_path):

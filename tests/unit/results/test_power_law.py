@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_runs import fake_run
 
-from mingpt_ddp.results.analysis.laws import power_law_lines, scalings
+from mingpt_ddp.results.analysis.laws import scalings
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.page.plots import Plots
 from mingpt_ddp.results.report import report
@@ -92,7 +92,7 @@ def test_a_poor_fit_is_said(ys):
 
 
 def lines_of(root):
-    return power_law_lines(scalings(replicates(read_jobs([root]))))
+    return [law.sentence for law in scalings(replicates(read_jobs([root])))]
 
 
 def sized(root, lr=1e-3, sizes=(1_000, 4_000, 16_000, 64_000), seeds=(1, 2)):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from fake_runs import fake_run, write_header
 from tools import call_tool
 
 from mingpt_ddp.cli.commands import report as tool
-from mingpt_ddp.results.analysis.front import pareto_front, read_goals
+from mingpt_ddp.metrics.jsonl import MetricsHistory
+from mingpt_ddp.results.analysis.front import Goal, front_of, read_goals
 from mingpt_ddp.results.analysis.importance import LEAST_GROUPS, importances
-from mingpt_ddp.results.groups import replicates
+from mingpt_ddp.results.groups import Group, replicates
 from mingpt_ddp.results.page.figures import mean_curve
 from mingpt_ddp.results.report import report
-from mingpt_ddp.results.runs import read_jobs
+from mingpt_ddp.results.runs import Job, read_jobs
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 
 HALF = math.tan(0.475 * math.pi) / 10  # of the interval of two values that differ by 0.2
@@ -63,7 +65,7 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
     assert cells(lines[2])[0] == "2.2000"
     best = next(line for line in lines if line.startswith("best: "))
     assert best.startswith(f"best: 2.1000 ± {HALF:.4f}, mean of 2 seeds; its best seed is {sweep}")
-    assert any("95% intervals of 1 other group overlap" in line for line in lines)
+    assert lines[lines.index(best) + 1].endswith("DIR compare` tests whether others differ from it")
 
 
 def test_a_row_says_how_many_seeds_are_complete(sweep, tmp_path):
@@ -139,8 +141,11 @@ def test_hostile_parameters_are_escaped_in_the_legend(tmp_path):
 
 
 def test_a_pareto_front():
-    costs = {0: [1.0, 5.0], 1: [2.0, 2.0], 2: [3.0, 3.0], 3: [5.0, 1.0], 4: [2.0, 2.0]}
-    assert sorted(pareto_front(costs)) == [0, 1, 3, 4]
+    groups = []
+    for a, b in [(1.0, -5.0), (2.0, -2.0), (3.0, -3.0), (5.0, -1.0), (2.0, -2.0), (0.0, None)]:
+        job = Job("x", Path("x"), "complete", {}, {"a": a, "b": b}, MetricsHistory(), [])
+        groups.append(Group([job], {}))
+    assert sorted(front_of(groups, [Goal("a", False), Goal("b", True)])) == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize(
