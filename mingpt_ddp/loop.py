@@ -10,7 +10,8 @@ from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
-from mingpt_ddp.training.train_state import TrainState, restore_newest, snapshot_state
+from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state
+from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 

@@ -31,7 +31,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 DATA = Path(__file__).resolve().parent / "data" / "format2"
 RUNS = {
@@ -83,7 +83,7 @@ def train(name: str, steps: int) -> dict[str, float]:
     """Train in the working directory; return the training loss by step of the whole run."""
     config = configuration(name, steps)
     runtime = Runtime(config, DistEnv())
-    run(config, runtime, {})
+    train_run(config, runtime, {})
     runtime.close()
     return {
         str(step): loss for step, loss in read_history(Path("run", METRICS)).series("train_loss")

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 STEPS = 24
 SETTINGS = [
@@ -187,6 +187,6 @@ def train(values: dict[str, Any]) -> float | None:
     config = from_mapping(values)
     logs.to_console(read_env())
     runtime = Runtime(config, read_env())
-    loss = run(config, runtime, {})
+    loss = train_run(config, runtime, {})
     runtime.close()
     return loss

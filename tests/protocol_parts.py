@@ -25,15 +25,15 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.start import stages
-from mingpt_ddp.training.start.stages import Inputs, Setup, build, open_directory, prepare
+from mingpt_ddp.training.start.stages import Inputs, build, open_directory, prepare
 from mingpt_ddp.training.train_state import TrainState
+from mingpt_ddp.training.trainable import Run
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
 LATE_S = 1.0  # how much later than the others a rank may come
@@ -147,10 +147,10 @@ def start(ranks: Ranks) -> list[Count]:
         return ranks.count(work)
 
 
-def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Inputs, Setup]:
-    inputs = prepare(ranks.config, ranks.runtimes[rank], (), {}, StartTimes(0.0))
-    record = open_directory(inputs, resources)
-    return inputs, build(inputs, record)
+def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Inputs, Run]:
+    inputs = prepare(ranks.config, ranks.runtimes[rank], (), {})
+    history = open_directory(inputs, resources)
+    return inputs, build(inputs, history)
 
 
 def resume(ranks: Ranks) -> list[Count]:
@@ -165,32 +165,32 @@ def _leave_snapshot(ranks: Ranks) -> None:
 
     def work(rank: int) -> None:
         with contextlib.ExitStack() as resources:
-            inputs, setup = _start(ranks, rank, resources)
+            inputs, run = _start(ranks, rank, resources)
             if rank == 0:
-                _save(inputs, setup)
+                _save(inputs.stores[0], run)
 
     with silent, quiet():
         ranks.count(work)
 
 
-def _save(inputs: Inputs, setup: Setup) -> None:
-    for parameter in setup.trainable.model.parameters():
+def _save(store: SnapshotStore, run: Run) -> None:
+    for parameter in run.trainable.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    setup.trainable.optimizer.step()
-    tensors = setup.trainable.tensors()
+    run.trainable.optimizer.step()
+    tensors = run.trainable.tensors()
     state = {
-        "train_state": asdict(setup.state) | {"step": 1},
-        "scaler": inputs.runtime.scaler.state_dict(),
+        "train_state": asdict(run.state) | {"step": 1},
+        "scaler": run.runtime.scaler.state_dict(),
         "micro_batch_size": 1,
-        "steps": setup.length.steps,
-        **inputs.task.state(),
-        "config": inputs.config.to_dict(),
-        "environment": inputs.runtime.environment(),
+        "steps": run.length.steps,
+        **run.task.state(),
+        "config": run.config.to_dict(),
+        "environment": run.runtime.environment(),
         "more": "",
     }
     state["more"] = "x" * (VALUE_BYTES - len(json.dumps(state, indent=1)))
     snapshot = Snapshot(1, tensors["model"], tensors["optimizer"], state)
-    snapshot_helpers.commit(inputs.stores[0], snapshot)
+    snapshot_helpers.commit(store, snapshot)
 
 
 @contextlib.contextmanager
@@ -261,13 +261,13 @@ def compare_copies(ranks: Ranks) -> list[Count]:
 def _copy_check(
     ranks: Ranks, runtime: Runtime, tensors: dict[str, dict[str, Tensor]], every: int
 ) -> CopyCheck:
-    context: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         config=SimpleNamespace(trainer=SimpleNamespace(verify_every=every)),
         state=TrainState(),
         runtime=runtime,
         trainable=SimpleNamespace(tensors=lambda: tensors),
     )
-    return CopyCheck(context)
+    return CopyCheck(run)
 
 
 def configuration(directory: Path, world_size: int) -> Config:

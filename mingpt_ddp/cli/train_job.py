@@ -151,13 +151,13 @@ def train(cfg: DictConfig) -> float:
         config, known = _start_job(config, runtime, sweep)
         if known is not None:
             return known
-        from mingpt_ddp.training.run import run  # not in the parent of local workers
+        from mingpt_ddp.training.run import train_run  # not in the parent of local workers
 
         files = hydra_utils.hydra_artifacts(cfg)
         typed = hydra_utils.typed_keys()
         report = reporter() or sweep.report_of(Job.current())
         with notifying(config, env):
-            metrics = run(config, runtime, files, signals, started_at, typed, report)
+            metrics = train_run(config, runtime, files, signals, started_at, typed, report)
         return _finish_job(config, runtime, sweep, signals, metrics)
     except JobError:  # from a sweep's local workers, already recorded
         raise

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import run_name
-from mingpt_ddp.training.train_state import Context
+from mingpt_ddp.training.trainable import Run
 
 EMA_DECAY = 0.98  # of the loss, per step
 MAX_CONSECUTIVE_SKIPS = 10  # beyond that, a bad batch is not the cause
@@ -18,21 +18,21 @@ class AnomalyPolicy:
     Both are equal on all ranks, so every rank decides alike.
     """
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.config = context.config
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.config = run.config
         # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is
         # logged.
         acts_at_once = self.config.trainer.on_nonfinite != "stop" or bool(
             self.config.trainer.spike_factor
         )
-        self.checks_every_step = acts_at_once or context.runtime.device.type == "cpu"
+        self.checks_every_step = acts_at_once or run.runtime.device.type == "cpu"
 
     def find_in_step(self, loss: float, grad_norm: Tensor) -> str | None:
         """Return what is wrong with a step, before its update; None also if it is checked later."""
         if not self.checks_every_step:
             return None
-        with self.context.runtime.group.waiting():  # reading waits for a GPU
+        with self.run.runtime.group.waiting():  # reading waits for a GPU
             norm = float(grad_norm)
         return self.find_anomaly(loss, norm)
 
@@ -44,18 +44,18 @@ class AnomalyPolicy:
             grad_norm: of the gradients, before clipping.
         """
         # GradScaler skips overflowing steps itself: no anomaly
-        scaled = self.context.runtime.scaler.is_enabled()
+        scaled = self.run.runtime.scaler.is_enabled()
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
         factor = self.config.trainer.spike_factor
-        average = self.context.state.loss_ema
+        average = self.run.state.loss_ema
         if factor is not None and average is not None and loss > factor * average:
             return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
         return None
 
     def on_step_accepted(self, step: int, loss: float) -> None:
         """Record a step that updates the weights."""
-        state = self.context.state
+        state = self.run.state
         # earlier steps are repeated after a rollback
         if step > max(state.skipped_steps, default=0):
             state.consecutive_skips = 0

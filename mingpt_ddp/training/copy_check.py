@@ -8,7 +8,7 @@ import logging
 from mingpt_ddp.distributed.group.copies import checksums, copy_name, find_difference
 from mingpt_ddp.errors import DamageError
 from mingpt_ddp.snapshots.write.shard_plan import TensorsByKind
-from mingpt_ddp.training.train_state import Context
+from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
@@ -18,14 +18,14 @@ MAX_RETURNS = 3  # to one snapshot; memory that is damaged more often is broken
 class CopyCheck:
     """Compare copies when it is due; count how often the run went back to the same snapshot."""
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        self.every = context.config.trainer.verify_every
-        self.agreed_step = context.state.step  # the last at which all copies were equal
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.every = run.config.trainer.verify_every
+        self.agreed_step = run.state.step  # the last at which all copies were equal
         self._returned_to: int | None = None  # step of the snapshot after the last damage
         self._returns = 0  # to it, in a row
-        strategy = context.runtime.strategy
-        ranks = context.runtime.group.world_size
+        strategy = run.runtime.strategy
+        ranks = run.runtime.group.world_size
         if self.every and ranks == 1:
             log.info("trainer.verify_every compares only what is staged: there is one rank")
         elif self.every:
@@ -41,7 +41,7 @@ class CopyCheck:
         """Return the checksums of all tensors that this rank holds; None if nothing compares."""
         if not self.every:
             return None
-        strategy = self.context.runtime.strategy
+        strategy = self.run.runtime.strategy
         own = {}
         for kind, named in tensors.items():
             for name, tensor in named.items():
@@ -64,11 +64,11 @@ class CopyCheck:
         Raises:
             DamageError: on every rank; names a tensor and the ranks.
         """
-        group = self.context.runtime.group
+        group = self.run.runtime.group
         if not self.every or group.world_size == 1:
             return
         group.set_activity("comparing the copies of the ranks")
-        own = self.checksums(self.context.trainable.tensors()) or {}
+        own = self.checksums(self.run.trainable.tensors()) or {}
 
         def refuse(by_rank: list[dict[str, int]]) -> None:
             if difference := find_difference(by_rank):

@@ -3,11 +3,13 @@
 import logging
 import math
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.start.stages import Inputs, Listeners, RunRecord, Setup
+from mingpt_ddp.storage.run_dir import RunDirectory, RunStatus
+from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early
+from mingpt_ddp.training.trainable import Run
 from mingpt_ddp.training.trainer import Outcome
 
 log = logging.getLogger(__name__)
@@ -16,34 +18,38 @@ MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
 
 
 def record_end(
-    inputs: Inputs, record: RunRecord, setup: Setup, listeners: Listeners, outcome: Outcome
+    run: Run, owner: RunDirectory | None, observers: Observers, outcome: Outcome
 ) -> None:
-    """Write result.json, complete the trackers, call the hooks of a run that has trained, log."""
-    if record.owner is None:
+    """Write result.json, complete the trackers, call the hooks of a run that has trained, log.
+
+    Args:
+        owner: of the run directory, on rank zero.
+    """
+    if owner is None:
         return
-    result = _result(inputs, setup, outcome)
-    record.owner.write_result(result)
+    result = _result(run, outcome)
+    owner.write_result(result)
     if outcome.status is not RunStatus.PREEMPTED:
-        for outbox in listeners.outboxes:
-            outbox.finish(setup.state.step, result)
-        for outbox in listeners.outboxes:
+        for outbox in observers.outboxes:
+            outbox.finish(run.state.step, result)
+        for outbox in observers.outboxes:
             outbox.join()
-        if not setup.is_complete:
-            listeners.hooks.call("end", result)
+        if not run.is_complete:
+            observers.hooks.call("end", result)
     if outcome.status is RunStatus.COMPLETE:
-        _log_end(inputs, setup, outcome)
+        _log_end(run, outcome, owner.path)
 
 
-def _result(inputs: Inputs, setup: Setup, outcome: Outcome) -> dict[str, Any]:
+def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
     """Return the content of result.json."""
-    state = setup.state
-    task = inputs.task
+    state = run.state
+    task = run.task
     result: dict[str, Any] = {"status": outcome.status.value}
-    has_ended_early = outcome.status is RunStatus.COMPLETE and state.step < setup.length.steps
-    if has_ended_early and has_stopped_early(state, inputs.config.trainer.patience):
+    has_ended_early = outcome.status is RunStatus.COMPLETE and state.step < run.length.steps
+    if has_ended_early and has_stopped_early(state, run.config.trainer.patience):
         result["stopped_early"] = True
     result["step"] = state.step
-    result["epoch"] = state.step / inputs.loader.steps_per_epoch
+    result["epoch"] = state.step / run.loader.steps_per_epoch
     result["train_loss"] = state.train_loss
     for name, value in state.train_metrics.items():
         result[f"train_{name}"] = _finite(value)
@@ -56,13 +62,13 @@ def _result(inputs: Inputs, setup: Setup, outcome: Outcome) -> dict[str, Any]:
         if name in state.val_metrics:
             result[name] = _finite(state.val_metrics[name])
     result["best_val_loss"] = state.best_val_loss
-    result[task.unit] = state.step * inputs.loader.items_per_step
-    result["parameters"] = setup.trainable.parameters
+    result[task.unit] = state.step * run.loader.items_per_step
+    result["parameters"] = run.trainable.parameters
     result["wall_seconds"] = state.wall_seconds
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
-    if setup.code:
-        result["code"] = {key: value for key, value in setup.code.items() if key != "files"}
+    if run.code:
+        result["code"] = {key: value for key, value in run.code.items() if key != "files"}
     return result
 
 
@@ -71,17 +77,17 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _log_end(inputs: Inputs, setup: Setup, outcome: Outcome) -> None:
-    state = setup.state
-    task = inputs.task
+def _log_end(run: Run, outcome: Outcome, directory: Path) -> None:
+    state = run.state
+    task = run.task
     total_s = state.wall_seconds + state.wasted_seconds
     elapsed = timedelta(seconds=round(total_s))
     if total_s >= MIN_GOODPUT_S:
         lost = timedelta(seconds=round(state.stall_seconds + state.wasted_seconds))
         causes = "startup, snapshots and repeated steps"
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
-    if inputs.config.trainer.max_minutes is not None:
-        log.info(setup.length.describe_time())
+    if run.config.trainer.max_minutes is not None:
+        log.info(run.length.describe_time())
     values = f"validation {task.describe(state.val_metrics)}"
     if outcome.test_metrics:
         values += f"; test {task.describe(outcome.test_metrics)}"
@@ -90,5 +96,5 @@ def _log_end(inputs: Inputs, setup: Setup, outcome: Outcome) -> None:
         values,
         state.step,
         elapsed,
-        inputs.directory,
+        directory,
     )

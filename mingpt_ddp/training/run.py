@@ -18,45 +18,44 @@ from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
+from mingpt_ddp.training.evaluation.evaluator import Evaluator
+from mingpt_ddp.training.hooks.observers import Hooks, Observers
 from mingpt_ddp.training.result import record_end
 from mingpt_ddp.training.saves.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.start.stages import (
-    Inputs,
-    Listeners,
-    RunRecord,
-    Setup,
+    History,
     build,
     open_directory,
-    open_listeners,
+    open_trackers,
     prepare,
     record_start,
 )
-from mingpt_ddp.training.train_state import Context
 from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Run
 from mingpt_ddp.training.trainer import Outcome, Trainer
 from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
 
 
-def run(
+def train_run(
     config: Config,
     runtime: Runtime,
     hydra_files: dict[str, str],
-    interrupt: SignalHandler | None = None,
+    signals: SignalHandler | None = None,
     started_at: float | None = None,
     typed: Container[str] = (),
-    report: Report | None = None,
+    judge: Report | None = None,
 ) -> dict[str, float] | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 
     Args:
         hydra_files: content of `.hydra/`, by file name.
-        interrupt: handler of the signals that may end the run early; None: no handler.
+        signals: handler of those that may end the run early; None: no handler.
         started_at: time.monotonic() when this attempt began; None: when the process did.
         typed: the keys that the command line sets.
-        report: judges the evaluations of a job of a sweep, on rank zero; None: nothing does.
+        judge: of the evaluations of a job of a sweep, on rank zero; None: nothing judges them.
 
     Returns:
         The metrics of the last evaluation of the validation split, by name; None if a signal ended
@@ -67,35 +66,35 @@ def run(
     times.done("processes", at=runtime.began_at)
     times.done("rendezvous")
     code = runtime.group.env.call_on_rank_zero(lambda: start_reading({**CHOSEN}))
-    inputs = prepare(config, runtime, typed, hydra_files, times)
+    inputs = prepare(config, runtime, typed, hydra_files)
     times.done("data")
     with contextlib.ExitStack() as resources:
-        record = open_directory(inputs, code, resources)
+        history = open_directory(inputs, resources)
         times.done("run directory")
-        setup = build(inputs, record)
+        run = build(inputs, history, code)
+        evaluator = Evaluator(run.task, runtime)
         times.done("model and snapshot")
-        record_start(inputs, record, setup, hydra_files)
-        listeners = open_listeners(inputs, setup)
-        if setup.is_complete:
-            outcome = evaluate_complete(setup)
+        record_start(run, history, hydra_files, code)
+        hooks = Hooks(runtime.group)
+        observers = Observers(hooks, open_trackers(run), judge, signals or SignalHandler())
+        if run.is_complete:
+            outcome = evaluate_complete(run, evaluator)
         else:
-            signals = interrupt or SignalHandler()
-            trainer = begin_attempt(inputs, record, setup, listeners, signals, report)
-            with snapshot_when_out_of_memory(inputs.config, runtime):
+            trainer = begin_attempt(run, history, times, evaluator, observers)
+            with snapshot_when_out_of_memory(run.config, runtime):
                 outcome = trainer.train()
-        record_end(inputs, record, setup, listeners, outcome)
+        record_end(run, history.owner, observers, outcome)
     if outcome.status is RunStatus.PREEMPTED:
         return None
-    return setup.state.val_metrics
+    return run.state.val_metrics
 
 
-def evaluate_complete(setup: Setup) -> Outcome:
+def evaluate_complete(run: Run, evaluator: Evaluator) -> Outcome:
     """Evaluate a complete run where that is missing, and log a sample."""
-    state = setup.state
-    evaluator = setup.evaluator
-    evaluator.runtime.group.set_activity(f"evaluating after step {state.step}")
-    model = setup.trainable.model
-    with setup.trainable.average.applied():
+    state = run.state
+    run.runtime.group.set_activity(f"evaluating after step {state.step}")
+    model = run.trainable.model
+    with run.trainable.average.applied():
         # saved between two evaluations, under a larger limit
         if state.val_step != state.step or not state.val_metrics:
             state.val_metrics = evaluator.run(model, "val") or {}
@@ -107,35 +106,26 @@ def evaluate_complete(setup: Setup) -> Outcome:
 
 
 def begin_attempt(
-    inputs: Inputs,
-    record: RunRecord,
-    setup: Setup,
-    listeners: Listeners,
-    interrupt: SignalHandler,
-    report: Report | None,
+    run: Run, history: History, times: StartTimes, evaluator: Evaluator, observers: Observers
 ) -> Trainer:
     """Record that this attempt begins to train; return the loop with all its parts."""
-    config = inputs.config
-    runtime = inputs.runtime
-    task = inputs.task
-    loader = inputs.loader
-    state = setup.state
-    state.world_size = runtime.group.world_size
-    first_save_s = count_attempt(state, record.last, inputs.times.began_at, runtime.group.env)
-    if record.owner:
-        record_attempt(record.owner, state, runtime.group.env)
-        record.owner.clear_result()
-    kept_size = setup.snapshot.state["micro_batch_size"] if setup.snapshot else None
-    plan = plan_batches(config, runtime.group.data_size, kept_size)
+    runtime = run.runtime
+    group = runtime.group
+    state = run.state
+    state.world_size = group.world_size
+    first_save_s = count_attempt(state, history.last, times.began_at, group.env)
+    if history.owner:
+        record_attempt(history.owner, state, group.env)
+        history.owner.clear_result()
+    plan = plan_batches(run.config, group.data_size, run.resumed.get("micro_batch_size"))
 
     # first: no clock counts how long it takes to wrap the model
-    train_step = TrainStep(runtime, task, loader, plan, setup.trainable, setup.length)
-    model = setup.trainable.model
-    metrics = MetricsProcessor(runtime, task, loader, model, state.step, inputs.times)
-    metrics.resume(listeners.outboxes, record.end)
-    context = Context(task, runtime, setup.trainable, state, metrics, interrupt, setup.code)
-    anomaly = AnomalyPolicy(context)
-    copies = CopyCheck(context)
-    saves = SaveSchedule(context, setup.manager, anomaly, copies, train_step, first_save_s)
-    validation = Validation(context, saves, setup.evaluator, listeners.hooks, report)
-    return Trainer(context, train_step, saves, validation, anomaly, listeners.hooks)
+    train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
+    model = run.trainable.model
+    metrics = MetricsProcessor(runtime, run.task, run.loader, model, state.step, times)
+    metrics.resume(observers.outboxes, history.end)
+    anomaly = AnomalyPolicy(run)
+    copies = CopyCheck(run)
+    saves = SaveSchedule(run, train_step, metrics.meter, anomaly, copies, first_save_s)
+    validation = Validation(run, metrics, saves, evaluator, observers)
+    return Trainer(run, train_step, metrics, saves, validation, observers)

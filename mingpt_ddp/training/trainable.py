@@ -1,19 +1,25 @@
-"""What a run trains: the model, its optimizer, the average of its weights, hooks with state."""
+"""What a run has; and of it what it trains: model, optimizer, average, hooks with state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
 from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluation.weight_average import WeightAverage
 from mingpt_ddp.training.hooks.actions import Actions
+from mingpt_ddp.training.length import RunLength
+from mingpt_ddp.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,31 @@ class Trainable:
             **self.average.state(),
             **self.actions.tensors(),
         }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has once it has started: all parts of its training share it."""
+
+    runtime: Runtime
+    task: Task
+    loader: Loader
+    trainable: Trainable
+    length: RunLength  # and the train state
+    snapshots: SnapshotManager
+    resumed: dict[str, Any]  # the state.json that it resumes from; {} without one
+    code: dict[str, Any]  # the record of what trains, or has trained; on rank zero
+    is_complete: bool  # there is nothing to train
+
+    @property
+    def config(self) -> Config:
+        """The whole configuration, with what the run resumes or starts from determines."""
+        return self.task.config
+
+    @property
+    def state(self) -> TrainState:
+        """The train state: one object, which a rollback changes in place."""
+        return self.length.state
 
 
 def build_trainable(

@@ -12,16 +12,17 @@ from torch import Tensor
 
 from mingpt_ddp.errors import DamageError, TrainingError
 from mingpt_ddp.metrics.jsonl import own_metrics
+from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
-from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS, AnomalyPolicy
-from mingpt_ddp.training.hooks.observers import Hooks
+from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
+from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.length import StepTimer
 from mingpt_ddp.training.memory import FIRST_STEPS, refuse_out_of_memory
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
-from mingpt_ddp.training.train_state import Context
 from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Run
 from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -40,29 +41,29 @@ class Trainer:
 
     def __init__(
         self,
-        context: Context,
+        run: Run,
         train_step: TrainStep,
+        metrics: MetricsProcessor,
         saves: SaveSchedule,
         validation: Validation,
-        anomaly: AnomalyPolicy,
-        hooks: Hooks,
+        observers: Observers,
     ) -> None:
-        self.context = context
-        self.config = context.config
-        self.state = context.state
-        self.metrics = context.metrics
+        self.config = run.config
+        self.runtime = run.runtime
+        self.state = run.state
         self.train_step = train_step
+        self.metrics = metrics
         self.timer = StepTimer(train_step.length, self.metrics.meter)
         self.saves = saves
         self.validation = validation
-        self.anomaly = anomaly
-        self.hooks = hooks
+        self.anomaly = saves.anomaly
+        self.observers = observers
         self.lr = 0.0  # of the latest step
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
         self._load_meter()
         self.profiler = Profiler(
             self.config,
-            context.runtime,
+            run.runtime,
             range(self.state.step, self.steps),
             self.metrics.meter.paused,
         )
@@ -126,14 +127,14 @@ class Trainer:
     @contextmanager
     def _deferring(self) -> Iterator[None]:
         """Defer signals to the end of a step in this context."""
-        interrupt = self.context.interrupt
-        interrupt.deferred = True
+        signals = self.observers.signals
+        signals.deferred = True
         try:
             yield
         finally:
             self.profiler.close()
             self.metrics.close()
-            interrupt.deferred = False
+            signals.deferred = False
 
     def _warm_up(self) -> None:
         """Run the warm-up passes, which the meters exclude."""
@@ -146,7 +147,7 @@ class Trainer:
         if step not in self._first_steps:
             return nullcontext()
         size = self.train_step.plan.micro_batch_size
-        return refuse_out_of_memory(self.context.runtime, f"a micro-batch of {size}")
+        return refuse_out_of_memory(self.runtime, f"a micro-batch of {size}")
 
     def _finish_resumed_step(self) -> RunStatus | None:
         """Evaluate the resumed step if a signal interrupted that; then prune, stop and save."""
@@ -192,14 +193,14 @@ class Trainer:
             losses: this rank's shares of what the ranks add up in the step.
         """
         flags = StepFlags(
-            interrupted=self.context.interrupt.signal_name is not None,
+            interrupted=self.observers.signals.signal_name is not None,
             saving=self.saves.manager.save_in_progress,
             save_is_due=self.saves.is_due(),
             # reading it waits for a GPU
             loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
             steps=self.timer.take(step),
         )
-        return send_flags(flags, losses, self.context.runtime.group)
+        return send_flags(flags, losses, self.runtime.group)
 
     def _skip(self, step: int, anomaly: str, found: float) -> bool:
         """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether it is skipped.
@@ -282,7 +283,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Put into the heartbeat that this rank is between two steps."""
-        self.context.runtime.group.set_activity(f"finishing step {self.state.step}")
+        self.runtime.group.set_activity(f"finishing step {self.state.step}")
 
     def _log(self) -> None:
         state = self.saves.update_wall_time()
@@ -297,14 +298,14 @@ class Trainer:
             state.train_loss = metrics["train/loss"]
             state.train_metrics = own_metrics(metrics)
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
-            self.hooks.call("step", state.step, metrics)
+            self.observers.hooks.call("step", state.step, metrics)
 
     def _save(self, end: RunStatus | None, improved: bool, is_due: bool) -> None:
         """Save this step if it ends the run, improves on the best, or a snapshot is due."""
         self._finish()
         is_last = end is not None or self.state.step == self.steps
         if end is RunStatus.PREEMPTED:
-            self.saves.save_on_preemption()
+            self.saves.save_on_preemption(self.observers.signals.elapsed())
         elif improved or is_last:
             self.saves.save()
         else:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mingpt_ddp.distributed.launch.channels import Report
 from mingpt_ddp.errors import TrainingError
+from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
-from mingpt_ddp.training.hooks.observers import Hooks
+from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
-from mingpt_ddp.training.train_state import Context, has_stopped_early, record_evaluation
+from mingpt_ddp.training.train_state import has_stopped_early, record_evaluation
+from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
@@ -30,30 +31,26 @@ class Validation:
 
     def __init__(
         self,
-        context: Context,
+        run: Run,
+        metrics: MetricsProcessor,
         saves: SaveSchedule,
         evaluator: Evaluator,
-        hooks: Hooks,
-        report: Report | None,
+        observers: Observers,
     ) -> None:
-        """
-        Args:
-            report: judges the evaluations of a job of a sweep, on rank zero; None: nothing does.
-        """
-        self.context = context
-        self.config = context.config
-        self.state = context.state
+        self.run = run
+        self.config = run.config
+        self.state = run.state
+        self.metrics = metrics
         self.saves = saves
         self.evaluator = evaluator
-        self.hooks = hooks
-        self.report = report
+        self.observers = observers
 
     def evaluate(self) -> Decision:
         """Evaluate this step, unless that is done; record and log the metrics."""
         state = self.state
         if state.val_step == state.step:
             return Decision()
-        with self.context.metrics.meter.paused():
+        with self.metrics.meter.paused():
             metrics = self._measure("val")
         if metrics is None:
             return Decision(end=RunStatus.PREEMPTED)
@@ -64,8 +61,8 @@ class Validation:
                 "optimizer.lr"
             )
         improved = record_evaluation(state, metrics, self.config.trainer.min_delta)
-        self.context.metrics.log_evaluation(state.step, "val", metrics)
-        self.hooks.call("evaluate", state.step, metrics)
+        self.metrics.log_evaluation(state.step, "val", metrics)
+        self.observers.hooks.call("evaluate", state.step, metrics)
         return Decision(improved=improved and self.config.snapshot.keep_best)
 
     def prune(self, is_last: bool) -> RunStatus | None:
@@ -75,11 +72,11 @@ class Validation:
             is_last: this is the last step, after which there is nothing to prune.
         """
         state = self.state
-        report = self.report
-        if report is None or state.best_val_loss is None or state.val_step != state.step:
+        judge = self.observers.judge
+        if judge is None or state.best_val_loss is None or state.val_step != state.step:
             return None
-        group = self.context.runtime.group
-        reason = group.run_on_rank_zero(lambda: report(state.step, state.val_metrics))
+        group = self.run.runtime.group
+        reason = group.run_on_rank_zero(lambda: judge(state.step, state.val_metrics))
         if is_last or reason is None:
             return None
         log.info("pruned at step %d: %s", state.step, reason)
@@ -104,28 +101,26 @@ class Validation:
         """Evaluate the test split, if there is one; return None if a signal interrupted that."""
         metrics = self._measure("test")
         if metrics:
-            self.context.metrics.log_evaluation(self.state.step, "test", metrics)
+            self.metrics.log_evaluation(self.state.step, "test", metrics)
         return metrics
 
     def log_sample(self) -> None:
         """Log a text that the model generates, if the task has one."""
-        self.context.runtime.group.set_activity(f"sampling after step {self.state.step}")
-        with self.context.metrics.meter.paused(), self._averaged_weights():
-            text = self.evaluator.sample(self.context.trainable.model, self.state.step)
-        self.context.metrics.log_sample(self.state.step, text)
+        self.run.runtime.group.set_activity(f"sampling after step {self.state.step}")
+        with self.metrics.meter.paused(), self._averaged_weights():
+            text = self.evaluator.sample(self.run.trainable.model, self.state.step)
+        self.metrics.log_sample(self.state.step, text)
 
     def _measure(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if a signal interrupted the evaluation."""
-        interrupt = self.context.interrupt
-        self.context.runtime.group.set_activity(f"evaluating after step {self.state.step}")
-        model = self.context.trainable.model
+        signals = self.observers.signals
+        self.run.runtime.group.set_activity(f"evaluating after step {self.state.step}")
+        model = self.run.trainable.model
         with self._averaged_weights():
-            metrics = self.evaluator.run(
-                model, split, stop=lambda: interrupt.signal_name is not None
-            )
+            metrics = self.evaluator.run(model, split, stop=lambda: signals.signal_name is not None)
             if metrics and split == "val":
                 task = self.evaluator.task
-                actions = self.context.trainable.actions
+                actions = self.run.trainable.actions
                 if actions.have_state:
                     self.saves.wait_for_staging()  # it would copy what the hooks change
                 metrics |= actions.evaluate(self.state.step, model, task, taken=metrics)
@@ -134,7 +129,7 @@ class Validation:
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
         """Let the model have its averaged weights in this context, if trainer.ema is set."""
-        average = self.context.trainable.average
+        average = self.run.trainable.average
         if average.decay is not None:
             self.saves.wait_for_staging()  # it would copy them as the weights
         with average.applied():

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 STEPS = 32
 # A rounding difference grows from step to step, with the learning rate: at three times this rate,
@@ -36,7 +36,7 @@ def train_all(configs: list[dict[str, Any]]) -> list[float | None]:
         config = from_mapping(values)
         logs.to_console(read_env())
         runtime = Runtime(config, read_env(), job)
-        losses.append(run(config, runtime, {}))
+        losses.append(train_run(config, runtime, {}))
         runtime.close()
         del runtime
     return losses

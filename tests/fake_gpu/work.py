@@ -80,21 +80,19 @@ def trainer_of(
 ) -> trainer.Trainer:
     """Return the loop around the steps, which nothing interrupts and nobody saves."""
     norms = LayerNorms(runtime.group, trainable.model, config.trainer.norms_every)
-    context: Any = SimpleNamespace(
-        config=config,
-        runtime=runtime,
-        trainable=trainable,
-        interrupt=SimpleNamespace(signal_name=None),
-        metrics=SimpleNamespace(norms=norms, meter=meter, log_values=lambda step, values: None),
-        state=TrainState(),
+    run: Any = SimpleNamespace(
+        config=config, runtime=runtime, trainable=trainable, state=TrainState()
     )
+    metrics: Any = SimpleNamespace(norms=norms, meter=meter, log_values=lambda step, values: None)
+    observers: Any = SimpleNamespace(signals=SimpleNamespace(signal_name=None))
     saves: Any = SimpleNamespace(
         manager=SimpleNamespace(save_in_progress=False),
         is_due=lambda: False,
+        anomaly=AnomalyPolicy(run),
         wait_for_staging=lambda: None,
     )
     unused: Any = None
-    return trainer.Trainer(context, step, saves, unused, AnomalyPolicy(context), unused)
+    return trainer.Trainer(run, step, metrics, saves, unused, observers)
 
 
 def train(run: FakeRun) -> None:

@@ -70,13 +70,13 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
     """Train one run after the other in this rank, as in a sweep; return their validation losses."""
     from mingpt_ddp.distributed.env import read_env
     from mingpt_ddp.distributed.runtime import Runtime
-    from mingpt_ddp.training.run import run
+    from mingpt_ddp.training.run import train_run
 
     losses = []
     for job, values in enumerate(configs):
         config = typed(values)
         runtime = Runtime(config, read_env(), job)
-        losses.append(run(config, runtime, {})["loss"])
+        losses.append(train_run(config, runtime, {})["loss"])
         runtime.close()
         del runtime
     return losses

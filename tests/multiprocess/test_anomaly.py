@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training import train_step
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from mingpt_ddp.training.start import stages
 from multiprocess.ranks import configure, run_ranks
 
@@ -131,7 +131,7 @@ def train_all(
         logs.to_console(read_env())
         runtime = Runtime(config, read_env(), job)
         try:
-            run(config, runtime, {})
+            train_run(config, runtime, {})
             outcomes[name] = {"weights": digest(models[-1])}
         except Exception as error:
             outcomes[name] = {"error": f"{type(error).__name__}: {error}"}

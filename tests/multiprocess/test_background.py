@@ -132,7 +132,7 @@ def train(
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     try:
-        composition.run(config, runtime, {})
+        composition.train_run(config, runtime, {})
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {error}"
     runtime.close()

@@ -31,7 +31,7 @@ from mingpt_ddp.distributed.group.shared_memory import SharedMemoryGroup, connec
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import GPT
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import Ranks, configure, run_ranks
 
 STEPS = 8
@@ -112,7 +112,7 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             config = from_mapping(values)
             runtime = Runtime(config, read_env(), job)
             job += 1
-            loss = run(config, runtime, {})["loss"]
+            loss = train_run(config, runtime, {})["loss"]
             outcomes[name] = {
                 "loss": loss,
                 "shared": runtime.group.shared_memory is not None,

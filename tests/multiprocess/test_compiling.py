@@ -21,7 +21,7 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import Ranks, configure
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -51,7 +51,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
         counters.clear()
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
-        loss = run(config, runtime, {})["loss"]
+        loss = train_run(config, runtime, {})["loss"]
         runtime.close()
         runtime.free_memory()
         results.append((loss, counters["stats"]["unique_graphs"]))

@@ -18,7 +18,7 @@ from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from mingpt_ddp.training.train_step import TrainStep
 from multiprocess.ranks import configure, run_ranks
 
@@ -131,7 +131,7 @@ def train_all(names: list[str], configs: list[dict[str, Any]]) -> dict[str, str]
             inject_flip(*injected)
         errors[name] = ""
         try:
-            run(config, runtime, {})
+            train_run(config, runtime, {})
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
         TrainStep.update, AsyncSave._stage = originals  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from mingpt_ddp.data.dataloader import TokenLoader
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import configure, run_ranks
 
 SLEEP_S = 0.2  # more than a loaded machine adds to a step
@@ -49,7 +49,7 @@ def train(configs: list[dict[str, Any]], slow_at: list[str]) -> None:
         logs.to_console(runtime.group.env)
         if runtime.group.rank == 1 or slow == "both":
             _slow_down(slow)
-        run(config, runtime, {})
+        train_run(config, runtime, {})
         runtime.close()
         _restore()
 

@@ -90,7 +90,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
         runtime = None
         try:
             runtime = Runtime(config, read_env(), job)
-            loss = composition.run(config, runtime, {})["loss"]
+            loss = composition.train_run(config, runtime, {})["loss"]
             model, optimizer = built[-1].model, built[-1].optimizer
             state = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values())
             results.append(
@@ -321,7 +321,7 @@ def see_own_files(values: dict[str, Any], root: str) -> str:
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     try:
-        composition.run(config, runtime, {})
+        composition.train_run(config, runtime, {})
         return ""
     except UserError as error:
         return str(error)

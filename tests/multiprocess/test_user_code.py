@@ -19,7 +19,7 @@ from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.registry import ModelConfig, register
 from mingpt_ddp.snapshots import format as snapshot_format
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import configure, run_ranks
 
 STEPS = 6
@@ -70,7 +70,7 @@ def train(configs: list[dict[str, Any]]) -> list[float]:
     for job, values in enumerate(configs):
         logs.to_console(read_env())
         runtime = Runtime(from_mapping(values), read_env(), job)
-        losses.append(run(from_mapping(values), runtime, {}))
+        losses.append(train_run(from_mapping(values), runtime, {}))
         runtime.close()
     return losses
 

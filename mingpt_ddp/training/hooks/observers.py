@@ -1,18 +1,22 @@
-"""Call the hooks of a user's file (config/registry.py), which see a run and cannot change it."""
+"""Who sees what happens in a run: hooks of a user's file, trackers; and who may end it."""
 
 import copy
 import logging
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.launch.channels import Report
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.metrics.trackers.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
 
 class Hooks:
-    """The hooks of this run. Rank zero calls them, with copies of the values."""
+    """The hooks of this run (config/registry.py). Rank zero calls them, with copies of values."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
@@ -35,3 +39,13 @@ class Hooks:
                 self._failed.add(name)
                 log.warning("a hook of @on(%r) is not called again: %s", event, error)
             self.group.set_activity(before["activity"], before["waiting"])
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who sees what happens in a run, and who may end it early."""
+
+    hooks: Hooks
+    outboxes: list[Outbox]  # of the trackers, on rank zero
+    judge: Report | None  # of a job of a sweep, on rank zero; None: nothing may prune the run
+    signals: SignalHandler

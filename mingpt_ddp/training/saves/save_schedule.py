@@ -17,16 +17,14 @@ import time
 from collections.abc import Iterator
 
 from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusableError
-from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.snapshots.manager import RunState
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
-from mingpt_ddp.training.train_state import (
-    Context,
-    TrainState,
-    restore_newest,
-    snapshot_state,
-)
+from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state
+from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
+from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
@@ -67,28 +65,30 @@ class SaveSchedule:
 
     def __init__(
         self,
-        context: Context,
-        manager: SnapshotManager,
+        run: Run,
+        train_step: TrainStep,
+        meter: Meter,
         anomaly: AnomalyPolicy,
         copies: CopyCheck,
-        train_step: TrainStep,
         first_s: float = math.inf,
     ) -> None:
         """
         Args:
             first_s: with every_steps=auto, the longest interval before the first snapshot.
         """
-        self.context = context
-        self.snapshot_config = context.config.snapshot
-        self.manager = manager
+        self.run = run
+        self.state = run.state
+        self.snapshot_config = run.config.snapshot
+        self.manager = run.snapshots
+        self.train_step = train_step
+        self.meter = meter
         self.anomaly = anomaly
         self.copies = copies
-        self.train_step = train_step
         self._every: list[int] = []  # steps
         if isinstance(self.snapshot_config.every_steps, int):
             self._every.append(self.snapshot_config.every_steps)
         if self.snapshot_config.every_epochs:
-            self._every.append(self.snapshot_config.every_epochs * context.metrics.steps_per_epoch)
+            self._every.append(self.snapshot_config.every_epochs * run.length.steps_per_epoch)
         self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
         self._stall_s = 0.0  # since the last snapshot was taken
@@ -99,21 +99,21 @@ class SaveSchedule:
     def begin(self) -> None:
         """Begin to train: the time since this object was made was a part of the start."""
         now = time.perf_counter()
-        self.context.state.wasted_seconds += now - self._clock
+        self.state.wasted_seconds += now - self._clock
         self._clock = now
         self._since = time.monotonic()
 
     def update_wall_time(self) -> TrainState:
         """Add the time since the last call to the train state; return the train state."""
         now = time.perf_counter()
-        self.context.state.wall_seconds += now - self._clock
+        self.state.wall_seconds += now - self._clock
         self._clock = now
-        return self.context.state
+        return self.state
 
     def take_result(self) -> None:
         """Take the result of a save that has ended on all ranks; the first measures the cost."""
         self.manager.wait()
-        if self.context.state.save_durable_s is None and self.manager.durable_s is not None:
+        if self.state.save_durable_s is None and self.manager.durable_s is not None:
             self._record_cost()
             self._interval_s = self._best_interval()
 
@@ -142,7 +142,7 @@ class SaveSchedule:
         Args:
             is_due: whether one is due by rank zero's clock.
         """
-        step = self.context.state.step
+        step = self.state.step
         keep_every = self.snapshot_config.keep_every
         if keep_every and step % keep_every == 0:  # a milestone is of no other step
             self.save()
@@ -178,17 +178,20 @@ class SaveSchedule:
         """
         with self._stall():
             self.manager.wait()
-            while self.manager.last_step != self.context.state.step:
+            while self.manager.last_step != self.state.step:
                 self.manager.save(self._capture())
                 self.manager.wait()
         self.update_wall_time()
 
-    def save_on_preemption(self) -> None:
-        """Save within the grace period if there is time; else wait for the save in progress."""
-        group = self.context.runtime.group
-        step = self.context.state.step
-        elapsed = max(group.all_gather(self.context.interrupt.elapsed()))
-        left = self.snapshot_config.grace_seconds - elapsed
+    def save_on_preemption(self, elapsed_s: float) -> None:
+        """Save within the grace period if there is time; else wait for the save in progress.
+
+        Args:
+            elapsed_s: since this rank's signal.
+        """
+        group = self.run.runtime.group
+        step = self.state.step
+        left = self.snapshot_config.grace_seconds - max(group.all_gather(elapsed_s))
         until = time.monotonic() + left
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
@@ -208,7 +211,7 @@ class SaveSchedule:
     def restore_latest(self) -> TrainState | None:
         """Load the newest snapshot, if any, into what is trained; return its TrainState."""
         self.manager.wait()
-        return restore_newest(self.manager, self.context.task, self.context.trainable)
+        return restore_newest(self.manager, self.run.task, self.run.trainable)
 
     @contextlib.contextmanager
     def _stall(self) -> Iterator[None]:
@@ -216,9 +219,9 @@ class SaveSchedule:
 
         It begins when a GPU has done what is queued: that is training.
         """
-        with self.context.metrics.meter.paused() as pause:
+        with self.meter.paused() as pause:
             yield
-        self.context.state.stall_seconds += pause.seconds
+        self.state.stall_seconds += pause.seconds
         self._stall_s += pause.seconds
 
     def _capture(self) -> RunState:
@@ -228,7 +231,7 @@ class SaveSchedule:
             TrainingError: the loss is not finite; such a state is not saved.
         """
         state = self.update_wall_time()
-        meter = self.context.metrics.meter
+        meter = self.meter
         sums, state.loss_steps = meter.state()
         state.loss_sum = sums.pop("loss")
         state.loss_part_sums = sums
@@ -236,13 +239,13 @@ class SaveSchedule:
         self._begin_interval()
         values = snapshot_state(
             state,
-            self.context.runtime,
-            self.context.task,
+            self.run.runtime,
+            self.run.task,
             self.train_step.plan,
             self.train_step.steps,
         )
-        values["code"] = self.context.code
-        tensors = self.context.trainable.tensors()
+        values["code"] = self.run.code
+        tensors = self.run.trainable.tensors()
         checksums = self.copies.checksums(tensors)
         return RunState(state.step, values, tensors, state.best_step, checksums)
 
@@ -263,7 +266,7 @@ class SaveSchedule:
 
         Each that was committed counts once: that of a failed save is another.
         """
-        state = self.context.state
+        state = self.state
         last_step = self.manager.last_step
         if self.manager.durable_s is None or last_step == self._recorded_step:
             return
@@ -274,7 +277,7 @@ class SaveSchedule:
 
     def _best_interval(self) -> float:
         """Return the best interval for the cost of a snapshot and the rate of failures so far."""
-        state = self.context.state
+        state = self.state
         mtbf_s = 3600 * self.snapshot_config.mtbf_hours
         if state.failures:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)

@@ -19,7 +19,8 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_dir import run_directory, run_name
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.train_state import INVALID, TrainState, read_train_state
+from mingpt_ddp.training.saves.resume import INVALID, read_train_state
+from mingpt_ddp.training.train_state import TrainState
 
 BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
 

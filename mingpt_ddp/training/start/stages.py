@@ -1,14 +1,14 @@
 """The stages of a start of a run, up to the training.
 
-Each is a collective, and returns what the later ones need: inputs, the run's record, its setup.
+Each is a collective, and returns what the later ones need: inputs, the history, the run.
 """
 
 import contextlib
 import uuid
 from collections.abc import Container
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,12 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
-from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
-from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -38,9 +37,8 @@ from mingpt_ddp.storage.run_dir import (
 from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.evaluation.evaluator import Evaluator
-from mingpt_ddp.training.hooks.observers import Hooks
 from mingpt_ddp.training.length import RunLength, check_minutes
+from mingpt_ddp.training.saves.resume import check_state, restore
 from mingpt_ddp.training.start.preflight import (
     Recorded,
     check_directories,
@@ -64,12 +62,10 @@ from mingpt_ddp.training.start.trial import check_user_code
 from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 from mingpt_ddp.training.train_state import (
     TrainState,
-    check_state,
     has_stopped_early,
     record_last_evaluation,
-    restore,
 )
-from mingpt_ddp.training.trainable import Trainable, build_trainable
+from mingpt_ddp.training.trainable import Run, build_trainable
 
 # keys of ddp that may differ between ranks
 PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
@@ -77,60 +73,22 @@ PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run needs before anything is written: all of it has been checked."""
+    """What a run begins from, once all of it has been checked and before anything is written."""
 
     runtime: Runtime
     task: Task
     loader: Loader
     stores: list[SnapshotStore]
     warm: WarmStart | None  # the weights of run.init_from
-    times: StartTimes
-
-    @property
-    def config(self) -> Config:
-        """The configuration, with what the snapshot or the weights to start from determine."""
-        return self.task.config
-
-    @cached_property
-    def directory(self) -> Path:
-        """The run directory; an unnamed run's name is a hash of the whole configuration."""
-        return run_directory(self.config)
-
-    def length(self, state: TrainState | None) -> RunLength:
-        """Return the number of optimizer steps, of a run with this train state if there is one."""
-        return RunLength(self.config, self.loader.steps_per_epoch, state)
 
 
 @dataclass(frozen=True)
-class RunRecord:
-    """The run directory, locked, and what the attempts before have left there."""
+class History:
+    """What the attempts before have left in the run directory; on rank zero."""
 
-    owner: RunDirectory | None  # on rank zero
-    last: Attempt  # the attempt before, on rank zero
-    end: HistoryEnd | None  # of the measurements of the attempts before, on rank zero
-    code: Future[Code] | None  # of this attempt, on rank zero
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is trained and evaluated, as the newest snapshot has it if there is one."""
-
-    manager: SnapshotManager
-    snapshot: Snapshot | None
-    trainable: Trainable
-    state: TrainState
-    length: RunLength
-    evaluator: Evaluator
-    is_complete: bool  # there is nothing to train
-    code: dict[str, Any]  # the record of what trains, or has trained; on rank zero
-
-
-@dataclass(frozen=True)
-class Listeners:
-    """Who receives what happens, besides the run directory."""
-
-    outboxes: list[Outbox]  # of the trackers, on rank zero
-    hooks: Hooks  # of the user
+    owner: RunDirectory | None = None  # its lock
+    last: Attempt = field(default_factory=Attempt)
+    end: HistoryEnd | None = None  # of the measurements
 
 
 def prepare(
@@ -138,7 +96,6 @@ def prepare(
     runtime: Runtime,
     typed: Container[str],
     hydra_files: dict[str, str],
-    times: StartTimes,
 ) -> Inputs:
     """Read the data and what the run starts from; check them before anything is written.
 
@@ -162,7 +119,7 @@ def prepare(
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-        inputs = Inputs(runtime, task, loader, stores, warm, times)
+        inputs = Inputs(runtime, task, loader, stores, warm)
         _preflight(inputs, recorded, hydra_files)
     return inputs
 
@@ -205,10 +162,11 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
     """
     runtime = inputs.runtime
     task = inputs.task
-    config = inputs.config
+    config = task.config
     group = runtime.group
     check_minutes(config)
-    length = inputs.length(recorded.train_state if recorded else None)
+    before = recorded.train_state if recorded else None
+    length = RunLength(config, inputs.loader.steps_per_epoch, before)
     # a complete run divides no batch any more
     resumes = recorded is not None and recorded.step < length.steps
     kept_size = recorded.micro_batch_size if recorded is not None and resumes else None
@@ -229,65 +187,72 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
         check_user_code(runtime, task, inputs.loader, plan)
 
 
-def open_directory(
-    inputs: Inputs, code: Future[Code] | None, resources: contextlib.ExitStack
-) -> RunRecord:
+def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> History:
     """Lock the run directory and those of its snapshots; begin to log there.
 
     Args:
-        code: of this attempt, on rank zero.
         resources: releases the locks when it is closed.
     """
+    config = inputs.task.config
     group = inputs.runtime.group
+    directory = run_directory(config)
+    history = History()
     resources.callback(inputs.loader.close)
-    owners: list[RunDirectory] = []  # on rank zero
 
     def lock() -> None:
-        wait_s = min(LOCK_WAIT_S, inputs.config.ddp.timeout_s / 2)
-        owner = RunDirectory(inputs.directory, wait_s=wait_s)
-        owners.append(owner)
+        nonlocal history
+        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
         for store in inputs.stores:
             owner.lock_snapshots(open_storage(store.url))
             store.lease = owner.leases.get(store.url)
             store.check_owner = owner.check
+        history = History(owner, owner.last_attempt(METRICS), read_end(directory / METRICS))
 
     with inputs.task.discarded_if_refused():
         group.run_on_rank_zero(lock)
-    owner = owners[0] if owners else None
-    last = owner.last_attempt(METRICS) if owner else Attempt()
-    end = read_end(inputs.directory / METRICS) if owner else None
-    logs.to_file(inputs.directory, group.env)
-    return RunRecord(owner, last, end, code)
+    logs.to_file(directory, group.env)
+    return history
 
 
-def build(inputs: Inputs, record: RunRecord) -> Setup:
-    """Build what is trained and evaluated, as the newest snapshot has it if there is one."""
+def build(inputs: Inputs, history: History, code: Future[Code] | None = None) -> Run:
+    """Build what is trained, as the newest snapshot has it if there is one.
+
+    Args:
+        code: of this attempt, on rank zero.
+    """
     runtime = inputs.runtime
     task = inputs.task
-    warm = inputs.warm
-    manager = SnapshotManager(inputs.config, runtime, inputs.stores, inputs.directory)
-    snapshot = manager.load_latest(partial(check_state, task=task))
-    initialize = partial(warm.load_into, runtime.group) if warm and not snapshot else None
-    trainable = build_trainable(runtime, task, initialize)
+    config = task.config
+    directory = run_directory(config)
+    snapshots = SnapshotManager(config, runtime, inputs.stores, directory)
+    snapshot = snapshots.load_latest(partial(check_state, task=task))
+    warm = None if snapshot else inputs.warm
+    trainable = build_trainable(
+        runtime, task, partial(warm.load_into, runtime.group) if warm else None
+    )
     state = TrainState()
     if snapshot:
-        snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
+        snapshot = snapshots.read_shards(snapshot, trainable.model, trainable.optimizer)
         state = restore(snapshot, trainable, runtime.scaler)
-    length = inputs.length(state)
+    length = RunLength(config, inputs.loader.steps_per_epoch, state)
     if steps := length.reckon(state.step):
         length.fix(steps, state.step)
-    record_last_evaluation(state, inputs.config, length.steps, record.end, runtime.group)
-    evaluator = Evaluator(task, runtime)
-    log_start(runtime, task, trainable.model, inputs.directory, length)
-    is_complete = _is_complete(inputs, record, length)
-    code = recorded_code(snapshot.state if snapshot else None)
-    if record.code and not is_complete:
-        code = record.code.result().record_in(inputs.directory, code)
-    return Setup(manager, snapshot, trainable, state, length, evaluator, is_complete, code)
+    record_last_evaluation(state, config, length.steps, history.end, runtime.group)
+    log_start(runtime, task, trainable.model, directory, length)
+    resumed = snapshot.state if snapshot else {}
+    is_complete = _is_complete(length, config.trainer.patience, history.end, runtime.group)
+    record = recorded_code(resumed)
+    if code and not is_complete:
+        record = code.result().record_in(directory, record)
+    return Run(
+        runtime, task, inputs.loader, trainable, length, snapshots, resumed, record, is_complete
+    )
 
 
-def _is_complete(inputs: Inputs, record: RunRecord, length: RunLength) -> bool:
+def _is_complete(
+    length: RunLength, patience: int | None, end: HistoryEnd | None, group: ProcessGroup
+) -> bool:
     """Return whether there is nothing to train, nor to evaluate at the end.
 
     A kill after the last snapshot leaves metrics.jsonl without the end of the run.
@@ -296,46 +261,46 @@ def _is_complete(inputs: Inputs, record: RunRecord, length: RunLength) -> bool:
     if state.step > length.steps:
         return True
     has_evaluated_last = state.step == state.val_step == length.steps
-    if not has_evaluated_last and not has_stopped_early(state, inputs.config.trainer.patience):
+    if not has_evaluated_last and not has_stopped_early(state, patience):
         return False
-    end = record.end or HistoryEnd(is_complete=True)  # resumed from a snapshot elsewhere
-    return inputs.runtime.group.run_on_rank_zero(lambda: end.is_complete)
+    # None: resumed from a snapshot elsewhere
+    return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
 def record_start(
-    inputs: Inputs, record: RunRecord, setup: Setup, hydra_files: dict[str, str]
+    run: Run, history: History, hydra_files: dict[str, str], code: Future[Code] | None
 ) -> None:
     """Record the configuration, unless a complete run has one; log what differs from before.
 
     Args:
         hydra_files: content of `.hydra/`, by file name.
+        code: of this attempt, on rank zero.
     """
-    if record.owner is None:
+    if history.owner is None:
         return
-    config = inputs.config
-    previous = recorded_config(inputs.directory)
-    if previous and setup.is_complete:
+    config = run.config
+    previous = recorded_config(history.owner.path)
+    if previous and run.is_complete:
         warn_of_unused_changes(previous, config)
     else:
-        files = {name: text.encode() for name, text in inputs.task.files().items()}
-        if record.code and not setup.is_complete and (patch := record.code.result().patch):
-            files[setup.code["patch"]] = patch
-        record.owner.record_start(config.to_dict(), hydra_files, files)
-    if setup.is_complete:
+        files = {name: text.encode() for name, text in run.task.files().items()}
+        if code and not run.is_complete and (patch := code.result().patch):
+            files[run.code["patch"]] = patch
+        history.owner.record_start(config.to_dict(), hydra_files, files)
+    if run.is_complete:
         return
-    log_code(setup.code, setup.snapshot)
-    if setup.snapshot:
-        log_changes(setup.snapshot, config, inputs.runtime, setup.length)
+    log_code(run.code, run.resumed)
+    if run.resumed:
+        log_changes(run.resumed, config, run.runtime, run.length)
     else:
-        warn_of_lost_snapshots(record.end, record.last)
+        warn_of_lost_snapshots(history.end, history.last)
 
 
-def open_listeners(inputs: Inputs, setup: Setup) -> Listeners:
+def open_trackers(run: Run) -> list[Outbox]:
     """Open the outboxes of the trackers; a run keeps its id there in its own snapshots."""
-    group = inputs.runtime.group
-    state = setup.state
-    has_own_snapshots = setup.manager.last_step is not None
+    state = run.state
+    has_own_snapshots = run.snapshots.last_step is not None
     if not has_own_snapshots or not state.run_id:
         state.run_id = uuid.uuid4().hex[:12]
-    open_all = partial(open_outboxes, inputs.config, inputs.directory, state.run_id)
-    return Listeners(group.env.call_on_rank_zero(open_all) or [], Hooks(group))
+    open_all = partial(open_outboxes, run.config, run_directory(run.config), state.run_id)
+    return run.runtime.group.env.call_on_rank_zero(open_all) or []

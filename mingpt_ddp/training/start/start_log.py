@@ -18,7 +18,6 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
-from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage.code_identity import describe, difference_of, recorded_code
 from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
@@ -99,10 +98,14 @@ def long_metrics(config: Config, steps: int) -> str | None:
     )
 
 
-def log_code(code: dict[str, Any], snapshot: Snapshot | None) -> None:
-    """Log which code trains, and in which files it differs from that of the snapshot."""
+def log_code(code: dict[str, Any], resumed: dict[str, Any]) -> None:
+    """Log which code trains, and in which files it differs from that of the snapshot.
+
+    Args:
+        resumed: the state of the snapshot; {} without one.
+    """
     log.info("code %s", describe(code))
-    before = recorded_code(snapshot.state if snapshot else None)
+    before = recorded_code(resumed)
     if files := difference_of(before, code):
         log.info("the code differs from the snapshot's, %s: %s", describe(before), files)
 
@@ -116,10 +119,16 @@ def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, length: RunLength) -> None:
-    """Log what differs from the snapshot's attempt: the environment, the schedule's length."""
-    _log_changed_environment(snapshot.state.get("environment"), runtime.environment())
-    recorded = snapshot.state["config"]
+def log_changes(
+    resumed: dict[str, Any], config: Config, runtime: Runtime, length: RunLength
+) -> None:
+    """Log what differs from the snapshot's attempt: the environment, the schedule's length.
+
+    Args:
+        resumed: the state of the snapshot.
+    """
+    _log_changed_environment(resumed.get("environment"), runtime.environment())
+    recorded = resumed["config"]
     limits = {key: recorded["trainer"].get(key) for key in LIMITS}
     optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
     with contextlib.suppress(ConfigError):  # of a class that has other keys now
@@ -128,7 +137,7 @@ def log_changes(snapshot: Snapshot, config: Config, runtime: Runtime, length: Ru
     old_length = RunLength(before, length.steps_per_epoch, length.state)
     old_steps = optimizer.schedule_steps or old_length.steps
     new_steps = config.optimizer.schedule_steps or length.steps
-    step = snapshot.step + 1
+    step = length.state.step + 1
     scaled = scale_lr(config.optimizer, config.trainer.batch_size)
     new_lr = get_lr(step, replace(scaled, schedule_steps=new_steps), new_steps)
     lr_of_old_length = get_lr(step, replace(scaled, schedule_steps=old_steps), old_steps)

@@ -23,8 +23,9 @@ from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.length import RunLength
+from mingpt_ddp.training.saves.resume import restore
 from mingpt_ddp.training.start.action_trial import check_actions
-from mingpt_ddp.training.train_state import TrainState, restore
+from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 

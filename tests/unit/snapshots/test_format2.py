@@ -27,7 +27,8 @@ from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, recorded_config
 from mingpt_ddp.tasks import build_task
-from mingpt_ddp.training.train_state import TrainState, check_state, restore
+from mingpt_ddp.training.saves.resume import check_state, restore
+from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import build_trainable
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -45,7 +45,7 @@ from mingpt_ddp.snapshots.staging_buffer import decode, encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.retention import prune
-from mingpt_ddp.training.train_state import check_state
+from mingpt_ddp.training.saves.resume import check_state
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"

@@ -19,7 +19,7 @@ from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.training.hooks.actions import Actions
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 from mingpt_ddp.training.start.action_trial import Outcome, check_actions, refuse_differences
 from mingpt_ddp.training.trainable import build_trainable
 
@@ -58,7 +58,7 @@ def test_the_state_of_a_discarded_step_is_discarded(policy, tmp_path, monkeypatc
     more = [f"run.root={tmp_path}", "run.name=run", f"trainer.on_nonfinite={policy}"]
     config = config_of(*LIMITS, "data.truncate=0.02", *more)
     runtime = Runtime(config, DistEnv())
-    run(config, runtime, {})
+    train_run(config, runtime, {})
     runtime.close()
     found = load(str(tmp_path / "run"), ("hooks",))
     [state] = unpack_states(found.hooks, torch.device("cpu")).values()

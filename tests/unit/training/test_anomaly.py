@@ -50,7 +50,7 @@ def test_a_loss_spike():
     anomaly_policy = policy(spike_factor=2)
     assert anomaly_policy.find_anomaly(1e9, 1.0) is None, "there is no average to compare with yet"
     anomaly_policy.on_step_accepted(1, 3.0)
-    assert anomaly_policy.context.state.loss_ema == 3.0
+    assert anomaly_policy.run.state.loss_ema == 3.0
     assert anomaly_policy.find_anomaly(6.0, 1.0) is None
     assert (
         anomaly_policy.find_anomaly(6.001, 1.0)
@@ -113,7 +113,7 @@ def test_reading_the_norm_of_a_step_waits(monkeypatch):
 
     group.waiting = waiting
     anomaly_policy = policy()
-    anomaly_policy.context.runtime.group = group
+    anomaly_policy.run.runtime.group = group
     assert anomaly_policy.find_in_step(2.5, Norm(group)) == "loss 2.5 and gradient norm nan"
     assert not group.is_waiting
     anomaly_policy.checks_every_step = False

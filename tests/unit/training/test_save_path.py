@@ -18,7 +18,7 @@ from mingpt_ddp.errors import StorageUnusableError
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training import trainer
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 PACKAGE = str(Path(mingpt_ddp.__file__).parent)
 SETTINGS = [
@@ -75,7 +75,7 @@ def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(
     config = from_mapping(configure(*settings, "run.name=run"))
     runtime = Runtime(config, DistEnv())
     with pytest.raises(StorageUnusableError, match="no space is left") as refused:
-        run(config, runtime, {})
+        train_run(config, runtime, {})
     runtime.close()
     on_thread = refused.value.__cause__
     assert isinstance(on_thread.__cause__, OSError)

@@ -72,12 +72,11 @@ def schedule_of(staged_at: float) -> tuple[SaveSchedule, QueuedDevice]:
     config = from_mapping(configure("trainer.device=cpu", "snapshot.every_steps=1"))
     device = QueuedDevice(Runtime(config, DistEnv()))
     meter = Meter(device, 1, "tokens")
-    context = SimpleNamespace(
-        config=config, state=TrainState(step=1), metrics=SimpleNamespace(meter=meter)
-    )
+    staging = Staging(device, staged_at)
+    run = SimpleNamespace(config=config, state=TrainState(step=1), snapshots=staging)
     meter.record({"loss": torch.zeros(())}, torch.zeros(()), data_time_s=0.0)
     device.queue(10.0)
-    return SaveSchedule(context, Staging(device, staged_at), None, None, 1), device
+    return SaveSchedule(run, None, meter, None, None), device
 
 
 @pytest.mark.parametrize(("staged_at", "stall_s"), [(4.0, 0.0), (13.0, 3.0)])
@@ -88,8 +87,8 @@ def test_passes_that_a_device_still_computes_are_no_stall(call, staged_at, stall
         schedule.wait_for_staging()
     else:
         schedule.maybe_save(is_due=True)
-    assert schedule.context.state.stall_seconds == schedule._stall_s == stall_s
-    assert schedule.context.metrics.meter.read()["speed/step_ms"] == 10e3
+    assert schedule.state.stall_seconds == schedule._stall_s == stall_s
+    assert schedule.meter.read()["speed/step_ms"] == 10e3
 
 
 def test_the_host_waits_for_the_device_only_if_it_must_wait_anyway():
@@ -106,8 +105,8 @@ def auto_schedule(state: TrainState, first_s: float = math.inf, mtbf_hours: floa
         configure("snapshot.every_steps=auto", f"snapshot.mtbf_hours={mtbf_hours}")
     )
     manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
-    context = SimpleNamespace(config=config, state=state)
-    return SaveSchedule(context, manager, None, None, 1, first_s), manager
+    run = SimpleNamespace(config=config, state=state, snapshots=manager)
+    return SaveSchedule(run, None, None, None, None, first_s), manager
 
 
 def test_the_first_snapshot_of_a_run_measures_the_cost():
@@ -122,7 +121,7 @@ def test_the_first_snapshot_of_a_run_measures_the_cost():
     assert schedule._interval_s == 30
     schedule.take_result()
     assert schedule._interval_s == automatic_interval(2.0, 24 * HOUR, 3.0)
-    state = schedule.context.state
+    state = schedule.state
     assert (state.save_stall_s, state.save_durable_s) == (2.0, 3.0)
 
 
@@ -134,11 +133,11 @@ def test_the_cost_of_a_failed_save_is_forgotten():
     schedule._begin_interval()
     schedule._stall_s += 60.0
     schedule._begin_interval()
-    assert schedule.context.state.save_stall_s == 2.0
+    assert schedule.state.save_stall_s == 2.0
     manager.last_step = 6
     schedule._stall_s += 6.0
     schedule._begin_interval()
-    assert schedule.context.state.save_stall_s == 3.0
+    assert schedule.state.save_stall_s == 3.0
 
 
 @pytest.mark.parametrize(("hours", "interval_s"), [(240.0, 30.0), (24.0, 30.0), (1 / 60, 0.8)])

@@ -25,13 +25,13 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.registry import run_code
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records
 from mingpt_ddp.training.start.start_log import log_changes, log_start, long_metrics
+from mingpt_ddp.training.train_state import TrainState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,7 +84,7 @@ def log_of(lines: list[str], recorded: object, **now: object) -> list[str]:
     runtime = SimpleNamespace(environment=lambda: {**ENVIRONMENT, **now})
     config = configuration(NAME, STEPS)
     state = {"config": config.to_dict(), "environment": recorded}
-    log_changes(Snapshot(STEPS, {}, {}, state), config, runtime, RunLength(config, 45))
+    log_changes(state, config, runtime, RunLength(config, 45))
     return lines
 
 
@@ -172,7 +172,7 @@ def test_a_longer_schedule_is_named_when_the_rate_jumps(log_lines):
         log_lines.clear()
         state = {"config": before.to_dict(), "environment": ENVIRONMENT}
         runtime = SimpleNamespace(environment=lambda: ENVIRONMENT)
-        log_changes(Snapshot(20, {}, {}, state), now, runtime, RunLength(now, 30))
+        log_changes(state, now, runtime, RunLength(now, 30, TrainState(step=20)))
         return list(log_lines)
 
     assert resumed(config(20), config(40)) == [

@@ -48,9 +48,8 @@ def trainer_of(
 ) -> Trainer:
     """Return a trainer of which only the flags can be sent."""
     trainer = object.__new__(Trainer)
-    trainer.context = SimpleNamespace(
-        interrupt=SimpleNamespace(signal_name=signal), runtime=SimpleNamespace(group=group)
-    )
+    trainer.observers = SimpleNamespace(signals=SimpleNamespace(signal_name=signal))
+    trainer.runtime = SimpleNamespace(group=group)
     trainer.saves = SimpleNamespace(
         manager=SimpleNamespace(save_in_progress=saving), is_due=lambda: is_due
     )

@@ -19,7 +19,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,7 +69,7 @@ def train(root: Path, **changes: object) -> None:
     config = from_mapping(values)
     runtime = Runtime(config, DistEnv())
     try:
-        run(config, runtime, {})
+        train_run(config, runtime, {})
     finally:
         runtime.close()
 

@@ -31,11 +31,10 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.storage.storage import Storage
-from mingpt_ddp.training import train_state
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.hooks.observers import Hooks
-from mingpt_ddp.training.run import run
-from mingpt_ddp.training.saves import save_schedule
+from mingpt_ddp.training.run import train_run
+from mingpt_ddp.training.saves import resume, save_schedule
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
@@ -66,7 +65,7 @@ def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -
     """Train in this process; return result.json."""
     config = from_mapping(configure(*SETTINGS, f"run.root={root}", "run.name=run", *overrides))
     runtime = Runtime(config, DistEnv())
-    run(config, runtime, {}, interrupt)
+    train_run(config, runtime, {}, interrupt)
     runtime.close()
     return read_result(root / "run")
 
@@ -77,7 +76,7 @@ def test_a_run_returns_the_metrics_of_the_validation_split(tmp_path, is_complete
     result = train(tmp_path) if is_complete else None
     config = from_mapping(configure(*SETTINGS, f"run.root={tmp_path}", "run.name=run"))
     runtime = Runtime(config, DistEnv())
-    metrics = run(config, runtime, {})
+    metrics = train_run(config, runtime, {})
     runtime.close()
     result = result or read_result(tmp_path / "run")
     assert metrics.keys() >= {"loss", "bits_per_byte"}
@@ -479,8 +478,8 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
     """Where no step is checked, as on a GPU."""
     original = AnomalyPolicy.__init__
 
-    def init(policy: AnomalyPolicy, context: Any) -> None:
-        original(policy, context)
+    def init(policy: AnomalyPolicy, run: Any) -> None:
+        original(policy, run)
         policy.checks_every_step = False
 
     def spoil(strategy: Strategy, *arguments: Any) -> torch.Tensor:
@@ -534,7 +533,7 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
         return original_clip(strategy, parameters, limit)
 
     averages: list[bool] = []
-    original_restore = train_state.restore
+    original_restore = resume.restore
 
     def restore(found: Snapshot, trainable: Trainable, scaler: Any) -> TrainState:
         state = original_restore(found, trainable, scaler)
@@ -544,7 +543,7 @@ def test_a_rollback_restores_the_newest_snapshot(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainStep, "passes", passes)
     monkeypatch.setattr(Strategy, "clip_grad_norm", spoil_once)
-    monkeypatch.setattr(train_state, "restore", restore)
+    monkeypatch.setattr(resume, "restore", restore)
     train(tmp_path, *ALL, "trainer.on_nonfinite=rollback", "trainer.ema=0.9")
     assert averages == [True]
     assert losses[7:9] == losses[4:6], "steps 5 and 6, after the snapshot of step 4"

@@ -20,6 +20,7 @@ from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training import trainer as trainer_module
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
+from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.step_flags import StepFlags
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainer import Outcome, Trainer
@@ -48,19 +49,18 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.anomaly.make_error.side_effect = lambda text: TrainingError(text)
 
     parts.metrics.meter.paused = partial(noted_pause, parts)
-    context = SimpleNamespace(
+    run = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
         state=state or TrainState(),
-        metrics=parts.metrics,
         runtime=SimpleNamespace(group=SimpleNamespace(set_activity=Mock())),
         trainable=SimpleNamespace(model="model", optimizer="optimizer"),
-        interrupt=SimpleNamespace(exits="exits", deferred=False),
     )
-    parts.saves.update_wall_time.side_effect = lambda: context.state
+    signals = SimpleNamespace(deferred=False, elapsed=lambda: 1.5)
+    observers = Observers(parts.hooks, [], None, signals)
+    parts.saves.anomaly = parts.anomaly
+    parts.saves.update_wall_time.side_effect = lambda: run.state
     parts.metrics.norms.measure = MagicMock()
-    trainer = Trainer(
-        context, parts.step, parts.saves, parts.validation, parts.anomaly, parts.hooks
-    )
+    trainer = Trainer(run, parts.step, parts.metrics, parts.saves, parts.validation, observers)
     trainer._send_flags = parts.send_flags
     give_flags(parts)
     parts.reset_mock()
@@ -137,17 +137,17 @@ def test_the_order_of_a_run():
 def test_signals_are_deferred_while_a_run_trains():
     trainer, parts = trainer_of()
     trainer.profiler.close = parts.profiler.close
-    interrupt = trainer.context.interrupt
+    signals = trainer.observers.signals
 
     def fail() -> None:
-        assert interrupt.deferred is True
+        assert signals.deferred is True
         raise ZeroDivisionError
 
     parts.step.warm_up.side_effect = fail
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert names(parts) == ["pause", "step.warm_up", "profiler.close", "metrics.close"]
-    assert interrupt.deferred is False
+    assert signals.deferred is False
 
 
 @pytest.mark.parametrize("failing_step", [None, 3, 4, 5])
@@ -156,7 +156,7 @@ def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
     trainer, parts = trainer_of(state=TrainState(step=2))
     group = SimpleNamespace(set_activity=Mock(), rank=0, world_size=1)
     strategy = SimpleNamespace(config=trainer.config)
-    trainer.context.runtime = SimpleNamespace(group=group, strategy=strategy)
+    trainer.runtime = SimpleNamespace(group=group, strategy=strategy)
     parts.step.plan.micro_batch_size = 3
 
     def run(step: int | None = None) -> dict[str, Tensor]:
@@ -190,9 +190,8 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
     monkeypatch.setattr(trainer_module, "Profiler", profiler)
     state = TrainState(step=2, loss_sum=5.0, loss_part_sums={"aux": 1.0}, loss_steps=3)
     trainer, parts = trainer_of(state=state)
-    context = trainer.context
     paused = parts.metrics.meter.paused
-    assert profiler.mock_calls == [call(context.config, context.runtime, range(2, 6), paused)]
+    assert profiler.mock_calls == [call(trainer.config, trainer.runtime, range(2, 6), paused)]
     assert trainer.lr == 0.0
     trainer._load_meter()
     assert parts.mock_calls == [call.metrics.meter.load_state({"loss": 5.0, "aux": 1.0}, 3)]
@@ -206,14 +205,14 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
             "prune",
             PRUNED,
             PREEMPTED,
-            [call.saves.save_on_preemption()],
+            [call.saves.save_on_preemption(1.5)],
         ),
         (
             {},
             "evaluate",
             Decision(end=PREEMPTED),
             PREEMPTED,
-            [call.validation.evaluate(), call.saves.save_on_preemption()],
+            [call.validation.evaluate(), call.saves.save_on_preemption(1.5)],
         ),
         (
             {},
@@ -271,8 +270,8 @@ def test_a_step_that_is_due_or_improves_is_saved():
 @pytest.mark.parametrize(
     ("end", "step", "improved", "expected"),
     [
-        (PREEMPTED, 3, True, call.save_on_preemption()),
-        (PREEMPTED, 6, False, call.save_on_preemption()),
+        (PREEMPTED, 3, True, call.save_on_preemption(1.5)),
+        (PREEMPTED, 6, False, call.save_on_preemption(1.5)),
         (PRUNED, 3, False, call.save()),
         (COMPLETE, 3, False, call.save()),
         (None, 6, False, call.save()),

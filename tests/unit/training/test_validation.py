@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from tasks import noted_pause
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training.hooks.actions import Actions
+from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.validation import Decision, Validation
 
@@ -48,15 +50,14 @@ def validation_of(
         snapshot=SimpleNamespace(keep_best=keep_best),
     )
     average = SimpleNamespace(decay=decay, applied=applied)
-    context = SimpleNamespace(
+    run = SimpleNamespace(
         config=config,
         state=state or TrainState(step=4),
-        metrics=parts.metrics,
-        interrupt=SimpleNamespace(signal_name=None),
         runtime=SimpleNamespace(group=parts.group),
         trainable=SimpleNamespace(model="model", average=average, actions=Actions(None, ())),
     )
-    return Validation(context, parts.saves, parts.evaluator, parts.hooks, parts.report), parts
+    observers = Observers(parts.hooks, [], parts.judge, SimpleNamespace(signal_name=None))
+    return Validation(run, parts.metrics, parts.saves, parts.evaluator, observers), parts
 
 
 def names(parts: Mock) -> list[str]:
@@ -134,17 +135,17 @@ def test_an_evaluation_is_reported_and_may_end_the_job(reason, is_last, best, va
     """That of the last step is reported too: other jobs are compared with it."""
     state = TrainState(step=4, best_val_loss=best, val_step=val_step, val_metrics=METRICS)
     validation, parts = validation_of(state)
-    parts.report.return_value = reason
+    parts.judge.return_value = reason
     parts.group.run_on_rank_zero = lambda work: work()
     assert validation.prune(is_last) is end
     is_reported = best is not None and val_step == 4
-    assert parts.mock_calls == ([call.report(4, METRICS)] if is_reported else [])
+    assert parts.mock_calls == ([call.judge(4, METRICS)] if is_reported else [])
 
 
 def test_nothing_is_reported_outside_of_a_study():
     state = TrainState(step=4, best_val_loss=2.0, val_step=4)
     validation, parts = validation_of(state)
-    validation.report = None
+    validation.observers = replace(validation.observers, judge=None)
     assert validation.prune(False) is None
     assert not parts.mock_calls
 
@@ -185,7 +186,7 @@ def test_a_signal_stops_the_evaluator():
     assert parts.evaluator.run.call_args.args == ("model", "val")
     stop = parts.evaluator.run.call_args.kwargs["stop"]
     assert not stop()
-    validation.context.interrupt.signal_name = "SIGTERM"
+    validation.observers.signals.signal_name = "SIGTERM"
     assert stop()
 
 
@@ -227,7 +228,7 @@ def test_hooks_with_state_wait_for_the_staging_of_a_snapshot(have_state):
     validation, parts = validation_of()
     parts.actions.have_state = have_state
     parts.actions.evaluate.return_value = {}
-    validation.context.trainable.actions = parts.actions
+    validation.run.trainable.actions = parts.actions
     validation.evaluate()
     before = names(parts)[: names(parts).index("actions.evaluate")]
     assert ("saves.wait_for_staging" in before) is have_state

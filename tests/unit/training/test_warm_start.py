@@ -31,7 +31,7 @@ from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.read.transformers_import import NAMES
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, run_name
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 # A step that changes nothing: what a run starts from is in its snapshot.
 FROZEN = [
@@ -56,7 +56,7 @@ def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -
     config = from_mapping(configure(*words, f"data.cache_dir={root / 'cache'}"))
     runtime = Runtime(config, DistEnv())
     try:
-        run(config, runtime, {}, typed={*typed})
+        train_run(config, runtime, {}, typed={*typed})
     finally:
         runtime.close()
     return root / name

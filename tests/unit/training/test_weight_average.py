@@ -21,7 +21,7 @@ from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.evaluation.weight_average import WeightAverage
-from mingpt_ddp.training.run import run
+from mingpt_ddp.training.run import train_run
 
 
 def test_the_formula():
@@ -71,7 +71,7 @@ def train(root: Path, *overrides: str) -> None:
     ]
     config = from_mapping(configure(*settings, *overrides))
     runtime = Runtime(config, DistEnv())
-    run(config, runtime, {})
+    train_run(config, runtime, {})
     runtime.close()
 
 

@@ -1,0 +1,184 @@
+"""The train state in a snapshot, and whether a run can resume from one."""
+
+import contextlib
+import logging
+import math
+import time
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any
+
+from torch.amp import GradScaler
+
+from mingpt_ddp.config.config import (
+    CODE_LOCATION_KEYS,
+    Config,
+    flatten,
+    from_mapping,
+    named_keys,
+)
+from mingpt_ddp.config.validation import NotRegisteredError, build
+from mingpt_ddp.data.dataloader import BatchPlan
+from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import ConfigError, SnapshotError
+from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.manager import SnapshotManager
+from mingpt_ddp.snapshots.state_dict import load_model_state, load_optimizer_state
+from mingpt_ddp.tasks.task import Task, recorded_sha256
+from mingpt_ddp.training.train_state import OF_METRICS, TrainState
+from mingpt_ddp.training.trainable import Trainable
+
+log = logging.getLogger(__name__)
+
+NOT_IN_IDENTITY = ("name", "dropout", *CODE_LOCATION_KEYS)  # of model
+# its content counts, wherever it comes from
+DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
+DATA_SHA256 = "the content of the data (SHA-256)"
+# what reading an untrusted state may raise
+INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
+
+
+def snapshot_state(
+    state: TrainState, runtime: Runtime, task: Task, plan: BatchPlan, steps: int
+) -> dict[str, Any]:
+    """Return the content of state.json.
+
+    Args:
+        steps: of the whole run, by the limits of this attempt.
+    """
+    state.saved_at = time.time()
+    return {
+        "train_state": _encode(state),
+        "scaler": runtime.scaler.state_dict(),
+        "micro_batch_size": plan.micro_batch_size,
+        "steps": steps,
+        **task.state(),
+        "config": task.config.to_dict(),
+        "environment": runtime.environment(),
+    }
+
+
+def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -> TrainState | None:
+    """Load the newest snapshot, if there is one, into what is trained; return its train state.
+
+    A collective.
+
+    Raises:
+        SnapshotError: there are snapshots, but none that this run can resume from.
+    """
+    found = manager.load_latest(partial(check_state, task=task))
+    if found is None:
+        return None
+    manager.runtime.resume_precision(task.config, found.state)
+    found = manager.read_shards(found, trainable.model, trainable.optimizer)
+    return restore(found, trainable, manager.runtime.scaler)
+
+
+def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> TrainState:
+    """Load a snapshot that `check_state` accepted into the live objects; return its TrainState."""
+    model = trainable.model
+    if trainable.average.decay is not None:
+        if not snapshot.ema:
+            log.info(
+                "the snapshot has no average of the weights: trainer.ema starts from its weights"
+            )
+        load_model_state(model, snapshot.ema or snapshot.model)
+        trainable.average.restart()
+    load_model_state(model, snapshot.model)
+    load_optimizer_state(model, trainable.optimizer, snapshot.optimizer)
+    for note in trainable.actions.load(snapshot.hooks):
+        log.warning("the snapshot has %s", note)
+    if snapshot.state["scaler"]:
+        scaler.load_state_dict(snapshot.state["scaler"])
+    return read_train_state(snapshot.state)
+
+
+def _encode(state: TrainState) -> dict[str, Any]:
+    """Return the fields for a state.json. JSON has no NaN: a metric that is not finite is text."""
+    values = asdict(state)
+    for key in OF_METRICS:
+        for name, value in values[key].items():
+            values[key][name] = value if math.isfinite(value) else str(value)
+    return values
+
+
+def read_train_state(state: Any) -> TrainState:
+    """Return the train state in a state.json, without fields added by later versions."""
+    names = {each.name for each in fields(TrainState)}
+    known = {key: value for key, value in state["train_state"].items() if key in names}
+    for key in OF_METRICS:
+        if key in known:
+            known[key] = {name: _decode(value) for name, value in known[key].items()}
+    return build(TrainState, known, "train_state")
+
+
+def _decode(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def check_state(step: int, state: Any, task: Task) -> None:
+    """Refuse a snapshot that this run cannot resume from.
+
+    Args:
+        state: the parsed state.json, untrusted.
+
+    Raises:
+        SnapshotError: its task, model, data or data order differs, or it was not written by a run.
+    """
+    config = task.config
+    try:
+        old = _recorded_settings(step, state, config)
+    except INVALID as error:
+        raise SnapshotError(
+            f"the snapshot of step {step} has an invalid state: {str(error)[:300]}"
+        ) from error
+    new = flatten(config.to_dict())
+    new[DATA_SHA256] = task.sha256[:16]
+    differences = []
+    for key in [*identity_keys(config.to_dict()), DATA_SHA256]:
+        if old.get(key) != new.get(key):
+            differences.append(f"{key} ({str(old.get(key))[:100]} there, {new.get(key)} now)")
+    if not differences:
+        return
+    advice = "or choose another run.name, or run.resume=never"
+    if config.run.source is not None:  # it would continue the training of another run
+        advice = f"or write run.init_from={config.run.source} to start from its weights alone"
+    raise SnapshotError(
+        f"the snapshot of step {step} was saved with other settings: {', '.join(differences)}; "
+        f"restore them, {advice}"
+    )
+
+
+def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
+    """Return the configuration and the SHA-256 of the data in a state.json, by dotted key.
+
+    Raises:
+        One of INVALID: it is not the state of this step of a run.
+    """
+    # ddp may differ, even in its keys
+    recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
+    # so may the schedule, which code of the user may have registered
+    recorded["optimizer"] = {
+        **recorded["optimizer"],
+        "schedule": config.optimizer.schedule,
+        "schedule_settings": config.optimizer.schedule_settings,
+    }
+    with contextlib.suppress(NotRegisteredError):  # another model or optimizer: it differs
+        recorded = from_mapping(recorded).to_dict()  # with the defaults of newer keys
+    micro_batch_size = state["micro_batch_size"]
+    is_divided = recorded["trainer"]["batch_size"] % micro_batch_size == 0
+    if read_train_state(state).step != step or not is_divided:
+        recorded_step = state["train_state"]["step"]
+        raise ValueError(f"step {recorded_step}, micro_batch_size {micro_batch_size}")
+    settings = flatten(recorded)
+    settings[DATA_SHA256] = recorded_sha256(state)[:16]
+    return settings
+
+
+def identity_keys(config: dict[str, Any]) -> list[str]:
+    """List the keys whose values must match for a run to resume from a snapshot."""
+    keys = [f"model.{key}" for key in config["model"] if key not in NOT_IN_IDENTITY]
+    for key in named_keys(config):
+        if key.startswith(("task.", "data.")) and key not in DATA_SOURCE_KEYS:
+            keys.append(key)
+    return [*keys, "trainer.batch_size", "optimizer.name", "run.seed", "run.init_sha256"]
