@@ -17,11 +17,12 @@ from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer_base import EXACT, Tokenizer
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_tensors
+from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_name
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.shard_plan import share_tensors
 
 VOCABULARY = "\n abc"
 SHA256 = "5e" * 32  # of the text
@@ -62,10 +63,13 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
     tensors = {"model": snapshot.model, "optimizer": snapshot.optimizer} | (
         {"ema": snapshot.ema} if snapshot.ema else {}
     )
-    for share in shard_tensors(tensors, writers):
-        files |= store.write_files(
-            snapshot.step, {name: encode(tensors) for name, tensors in share.items()}
-        )
+    shares = share_tensors(tensors, range(writers))
+    for kind, named in tensors.items():
+        ranks = shares.ranks[kind]
+        for rank in ranks:
+            own = {n: t for n, t in named.items() if shares.writer(kind, n) == rank}
+            name = shard_name(kind, ranks.index(rank), len(ranks))
+            files |= store.write_files(snapshot.step, {name: encode(own)})
     files |= store.write_files(
         snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()}
     )

@@ -80,7 +80,7 @@ class Footprint:
         """Return the names of the parameters that this rank updates."""
         if not self.strategy.has_owners:
             return list(self.state.trained)
-        sizes = {name: p.numel() for name, p in self.state.trained.items()}
+        sizes = {name: p.numel() for name, p in sorted(self.state.trained.items())}
         names: list[list[str]] = [[] for _ in range(self.cluster.ranks)]
         for name, owner in share_out(sizes, self.cluster.ranks).items():
             names[owner].append(name)

@@ -10,8 +10,8 @@ A snapshot is a directory `step_00001000` of
     manifest.json          size and SHA-256 of the other files, and its own SHA-256; written last
 
 If several ranks write, each writes some of the files. Large snapshots are sharded over files
-model-00001-of-00002.safetensors and so on, whole or in pieces of rows, named
-`<tensor>@<first row>-of-<rows>` (pieces.py). Without a valid manifest the snapshot does not exist.
+model-00001-of-00002.safetensors and so on, whole or in pieces of rows (tensor_index.py). Without a
+valid manifest the snapshot does not exist.
 Nothing in it can run code: tensors are safetensors, the rest is JSON. Untrusted snapshots are safe
 to read: names are validated, and sizes are known before anything is read.
 
@@ -23,7 +23,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
@@ -69,7 +68,7 @@ class Snapshot:
     state: dict[str, Any]  # plain values: configuration, train state, scaler, losses, vocabulary
     ema: dict[str, Tensor] = field(default_factory=dict)  # as model, if it was read
     hooks: dict[str, Tensor] = field(default_factory=dict)  # as `pack_state` names them
-    index: Any = None  # where the tensors are, if they have not been read: see pieces.py
+    index: Any = None  # where the tensors are, if they have not been read: see tensor_index.py
 
 
 def directory_name(step: int) -> str:
@@ -91,58 +90,6 @@ def shard_name(kind: str, shard: int, shards: int) -> str:
     if shards == 1:
         return f"{kind}.safetensors"
     return f"{kind}-{shard + 1:05d}-of-{shards:05d}.safetensors"
-
-
-def shard_tensors(
-    tensors: Mapping[str, Mapping[str, Tensor]], writers: int
-) -> list[dict[str, dict[str, Tensor]]]:
-    """Assign whole tensors to writers, balanced by bytes; deterministic, so that all ranks agree.
-
-    Args:
-        tensors: by kind and name.
-
-    Returns:
-        For each writer its tensors by file and name; fewer writers than asked if shards would be
-        too small. Then they still write the kinds side by side.
-    """
-    by_size = []
-    total = 0
-    for kind, named in tensors.items():
-        for name, tensor in named.items():
-            by_size.append((tensor.nbytes, kind, name))
-            total += tensor.nbytes
-    by_size.sort(reverse=True)
-    shards = max(1, min(writers, total // MIN_SHARD_BYTES))
-    if shards == 1:
-        return _spread_kinds(tensors, writers)
-    files: list[dict[str, dict[str, Tensor]]] = []
-    for shard in range(shards):
-        files.append({shard_name(kind, shard, shards): {} for kind in tensors})
-    loads = [0] * shards  # bytes of each shard
-    for size, kind, name in by_size:  # largest first, each to the smallest shard
-        shard = loads.index(min(loads))
-        loads[shard] += size
-        files[shard][shard_name(kind, shard, shards)][name] = tensors[kind][name]
-    return files
-
-
-def _spread_kinds(
-    tensors: Mapping[str, Mapping[str, Tensor]], writers: int
-) -> list[dict[str, dict[str, Tensor]]]:
-    """Assign whole kinds to writers, balanced by bytes; the first writer gets the least.
-
-    It is rank zero, which also writes the state and the manifest.
-    """
-    sizes = {kind: sum(t.nbytes for t in named.values()) for kind, named in tensors.items()}
-    count = max(1, min(writers, len(sizes)))
-    loads = [0] * count  # bytes of each writer
-    shares: list[list[str]] = [[] for _ in range(count)]  # kinds
-    for kind in sorted(sizes, key=lambda kind: -sizes[kind]):
-        writer = loads.index(min(loads))
-        loads[writer] += sizes[kind]
-        shares[writer].append(kind)
-    shares.sort(key=lambda kinds: sum(sizes[kind] for kind in kinds))
-    return [{shard_name(kind, 0, 1): dict(tensors[kind]) for kind in kinds} for kinds in shares]
 
 
 def kind_of(name: str) -> str:
@@ -221,25 +168,6 @@ def _has_our_files(files: Files) -> bool:
         if kind_of(name) in OUR_KINDS or not re.fullmatch(r"[a-z0-9_]+\.[a-z]+", name):
             return False
     return True
-
-
-def fits_header(start: bytes, size: int) -> bool:
-    """Return whether a safetensors file has the size that its header implies.
-
-    Args:
-        start: its first bytes. A header that extends past them is not checked.
-        size: of the file, in bytes.
-    """
-    length = int.from_bytes(start[:8], "little")
-    if len(start) - 8 < length <= MAX_HEADER_BYTES:
-        return True
-    try:
-        header = json.loads(start[8 : 8 + length])
-        header.pop("__metadata__", None)
-        data_size = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        return bool(8 + length + data_size == size)
-    except Exception:  # untrusted: not a header
-        return False
 
 
 def load_json(content: bytes) -> Any:

@@ -29,7 +29,7 @@ from mingpt_ddp.errors import (
 )
 from mingpt_ddp.snapshots.format import HOOKS, KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
 from mingpt_ddp.snapshots.read.load import load, readable_stores
-from mingpt_ddp.snapshots.read.shard_reader import ShardReader
+from mingpt_ddp.snapshots.read.shard_reader import read_shards
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture, Parts
@@ -134,7 +134,7 @@ class SnapshotManager:
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
         """Return the snapshot with this rank's tensors of model and optimizer. A collective."""
         if snapshot.index is not None:
-            return ShardReader(self.runtime).read(snapshot, model, optimizer)
+            return read_shards(self.runtime, snapshot, model, optimizer)
         split = self.runtime.strategy.split_tensors
         return replace(
             snapshot,

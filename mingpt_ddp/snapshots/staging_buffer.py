@@ -6,43 +6,21 @@ that `safetensors.torch.save` makes.
 """
 
 import json
-import math
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
+from mingpt_ddp.snapshots.tensor_index import TYPES
 from mingpt_ddp.storage.records import check_size
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.bool: "BOOL",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+DTYPES = {getattr(torch, name): code for code, (name, _) in TYPES.items()}
 FOR_ALL_GPUS = 1  # cudaHostRegisterPortable
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """What the header of a file says of a tensor."""
-
-    dtype: torch.dtype
-    shape: list[int]
-    offset: int  # bytes from the begin of the file
 
 
 class SafetensorsBuffer:
@@ -142,51 +120,3 @@ def encode(tensors: Mapping[str, Tensor]) -> memoryview:
     buffer = SafetensorsBuffer(tensors)
     buffer.fill(tensors)
     return buffer.content
-
-
-def read_header(start: bytes, size: int) -> dict[str, TensorEntry]:
-    """Return the tensors of a safetensors file by name.
-
-    Args:
-        start: of a safetensors file of `size` bytes; the whole header.
-
-    Raises:
-        ValueError: the header is damaged, or its tensors overlap or are not all of the file.
-    """
-    length = int.from_bytes(start[:8], "little")
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    found = {}
-    done = 0
-    try:
-        header = json.loads(start[8 : 8 + length])
-        header.pop("__metadata__", None)
-        for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            dtype = dtypes[tensor["dtype"]]
-            shape = tensor["shape"]
-            begin, end = tensor["data_offsets"]
-            are_counts = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
-            if not are_counts or begin != done:
-                raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
-            if end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name[:100]} has another size than its shape")
-            found[name] = TensorEntry(dtype, shape, 8 + length + begin)
-            done = end
-        if done != size - 8 - length:
-            raise ValueError("its tensors are not all of the file")
-    except Exception as error:  # untrusted: not a header
-        raise ValueError(str(error)) from error
-    return found
-
-
-def decode(content: bytes) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, none of them larger than the file.
-
-    Raises:
-        ValueError: it is not a safetensors file.
-    """
-    if int.from_bytes(content[:8], "little") > MAX_HEADER_BYTES:
-        raise ValueError("its header is too large")
-    try:
-        return safetensors.torch.load(content)
-    except Exception as error:  # SafetensorError and others
-        raise ValueError(str(error)) from error

@@ -9,16 +9,22 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from mingpt_ddp.distributed.device.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import (
-    MAX_HEADER_BYTES,
     CorruptSnapshotError,
     Files,
     IncompleteSnapshotError,
     Snapshot,
     path_of,
+)
+from mingpt_ddp.snapshots.tensor_index import (
+    Header,
+    check_memory,
+    decode,
+    header_end,
+    make_index,
+    read_header,
 )
 from mingpt_ddp.storage.remote.remote_errors import StorageError
 from mingpt_ddp.storage.urls import open_storage
@@ -124,11 +130,10 @@ class StoreReader:
         try:
             files, state = self.read_metadata(step, kinds)
             del files[layout.STATE]
+            index = None
             if not whole:
-                self.verify(step)
-                hooks = {n: files.pop(n) for n in [*files] if layout.kind_of(n) == layout.HOOKS}
-                own = self._read_tensors(step, hooks)[layout.HOOKS]
-                return Snapshot(step, {}, {}, state, hooks=own, index=self._index(step, files))
+                index = self._index(step, files)
+                files = {n: file for n, file in files.items() if layout.kind_of(n) == layout.HOOKS}
             tensors = self._read_tensors(step, files)
         except StorageError as error:  # not the fault of the snapshot
             raise StorageUnavailableError(
@@ -136,12 +141,18 @@ class StoreReader:
             ) from error
         except MemoryError as error:
             raise CorruptSnapshotError("it is larger than the memory of this machine") from error
-        except ValueError as error:  # valid digests, but not our file
+        except (ValueError, RuntimeError) as error:  # valid digests, but not our file
             reason = ascii(str(error))[1:-1]
             raise CorruptSnapshotError(f"cannot be parsed: {reason[:200]}") from error
         weights = tensors["model"] or tensors["ema"]  # the latter if the model alone is read
         return Snapshot(
-            step, weights, tensors["optimizer"], state, tensors["ema"], tensors[layout.HOOKS]
+            step,
+            weights,
+            tensors["optimizer"],
+            state,
+            tensors["ema"],
+            tensors[layout.HOOKS],
+            index,
         )
 
     def _read_tensors(self, step: int, files: Files) -> dict[str, dict[str, Tensor]]:
@@ -149,46 +160,29 @@ class StoreReader:
 
         Raises:
             MemoryError: they take too much.
-            ValueError: a file is not one of tensors, or they do not make up whole tensors.
+            ValueError, RuntimeError: a file is not one of tensors, or they do not make up whole
+                tensors.
         """
-        # torch takes a second to import: only to read tensors, not to list or to verify files
-        from mingpt_ddp.snapshots.pieces import merge
-        from mingpt_ddp.snapshots.staging_buffer import decode
-
-        size = sum(file["bytes"] for file in files.values())
-        if 2 * size > installed_memory():  # as bytes and as tensors
-            raise MemoryError
+        check_memory("it", sum(file["bytes"] for file in files.values()))
+        contents: dict[str, dict[str, bytes]] = {kind: {} for kind in layout.TENSOR_KINDS}
         with self._pool() as pool:
-            contents = list(pool.map(partial(self._read_file, step, files), files))
-        tensors: dict[str, dict[str, Tensor]] = {kind: {} for kind in layout.TENSOR_KINDS}
-        for name in reversed(files):  # pop: free the bytes of a decoded file
-            known = tensors[layout.kind_of(name)]
-            more = decode(contents.pop())
-            if twice := known.keys() & more.keys():
-                raise ValueError(f"{min(twice)[:100]} is in two files")
-            known.update(more)
-        return {kind: merge(named) for kind, named in tensors.items()}
+            in_order = pool.map(partial(self._read_file, step, files), files)
+            for name, content in zip(files, in_order, strict=True):
+                contents[layout.kind_of(name)][name] = content
+        # pop: free the bytes of what is decoded
+        return {kind: decode(contents.pop(kind)) for kind in layout.TENSOR_KINDS}
 
     def _index(self, step: int, files: Files) -> dict[str, Any]:
-        """Return the URL and, by kind, where each tensor is: JSON values."""
-        from mingpt_ddp.snapshots.pieces import make_index  # with torch: see above
-        from mingpt_ddp.snapshots.staging_buffer import read_header
+        """Verify the snapshot; return the URL and, by kind, where each tensor is: JSON values.
 
-        def read(name: str) -> Any:
-            size = files[name]["bytes"]
-            start = b"".join(self._chunks(step, name, min(size, 8)))
-            length = min(int.from_bytes(start, "little"), MAX_HEADER_BYTES, size - len(start))
-            header = b"".join(self._chunks(step, name, length, 8))
-            return read_header(start + header, size)
-
-        with self._pool() as pool:
-            headers = list(pool.map(read, files))
-        by_kind: dict[str, dict[str, Any]] = {kind: {} for kind in layout.TENSOR_KINDS}
-        for name, header in zip(files, headers, strict=True):
-            by_kind[layout.kind_of(name)][name] = header
+        Args:
+            files: of the index.
+        """
+        headers = self.verify(step)
         index: dict[str, Any] = {"url": self.url}
-        for kind, named in by_kind.items():
-            index[kind] = make_index(named)
+        for kind in layout.WEIGHT_KINDS:
+            of_kind = [name for name in files if layout.kind_of(name) == kind]
+            index[kind] = make_index({path_of(step, name): headers[name] for name in of_kind})
         return index
 
     def newest_state(self) -> Snapshot | None:
@@ -232,7 +226,9 @@ class StoreReader:
             )
         return None
 
-    def verify(self, step: int, progress: Callable[[int], object] = lambda _: None) -> Files:
+    def verify(
+        self, step: int, progress: Callable[[int], object] = lambda _: None
+    ) -> dict[str, Header]:
         """Compare every byte with the manifest, in chunks.
 
         A snapshot may be larger than the memory.
@@ -241,20 +237,45 @@ class StoreReader:
             progress: called with the number of bytes of each chunk.
 
         Returns:
-            What the manifest lists.
+            The headers of the files with tensors.
 
         Raises:
             CorruptSnapshotError: it is incomplete or damaged.
             StorageError: the storage does not respond.
         """
-        files = self.files(step)
-        for name, file in files.items():
-            has_header = name.startswith(layout.TENSOR_KINDS)
-            for number, chunk in enumerate(self._verified_chunks(step, name, file)):
-                if number == 0 and has_header and not layout.fits_header(chunk, file["bytes"]):
-                    raise CorruptSnapshotError(f"{name} has another size than its header says")
-                progress(len(chunk))
-        return files
+        headers = {}
+        for name, file in self.files(step).items():
+            try:
+                header = self._verify_file(step, name, file, progress)
+            except ValueError as error:
+                raise CorruptSnapshotError(
+                    f"{name} has another size than its header says"
+                ) from error
+            if header is not None:
+                headers[name] = header
+        return headers
+
+    def _verify_file(
+        self, step: int, name: str, file: dict[str, Any], progress: Callable[[int], object]
+    ) -> Header | None:
+        """Verify a file; return its header, if it is one of tensors.
+
+        Raises ValueError for a header that is none as soon as it is read: the file may be large.
+        """
+        size = file["bytes"]
+        has_header = layout.kind_of(name) in layout.TENSOR_KINDS
+        header = None
+        start = b""
+        for chunk in self._verified_chunks(step, name, file):
+            progress(len(chunk))
+            if not has_header or header is not None:
+                continue
+            start += chunk
+            if len(start) >= header_end(start, size):
+                header = read_header(start, size)
+        if has_header and header is None:
+            raise ValueError("it is empty")
+        return header
 
     def _read_file(self, step: int, files: Files, name: str) -> bytes:
         return b"".join(self._verified_chunks(step, name, files[name]))

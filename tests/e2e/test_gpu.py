@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from example_files import EXAMPLES
 from example_model import placed_on, with_example
@@ -23,7 +24,6 @@ from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
 from mingpt_ddp.snapshots.write.ledger import Ledger
@@ -279,7 +279,7 @@ def test_a_model_on_a_gpu_and_the_cpu_learns_alike(optimizer: str) -> None:
     gpu = torch.device("cuda", 0)
     one, two = (train_on(devices, options) for devices in ([gpu], [gpu, torch.device("cpu")]))
     assert two[0] == pytest.approx(one[0], rel=1e-3)
-    ours, theirs = (decode(content) for content in (two[1], one[1]))
+    ours, theirs = (safetensors.torch.load(content) for content in (two[1], one[1]))
     assert ours.keys() == theirs.keys()
     for name in (name for name in ours if "qkv.bias" not in name):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-2, atol=2e-3, msg=name)
@@ -322,6 +322,8 @@ def test_two_ranks_with_two_gpus_each_train_alike(tmp_path: Path) -> None:
             [*python_main(), *options, f"run.name={name}"], tmp_path, CUDA_VISIBLE_DEVICES=gpus
         )
         assert done.returncode == 0, done.stdout
-    one, two = (decode(weights(tmp_path / "outputs" / name)) for name in ("one", "two"))
+    one, two = (
+        safetensors.torch.load(weights(tmp_path / "outputs" / name)) for name in ("one", "two")
+    )
     for name in one:
         torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -298,10 +298,10 @@ class Strategy:
         """
         return self.all_reduce_s, self.all_reduce_s
 
-    # Snapshots, unless `is_sharded`.
+    # Snapshots. Rows are indices of a tensor's first dimension.
 
     def join_tensors(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return the whole tensors that a snapshot holds. A collective."""
+        """Return the tensors that a snapshot holds, or this rank's rows of them. A collective."""
         return tensors
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -312,15 +312,14 @@ class Strategy:
         """
         return tensors
 
-    # Snapshots, if `is_sharded`. Rows are indices of a tensor's first dimension.
-
-    def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
+    def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
         """Return the first row and the rows that this rank writes of a tensor; None for nothing.
 
         Args:
             name: of the parameter or buffer; the tensor may be optimizer state of it.
+            writer: the rank that writes the tensor if all hold the whole.
         """
-        raise NotImplementedError
+        return (0, tensor) if writer == self.group.rank else None
 
     def owns_state(self, name: str) -> bool:
         """Return whether this rank updates a parameter, or a part, and needs its state."""

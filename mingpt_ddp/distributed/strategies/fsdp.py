@@ -88,7 +88,6 @@ class FSDPStrategy(Strategy):
             device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
         )
         self._row_rank = self._mesh.get_local_rank(len(shape) - 1)  # which part of the rows
-        self._writes = group.rank < self.shards  # in the first replica
         if device.type == "cpu":
             keep_freed_memory(GATHERED_BYTES)
 
@@ -173,13 +172,13 @@ class FSDPStrategy(Strategy):
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
-    def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
+    def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
         if isinstance(tensor, DTensor) and tensor.dim() == 0:
             tensor = tensor.full_tensor()
-        if not isinstance(tensor, DTensor):  # the same on all ranks
-            return self.group.env.call_on_rank_zero(lambda: (0, tensor))
+        if not isinstance(tensor, DTensor):
+            return super().part_to_write(name, tensor, writer)
         rows = tensor.to_local()
-        return (self._first_row(tensor), rows) if self._writes and len(rows) else None
+        return (self._first_row(tensor), rows) if len(rows) else None
 
     def assemble(self, own: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
         if not isinstance(own, DTensor):

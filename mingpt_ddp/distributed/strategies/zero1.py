@@ -5,6 +5,7 @@ Models" (arXiv:1910.02054).
 """
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,23 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
+K = TypeVar("K")
+
 
 def assign_owners(model: nn.Module, ranks: int) -> dict[str, int]:
     """Assign the trainable parameters of a model to ranks."""
-    return share_out({n: p.numel() for n, p in model.named_parameters() if p.requires_grad}, ranks)
+    named = dict(model.named_parameters())
+    return share_out({n: named[n].numel() for n in sorted(named) if named[n].requires_grad}, ranks)
 
 
-def share_out(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Assign what has these sizes to ranks: largest first, each to the least loaded rank."""
+def share_out(sizes: Mapping[K, int], ranks: int) -> dict[K, int]:
+    """Assign what has these sizes to ranks: largest first, each to the least loaded rank.
+
+    Where sizes are equal, what comes first is assigned first.
+    """
     loads = [0] * ranks
     owners = {}
-    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += size
     return owners
@@ -89,8 +96,8 @@ class Zero1Strategy(DDPStrategy):
         for parameter, part in zip(parameters, flat.split(sizes), strict=True):
             parameter.copy_(part.view(parameter.dtype).view(parameter.shape))
 
-    def part_to_write(self, name: str, tensor: Tensor) -> tuple[int, Tensor] | None:
-        return (0, tensor) if self._owners.get(name, 0) == self.group.rank else None
+    def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
+        return super().part_to_write(name, tensor, self._owners.get(name, writer))
 
     def owns_state(self, name: str) -> bool:
         return self._owners.get(name, self.group.rank) == self.group.rank

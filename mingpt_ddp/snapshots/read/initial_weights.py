@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
-from mingpt_ddp.distributed.device.machine import installed_memory
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json
 from mingpt_ddp.snapshots.read import transformers_import
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.read.load_model import read_model_spec
-from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.state_dict import sha256_of_tensors
+from mingpt_ddp.snapshots.tensor_index import check_memory, decode
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
@@ -158,10 +157,8 @@ def _one_line(url: str) -> Iterator[None]:
 
 
 def _read_tensors(storage: Storage) -> dict[str, Tensor]:
-    size = storage.size(MODEL) or 0
-    if 2 * size > installed_memory():  # as bytes and as tensors
-        raise MemoryError(f"{MODEL} is larger than the memory")
-    return decode(storage.read(MODEL))
+    check_memory(MODEL, storage.size(MODEL) or 0)
+    return decode({MODEL: storage.read(MODEL)})
 
 
 def check_initial_weights(

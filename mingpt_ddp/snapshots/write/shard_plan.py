@@ -6,19 +6,59 @@ If the strategy divides the state, every rank writes its own part.
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.snapshots.format import HOOKS, shard_name, shard_tensors
-from mingpt_ddp.snapshots.pieces import own_parts
+from mingpt_ddp.snapshots import format as layout
+from mingpt_ddp.snapshots.format import HOOKS, shard_name
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import PROBE
 
 TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer, ema, hooks), name
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who writes what of a snapshot."""
+
+    ranks: dict[str, Sequence[int]]  # by kind: one file of each
+    writers: dict[tuple[str, str], int] = field(default_factory=dict)  # by kind and name
+
+    def writer(self, kind: str, name: str) -> int:
+        """Return the rank that writes a whole tensor."""
+        return self.writers.get((kind, name), self.ranks[kind][0])
+
+
+def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
+    """Share whole tensors out over ranks, balanced by bytes; deterministic, so that all agree.
+
+    If shards would be too small, whole kinds are written side by side. Then the first rank, which
+    also writes the state and the manifest, gets the least.
+    """
+    sizes = {}
+    by_kind = dict.fromkeys(tensors, 0)
+    for kind, named in tensors.items():
+        for name, tensor in named.items():
+            sizes[kind, name] = tensor.nbytes
+            by_kind[kind] += tensor.nbytes
+    shards = min(len(ranks), sum(sizes.values()) // layout.MIN_SHARD_BYTES)
+    if shards > 1:
+        owners = share_out(dict(sorted(sizes.items(), reverse=True)), shards)
+        writers = {each: ranks[owner] for each, owner in owners.items()}
+        return Shares(dict.fromkeys(tensors, ranks[:shards]), writers)
+    count = min(len(ranks), len(by_kind))
+    of_kinds = share_out(by_kind, count)
+    loads = [0] * count
+    for kind, owner in of_kinds.items():
+        loads[owner] += by_kind[kind]
+    least_first = sorted(range(count), key=loads.__getitem__)
+    return Shares({kind: [ranks[least_first.index(owner)]] for kind, owner in of_kinds.items()})
 
 
 class ShardPlan:
@@ -31,31 +71,34 @@ class ShardPlan:
         self._writers: list[int] = []  # ranks; [] until they are known
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors that this rank writes, by file and name."""
-        divided = {kind: named for kind, named in tensors.items() if kind != HOOKS}
-        files = self._own_files(divided)
-        if HOOKS in tensors:  # the same on all ranks
-            hooks = {shard_name(HOOKS, 0, 1): dict(tensors[HOOKS])}
-            files |= self.group.env.call_on_rank_zero(lambda: hooks) or {}
+        """Return what this rank writes of the tensors, by file and name. A collective."""
+        strategy = self.strategy
+        joined = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
+        shares = self._shares({kind: joined[kind] for kind in joined if kind != HOOKS})
+        shares.ranks[HOOKS] = [0]  # the same on all ranks
+        rank = self.group.rank
+        files = {}
+        for kind, named in joined.items():
+            ranks = shares.ranks[kind]
+            if rank not in ranks:
+                continue
+            parts: dict[str, Tensor] = {}
+            for name, tensor in named.items():
+                writer = shares.writer(kind, name)
+                part = strategy.part_to_write(name.partition(":")[0], tensor, writer)
+                if part is None:
+                    continue
+                first, rows = part
+                is_whole = rows.shape == tensor.shape
+                parts[name if is_whole else f"{name}@{first}-of-{len(tensor)}"] = rows
+            files[shard_name(kind, ranks.index(rank), len(ranks))] = parts
         return files
 
-    def _own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
-        rank = self.group.rank
-        strategy = self.strategy
-        if not strategy.is_sharded:
-            self._writers = self._writers or ranks_with_same_storage(self.group, self.stores) or [0]
-            whole = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
-            shards = shard_tensors(whole, len(self._writers))
-            for writer, files in zip(self._writers, shards, strict=False):  # fewer if small
-                if writer == rank:
-                    return files
-            return {}
-        if rank >= strategy.shards:  # another replica
-            return {}
-        files = {}
-        for kind, named in tensors.items():
-            files[shard_name(kind, rank, strategy.shards)] = own_parts(strategy, named)
-        return files
+    def _shares(self, tensors: TensorsByKind) -> Shares:
+        if self.strategy.is_sharded:
+            return Shares(dict.fromkeys(tensors, range(self.strategy.shards)))
+        self._writers = self._writers or ranks_with_same_storage(self.group, self.stores) or [0]
+        return share_tensors(tensors, self._writers)
 
     def check_reach(self) -> None:
         """Check that all ranks reach the storage, if rank zero does. A collective.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from snapshot_helpers import VOCABULARY, commit, filled, model_snapshot
@@ -14,7 +15,6 @@ from snapshot_helpers import VOCABULARY, commit, filled, model_snapshot
 from mingpt_ddp.cli.commands import export as export_module
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MODEL, directory_name
-from mingpt_ddp.snapshots.staging_buffer import decode
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 
@@ -29,7 +29,7 @@ def test_shards_are_joined(run, call, tmp_path, monkeypatch):
         "config.json",
         MODEL,
     ]
-    tensors = decode((tmp_path / "out" / MODEL).read_bytes())
+    tensors = safetensors.torch.load((tmp_path / "out" / MODEL).read_bytes())
     assert tensors.keys() == whole.model.keys()
     assert all(torch.equal(tensors[name], whole.model[name]) for name in tensors)
     described = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -57,7 +57,7 @@ def test_averaged_weights_are_preferred(form, tmp_path, call):
     if form == "torch":
         tensors = torch.load(tmp_path / "out" / "model.pt", weights_only=True)["state_dict"]
     else:
-        tensors = decode((tmp_path / "out" / MODEL).read_bytes())
+        tensors = safetensors.torch.load((tmp_path / "out" / MODEL).read_bytes())
     name = "transformer.wte.weight" if form == "hf" else "token_embedding.weight"
     assert torch.equal(tensors[name], ema["token_embedding.weight"])
 

@@ -9,18 +9,21 @@ import safetensors.torch
 import torch
 
 from mingpt_ddp.errors import SnapshotError
-from mingpt_ddp.snapshots import staging_buffer
+from mingpt_ddp.snapshots import staging_buffer, tensor_index
 from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 from mingpt_ddp.snapshots.staging_buffer import (
     DTYPES,
     SafetensorsBuffer,
-    decode,
     encode,
 )
 
 
 def make_tensors(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return (torch.arange(1, 1 + torch.Size(shape).numel()) % 100).reshape(shape).to(dtype)
+
+
+def decode(content: bytes) -> dict[str, torch.Tensor]:
+    return tensor_index.decode({"file": content})
 
 
 MIXED = {
@@ -45,8 +48,9 @@ def check_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def test_the_library_reads_it():
-    check_equal(safetensors.torch.load(bytes(encode(MIXED))), MIXED)
-    check_equal(decode(bytes(encode(MIXED))), MIXED)
+    content = bytes(encode(MIXED))
+    check_equal(safetensors.torch.load(content), MIXED)
+    check_equal(decode(content), MIXED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,8 +148,9 @@ def test_a_header_that_could_not_be_read_is_not_written(monkeypatch):
     size = int.from_bytes(bytes(encode(tensors))[:8], "little")
     monkeypatch.setattr(staging_buffer, "MAX_HEADER_BYTES", size + 8)
     assert len(decode(bytes(encode(tensors)))) == 50
-    monkeypatch.setattr(staging_buffer, "MAX_HEADER_BYTES", size - 8)
+    for module in (staging_buffer, tensor_index):
+        monkeypatch.setattr(module, "MAX_HEADER_BYTES", size - 8)
     with pytest.raises(ValueError, match="header is too large"):
-        staging_buffer.decode(size.to_bytes(8, "little"))
+        decode(size.to_bytes(8, "little"))
     with pytest.raises(SnapshotError, match="a snapshot of 50 tensors could not be read again"):
         encode(tensors)

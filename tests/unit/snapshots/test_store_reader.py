@@ -13,7 +13,7 @@ import torch
 from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
-from mingpt_ddp.snapshots import store_reader
+from mingpt_ddp.snapshots import tensor_index
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
     MODEL,
@@ -22,8 +22,8 @@ from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
     encode_manifest,
 )
-from mingpt_ddp.snapshots.pieces import read_rows
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.tensor_index import read_rows
 from mingpt_ddp.storage.remote.remote_errors import StorageError
 
 EMA = "ema.safetensors"
@@ -35,19 +35,6 @@ def store(tmp_path) -> SnapshotStore:
     store = SnapshotStore(str(tmp_path))
     commit(store, small_snapshot(8))
     return store
-
-
-@pytest.fixture
-def reads(store, monkeypatch) -> list[tuple[str, int, int]]:
-    """The name, the size and the start of each read."""
-    chunks, found = store.storage.chunks, []
-
-    def record(name: str, size: int, start: int = 0) -> Any:
-        found.append((name.removeprefix(f"{DIRECTORY}/"), size, start))
-        return chunks(name, size, start)
-
-    monkeypatch.setattr(store.storage, "chunks", record)
-    return found
 
 
 def length_of(store: SnapshotStore, name: str) -> int:
@@ -67,7 +54,7 @@ def test_the_index_of_a_snapshot_finds_its_tensors(store):
     assert found.index["url"] == store.url
     for kind in ("model", "optimizer"):
         assert found.index[kind].keys() == getattr(written, kind).keys()
-    weight = read_rows(store.storage, DIRECTORY, found.index["model"]["weight"], 1, 4)
+    weight = read_rows(store.storage.chunks, found.index["model"]["weight"], 1, 4)
     assert torch.equal(weight, written.model["weight"][1:4])
     of_model = store.read(8, ("model",), whole=False).index
     assert (of_model["model"], of_model["optimizer"], of_model["ema"]) == (
@@ -77,35 +64,13 @@ def test_the_index_of_a_snapshot_finds_its_tensors(store):
     )
 
 
-def test_the_index_takes_the_headers_alone(store, reads, monkeypatch):
-    """And as few of their bytes as files that lie about their length have."""
-    files = store.files(8, ("model",))
-    reads.clear()
-    store._index(8, {MODEL: files[MODEL]})
-    header = int.from_bytes(Path(store.url, DIRECTORY, MODEL).read_bytes()[:8], "little")
-    assert reads == [(MODEL, 8, 0), (MODEL, header, 8)]
-    for content, length in (
-        (b"\xff" * 20, 12),
-        (b"\xff" * 5, 0),
-        (b"\xff" * 4096, 4088),
-        (b"\xff" * 9999, 5000),
-    ):
-        store.storage.write(f"{DIRECTORY}/{MODEL}", content)
-        reads.clear()
-        with monkeypatch.context() as patched, pytest.raises(ValueError):
-            patched.setattr(store_reader, "MAX_HEADER_BYTES", 5000)
-            store._index(8, {MODEL: {"bytes": len(content)}})
-        assert reads == [(MODEL, min(8, len(content)), 0), (MODEL, length, 8)]
-
-
 def test_files_larger_than_a_chunk_are_read_whole(store, monkeypatch):
     written = small_snapshot(8)
     monkeypatch.setattr("mingpt_ddp.storage.storage.CHUNK", 7)
     found = store.read(8)
     assert torch.equal(found.model["weight"], written.model["weight"])
     assert found.state == written.state
-    index = store._index(8, {MODEL: store.files(8)[MODEL]})
-    assert index["model"].keys() == written.model.keys()
+    assert store.read(8, whole=False).index["model"].keys() == written.model.keys()
 
 
 def test_the_model_alone_is_its_averaged_weights(store):
@@ -148,9 +113,9 @@ def test_what_is_ignored_is_logged(store, caplog):
 def test_a_snapshot_may_take_half_of_the_memory(store, monkeypatch):
     """It is held as bytes and as tensors."""
     least = 2 * (length_of(store, MODEL) + length_of(store, OPTIMIZER))
-    monkeypatch.setattr(store_reader, "installed_memory", lambda: least)
+    monkeypatch.setattr(tensor_index, "installed_memory", lambda: least)
     assert store.read(8).step == 8
-    monkeypatch.setattr(store_reader, "installed_memory", lambda: least - 1)
+    monkeypatch.setattr(tensor_index, "installed_memory", lambda: least - 1)
     with pytest.raises(
         CorruptSnapshotError, match=r"^it is larger than the memory of this machine$"
     ):
@@ -204,9 +169,9 @@ def test_an_unreadable_file_is_damage(store, monkeypatch):
 
 def test_verification_reports_its_progress(store):
     seen: list[int] = []
-    files = store.verify(8, seen.append)
-    assert seen == [file["bytes"] for file in files.values()]
-    assert files.keys() == {MODEL, OPTIMIZER, STATE}
+    headers = store.verify(8, seen.append)
+    assert seen == [file["bytes"] for file in store.files(8).values()]
+    assert headers.keys() == {MODEL, OPTIMIZER}
 
 
 def test_a_header_of_another_size_is_damage(store):
