@@ -73,28 +73,20 @@ def fetch(
         key: of the record of the version, besides the URL; None: download it in any case.
         hash_file: returns the SHA-256 of the text of a whole download; raises to refuse it.
     """
+    record = ["version", url, key]
+    version = None if key is None else version_of(url)
+    known = records.find(record, version, Hash)
+    if known and target.exists() and hash_file(target) == known.sha256:
+        return
     fs, name, _ = open_filesystem(url)
-    is_new = False
-
-    def load() -> Hash:
-        nonlocal is_new
-        is_new = True
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=target.parent, ignore_cleanup_errors=True
-        ) as directory:
-            part = Path(directory) / "download"
-            fs.get_file(name, str(part))
-            sha256 = hash_file(part)
-            os.replace(part, target)
-        return Hash(sha256)
-
-    def version() -> Any:
-        return None if key is None else version_of(url)
-
-    known = records.get(["version", url, key], version, load, Hash)
-    if not is_new and not (target.exists() and hash_file(target) == known.sha256):
-        records.get(["version", url, key], version, load, Hash, again=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
+        part = Path(directory) / "download"
+        fs.get_file(name, str(part))
+        found = Hash(hash_file(part))
+        os.replace(part, target)
+    if version is not None:
+        records.add(record, version, version_of(url), found)
 
 
 def read_file(url: str, limit: int) -> bytes:

@@ -10,9 +10,8 @@ import hashlib
 import json
 import stat
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -27,7 +26,6 @@ Sha256: TypeAlias = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 RECORDS = "files.json"
 MAX_RECORDS = 10_000  # the newest are kept
 MAX_BYTES = 1 << 26  # of all of them
-MAX_RECORD_BYTES = 1 << 14  # of one; longer ones are not kept
 SETTLED_NS = 2_000_000_000  # the longest tick of a clock, that of FAT
 MARGIN_NS = 10_000_000  # of a sleep, whose seconds are rounded
 SMALL_BYTES = 1 << 18  # files that are read as fast as they are looked up
@@ -85,34 +83,17 @@ class FileRecords:
         self._known: dict[str, Any] | None = None if uses else {}
         self.new: dict[str, Any] = {}  # to be written
 
-    def get(
-        self,
-        key: Any,
-        state: Callable[[], Any],
-        read: Callable[[], T],
-        kind: type[T],
-        again: bool = False,
-    ) -> T:
-        """Return what `read` has returned in the same state, or call it.
+    def find(self, key: Any, state: Any, kind: type[T]) -> T | None:
+        """Return what was found by reading in the same state; None: there is no valid record.
 
         Args:
             key: JSON values that name what is read, and how.
-            state: returns JSON values that change with what is read, as `file_status` does; None:
+            state: JSON values that change with what is read, as `file_status` returns; None:
                 unknown.
-            read: returns a dataclass of JSON values, a `kind`.
-            again: call it in any case.
+            kind: the dataclass of what was found, of JSON values.
         """
-        before = state()
-        known = None if again or before is None else self._find(key, before, kind)
-        if known is not None:
-            return known
-        value: Any = read()
-        if before is not None and state() == before:  # else it has changed meanwhile
-            self.new[digest_of(key)] = [digest_of(before), asdict(value)]
-        return value
-
-    def _find(self, key: Any, state: Any, kind: type[T]) -> T | None:
-        """Return the record of a state; None: there is none, or it is damaged."""
+        if state is None:
+            return None
         if self._known is None:
             self._known = self._load()
         with contextlib.suppress(*INVALID):
@@ -120,6 +101,15 @@ class FileRecords:
             if recorded == digest_of(state):
                 return build(kind, value, "")
         return None
+
+    def add(self, key: Any, before: Any, after: Any, found: Any) -> None:
+        """Keep what was found by reading, unless the state before or after it is another one.
+
+        Args:
+            found: a dataclass of JSON values.
+        """
+        if before is not None and before == after:
+            self.new[digest_of(key)] = [digest_of(after), asdict(found)]
 
     def _load(self) -> dict[str, Any]:
         """Return the records by key; {} if they are damaged."""
@@ -135,14 +125,8 @@ class FileRecords:
         Raises:
             OSError: it cannot be written.
         """
-        known = self._load()
-        for key in self.new:
-            known.pop(key, None)  # so that it comes last
-        records = {}
-        for key, record in islice(reversed((known | self.new).items()), MAX_RECORDS):
-            if len(json.dumps(record)) <= MAX_RECORD_BYTES:
-                records[key] = record
-        records = dict(reversed(records.items()))
+        old = {key: record for key, record in self._load().items() if key not in self.new}
+        records = dict([*old.items(), *self.new.items()][-MAX_RECORDS:])
         content = {"files": records, "digest": digest_of(records)}
         atomic_write(self._path, json.dumps(content).encode())
         self.new.clear()

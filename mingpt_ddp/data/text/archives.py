@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from mingpt_ddp.data.content import (
     COMPRESSED,
@@ -36,7 +36,6 @@ GZIP = b"\x1f\x8b"
 ZIPS = (b"PK\x03\x04", b"PK\x05\x06")
 TAR = b"ustar"
 MIN_EXPANDED_BYTES = 1 << 26  # which any compressed file may have
-OpenBytes: TypeAlias = Callable[[], io.BufferedReader]
 
 
 @dataclass(frozen=True)
@@ -66,40 +65,38 @@ class Files:
     is_one: bool = False
     kinds: dict[tuple[str, int], Kind] = field(default_factory=dict)
 
+    @contextmanager
+    def opened(self) -> Iterator[list[Member]]:
+        """Open the files; what a damaged archive raises becomes a DataError."""
+        try:
+            with self.open_members() as members:
+                yield members
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # zipfile and tarfile raise many kinds
+            message = f"{self.source} cannot be unpacked: {str(error)[:200]}"
+            raise DataError(message) from error
+
+    def check_size(self, size: int) -> None:
+        """Refuse a text that has expanded to too many bytes."""
+        if size > self.limit:
+            raise DataError(
+                f"{self.source} expands to over {self.limit:,} bytes; raise data.max_expansion if "
+                "you trust it, or unpack it yourself"
+            )
+
 
 def expanded_limit(size: int, max_expansion: float) -> int:
     """Return how many bytes a compressed file of `size` bytes may expand to."""
     return max(MIN_EXPANDED_BYTES, int(max_expansion * size))
 
 
-def expands_too_far(source: str, limit: int) -> DataError:
-    return DataError(
-        f"{source} expands to over {limit:,} bytes; raise data.max_expansion if you "
-        "trust it, or unpack it yourself"
-    )
-
-
-@contextmanager
-def errors_of(source: str) -> Iterator[None]:
-    """Turn what a damaged archive raises into a DataError."""
-    try:
-        yield
-    except (UserError, OSError):
-        raise
-    except Exception as error:  # zipfile and tarfile raise many kinds
-        raise DataError(f"{source} cannot be unpacked: {str(error)[:200]}") from error
-
-
-def opener(path: str | Path) -> OpenBytes:
-    return lambda: open(path, "rb")
-
-
-def _head(path: str | Path, size: int) -> bytes:
+def _head(path: Path, size: int) -> bytes:
     with open(path, "rb") as file:
         return file.read(size)
 
 
-def unzipped(path: str | Path) -> Any:
+def unzipped(path: Path) -> Any:
     return gzip.open(path) if _head(path, 2) == GZIP else open(path, "rb")
 
 
@@ -148,7 +145,7 @@ DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
 DAMAGES = (OSError, EOFError, zlib.error, lzma.LZMAError)  # of compressed files
 
 
-def text_head(path: str, size: int) -> bytes:
+def text_head(path: Path, size: int) -> bytes:
     """Return the first bytes of a text, decompressed.
 
     None of a damaged file: the damage is reported when it is read.
@@ -160,7 +157,7 @@ def text_head(path: str, size: int) -> bytes:
         return b""
 
 
-def members_of(path: str) -> Callable[[], AbstractContextManager[list[Member]]] | None:
+def members_of(path: Path) -> Callable[[], AbstractContextManager[list[Member]]] | None:
     """Return what opens the files in an archive, by its content; None: it is a text."""
     if _head(path, 4) in ZIPS:
         return partial(_zip_members, path)
@@ -170,14 +167,14 @@ def members_of(path: str) -> Callable[[], AbstractContextManager[list[Member]]] 
 
 
 @contextmanager
-def _zip_members(path: str) -> Iterator[list[Member]]:
+def _zip_members(path: Path) -> Iterator[list[Member]]:
     with zipfile.ZipFile(path) as archive:
         files = [info for info in archive.infolist() if not info.is_dir()]
         yield [Member(info.filename, info.file_size, partial(archive.open, info)) for info in files]
 
 
 @contextmanager
-def _tar_members(path: str) -> Iterator[list[Member]]:
+def _tar_members(path: Path) -> Iterator[list[Member]]:
     """Open a tar archive; links, devices and directories are not texts."""
     with (
         open(path, "rb") as raw,

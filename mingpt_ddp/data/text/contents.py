@@ -1,10 +1,10 @@
 """Count what a text consists of while it is read, and say what is read and what is skipped."""
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from mingpt_ddp.config.keys.components import Form
 from mingpt_ddp.data.content import HIDDEN, NOT_UTF8, Kind
 from mingpt_ddp.errors import DataError, counted
 
@@ -22,6 +22,7 @@ class Share:
     count: int = 0
     size: int = 0  # bytes, as Member.size
     names: list[str] = field(default_factory=list)  # the first
+    advice: str = ""  # what to do with files that are skipped
 
     def add(self, name: str, size: int) -> None:
         self.count += 1
@@ -35,13 +36,13 @@ class Share:
         return f"{self.count:,} {kind} ({', '.join(map(repr, self.names))}{more})"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
-    """What a text consists of, as JSON has it."""
+    """What the files of a text are, as JSON has it."""
 
-    kind: Kind | None
-    texts: dict[str, Share]
-    skipped: list[tuple[Kind, Share]]
+    kind: Kind | None = None  # of the whole; None: a text, or files of their own kinds
+    texts: dict[str, Share] = field(default_factory=dict)  # by the ends of their names
+    skipped: dict[str, Share] = field(default_factory=dict)  # by the names of their kinds
 
 
 @dataclass
@@ -56,51 +57,42 @@ class Records:
 class Contents:
     """What a text consists of, counted while it is read."""
 
-    def __init__(self, source: str, kind: Kind | None = None, form: str = "text") -> None:
+    def __init__(self, source: str, kind: Kind | None = None, form: Form = "text") -> None:
         """
         Args:
             source: the key that names the text, with its value.
-            kind: of the whole; None: a text, or files of their own kinds.
+            kind: of the whole.
             form: in which it is read, as data.format.
         """
         self.source = source
-        self.kind = kind
+        self.part = ""  # which split of several the text is, for the log
         self.form = form
+        self.counts = Counts(kind)
         self.records = Records()
         self.note = ""  # for the log
-        self.clear()
 
-    def clear(self) -> None:
-        """Begin to count."""
-        self.texts: dict[str, Share] = {}  # by the ends of their names
-        self.skipped: dict[Kind, Share] = {}
-
-    def counts(self) -> Counts:
-        return Counts(self.kind, self.texts, [*self.skipped.items()])
-
-    def restore(self, counts: Counts) -> None:
-        """Take what was counted when the same files were read."""
-        self.kind = counts.kind
-        self.texts = counts.texts
-        self.skipped = dict(counts.skipped)
+    @property
+    def label(self) -> str:
+        return self.source + self.part
 
     def add_text(self, name: str, size: int) -> None:
         suffix = PurePosixPath(name).suffix[:MAX_NAME]
         if not suffix or not suffix.isprintable():
             suffix = "without an extension"
-        self.texts.setdefault(suffix, Share()).add(name, size)
+        self.counts.texts.setdefault(suffix, Share()).add(name, size)
 
     def skip(self, name: str, size: int, kind: Kind) -> None:
-        self.skipped.setdefault(kind, Share()).add(name, size)
+        share = self.counts.skipped.setdefault(kind.name, Share(advice=kind.advice))
+        share.add(name, size)
 
     def none_left(self) -> DataError:
         """Return the error of files that have no text among them."""
         wanted = "texts" if self.form == "text" else f"files of data.format={self.form}"
-        why = f"{self.source} has no {wanted}"
-        if self.skipped:
-            why = f"{why}: skipped {self._shown_skipped()}"
-        largest = self._largest()
-        return DataError(f"{why}; {largest.advice}" if largest.advice else why)
+        why = f"{self.label} has no {wanted}"
+        if self.counts.skipped:
+            why = f"{why}: skipped {_shown(self.counts.skipped)}"
+        advice = self._advice()
+        return DataError(f"{why}; {advice}" if advice else why)
 
     def refuse(self) -> None:
         """Refuse what is no text.
@@ -108,35 +100,37 @@ class Contents:
         Raises:
             DataError: says what it looks like, and what to do.
         """
-        if self.kind is not None and self.kind != NOT_UTF8:  # the decoder finds the byte
-            raise refusal(self.source, self.kind)
-        size = sum(share.size for kind, share in self.skipped.items() if kind != HIDDEN)
-        total = size + sum(share.size for share in self.texts.values())
-        if 2 * size > total:
-            advice = self._largest().advice
+        kind = self.counts.kind
+        if kind is not None and kind != NOT_UTF8:  # the decoder finds the byte
+            raise refusal(self.label, kind)
+        skipped = sum(share.size for share in self._skipped())
+        total = skipped + sum(share.size for share in self.counts.texts.values())
+        if 2 * skipped > total:
+            advice = self._advice()
             raise DataError(
-                f"{self.source} is mostly no {self.form}: skipped {self._shown_skipped()}, "
-                f"{size:,} of {total:,} bytes; name its texts alone by a glob"
+                f"{self.label} is mostly no {self.form}: skipped {_shown(self.counts.skipped)}, "
+                f"{skipped:,} of {total:,} bytes; name its texts alone by a glob"
                 + (advice and f", or {advice}")
             )
 
     def report(self) -> None:
         """Log which files are read, and which are skipped."""
-        if self.texts:
-            count = sum(share.count for share in self.texts.values())
-            size = sum(share.size for share in self.texts.values())
+        texts = self.counts.texts
+        if texts:
+            count = sum(share.count for share in texts.values())
+            size = sum(share.size for share in texts.values())
             files = f"{counted(count, 'file')} of {counted(size, 'byte')}"
-            log.info("%s: reads %s: %s", self.source, files, _shown(self.texts.items()))
-        if self.skipped:
-            log.warning("%s: skipped %s", self.source, self._shown_skipped())
+            log.info("%s: reads %s: %s", self.label, files, _shown(texts))
+        if self.counts.skipped:
+            log.warning("%s: skipped %s", self.label, _shown(self.counts.skipped))
         if self.note:
-            log.warning("%s: %s", self.source, self.note)
+            log.warning("%s: %s", self.label, self.note)
 
     def report_form(self) -> None:
-        """Log in which format files have been read, and what of their rows."""
-        if self.form == "text":
+        """Log in which format files of records have been read, and what of their rows."""
+        if self.form in ("text", "tokens"):
             return
-        line = f"{self.source}: read with data.format={self.form}"
+        line = f"{self.label}: read with data.format={self.form}"
         if self.records.column is not None:  # they have been encoded now
             texts = counted(self.records.count, "text")
             line = f"{line}, {texts} of data.column={self.records.column}"
@@ -144,22 +138,22 @@ class Contents:
             line = f"{line}; skipped {counted(self.records.empty, 'row')} without text"
         log.info("%s", line)
 
-    def _largest(self) -> Kind:
-        """Return the kind that has most of the skipped bytes, but for hidden files."""
-        sizes = {kind: share.size for kind, share in self.skipped.items() if kind != HIDDEN}
-        return max(sizes, key=sizes.__getitem__, default=HIDDEN)
+    def _skipped(self) -> list[Share]:
+        """Return the shares of what is skipped, but for hidden files."""
+        return [share for name, share in self.counts.skipped.items() if name != HIDDEN.name]
 
-    def _shown_skipped(self) -> str:
-        return _shown((kind.name, share) for kind, share in self.skipped.items())
+    def _advice(self) -> str:
+        """Return what to do with the largest share of what is skipped."""
+        return max(self._skipped(), key=lambda share: share.size, default=Share()).advice
 
 
 def refusal(source: str, kind: Kind) -> DataError:
     return DataError(f"{source} looks like {kind.name}, not text; {kind.advice}")
 
 
-def _shown(shares: Iterable[tuple[str, Share]]) -> str:
+def _shown(shares: dict[str, Share]) -> str:
     """Return the largest shares by kind, and how many more kinds there are."""
-    ordered = sorted(shares, key=lambda item: -item[1].size)
+    ordered = sorted(shares.items(), key=lambda item: -item[1].size)
     texts = [share.shown(kind) for kind, share in ordered[:MAX_KINDS]]
     if len(ordered) > MAX_KINDS:
         texts.append(f"{len(ordered) - MAX_KINDS:,} more kinds")

@@ -24,14 +24,11 @@ from mingpt_ddp.data.text.archives import (
     DAMAGES,
     Files,
     Member,
-    OpenBytes,
     decompressed,
-    errors_of,
-    expands_too_far,
-    opener,
 )
 from mingpt_ddp.data.text.columns import column_table
-from mingpt_ddp.data.text.contents import Contents, Records
+from mingpt_ddp.data.text.contents import Contents, Counts, Records
+from mingpt_ddp.data.text.opened_text import bytes_of
 from mingpt_ddp.data.text.records import (
     TABLES,
     Table,
@@ -62,7 +59,7 @@ NO_RECORDS = re.compile(r"(cache-.*\.arrow|dataset_info\.json|dataset_dict\.json
 def look_at(files: Files) -> Form:
     """Return the format that most bytes of files have, by their content."""
     sizes: Counter[str | None] = Counter()
-    with errors_of(files.source), files.open_members() as members:
+    with files.opened() as members:
         if kind := kind_of_names({member.name for member in members}):
             sizes[kind.form] = 1
             members = []
@@ -74,7 +71,7 @@ def look_at(files: Files) -> Form:
 
 def kind_of_one(files: Files) -> Kind | None:
     """Return what a single file looks like; None: text."""
-    with files.open_members() as members:
+    with files.opened() as members:
         [kind] = _kinds_of(files, members)
     return None if kind == TEXT else kind
 
@@ -127,47 +124,46 @@ class RecordFiles:
     """Files of one format, each of records; other ones and hidden ones are skipped.
 
     Attributes:
-        contents: known once `hashed` or `records` has been called.
+        contents: known once `hashed` or `texts` has been called.
     """
 
     def __init__(self, files: Files, form: Form, config: DataConfig) -> None:
         self._files = files
-        self._form = form
-        self._config = config
-        self.contents = Contents(config.source, form=form)
+        self._column = config.column
+        self.contents = Contents(files.source, form=form)
 
-    def hashed(self) -> list[OpenBytes]:
-        """Return how to open the files, or the archive that they are in."""
+    def hashed(self) -> Iterator[bytes]:
+        """Return the bytes of the files in pieces, or those of the archive that they are in."""
         paths = self._files.paths
-        with errors_of(self._config.source), self._files.open_members() as members:
-            names = [member.name for member in self._selected(members)]
-        return [opener(paths[name]) for name in names if name in paths] or [opener(paths[""])]
+        with self._files.opened() as members:
+            selected = [paths.get(member.name) for member in self._selected(members)]
+        return bytes_of([path for path in selected if path] or [paths[""]])
 
-    def records(self) -> Iterator[str]:
+    def texts(self) -> Iterator[str]:
         """Yield the texts of all rows but those that are null or empty.
 
         Raises:
             DataError: names the file and the row that cannot be read.
         """
-        read = Records(self._config.column)
+        read = Records(self._column)
         size = 0
-        with errors_of(self._config.source), self._files.open_members() as members:
+        with self._files.opened() as members:
             for i, member in enumerate(self._selected(members)):
-                for text in self._texts(member, read, is_first=i == 0):
+                for text in self._texts_of(member, read, is_first=i == 0):
                     size += len(text)
-                    if size > self._files.limit:
-                        raise expands_too_far(self._config.source, self._files.limit)
+                    self._files.check_size(size)
                     yield text
         self.contents.records = read
 
-    def _texts(self, member: Member, read: Records, is_first: bool) -> Iterator[str]:
-        where = self._config.source
+    def _texts_of(self, member: Member, read: Records, is_first: bool) -> Iterator[str]:
+        form = self.contents.form
+        where = self._files.source
         if not self._files.is_one:
             where = f"{where}: {member.name}"
         try:
             with member.open() as raw, decompressed(raw) as file:
-                table = READERS[self._form](file, where)
-                if is_first or self._form != "jsonl":  # whose rows may lack the key
+                table = READERS[form](file, where)
+                if is_first or form != "jsonl":  # whose rows may lack the key
                     read.column = choose_column(table, read.column, where)
                 for text in table.values(str(read.column)):
                     if text:
@@ -180,17 +176,18 @@ class RecordFiles:
 
     def _selected(self, members: list[Member]) -> Iterator[Member]:
         """Yield the files of the format by their names, and count all."""
-        self.contents.clear()
+        contents = self.contents
+        contents.counts = Counts()
         if self._files.is_one:
             yield from members
             return
-        kinds = kinds_in(self._files, members, self._form)
+        kinds = kinds_in(self._files, members, contents.form)
         ordered = sorted(zip(members, kinds, strict=True), key=lambda pair: pair[0].name)
         for member, kind in ordered:
-            if member.size and kind.form == self._form:
-                self.contents.add_text(member.name, member.size)
+            if member.size and kind.form == contents.form:
+                contents.add_text(member.name, member.size)
                 yield member
             elif member.size:
-                self.contents.skip(member.name, member.size, kind)
-        if not self.contents.texts:
-            raise self.contents.none_left()
+                contents.skip(member.name, member.size, kind)
+        if not contents.counts.texts:
+            raise contents.none_left()

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from mingpt_ddp.config.keys.components import Form
 from mingpt_ddp.data.content import SPLITS, is_hidden
-from mingpt_ddp.data.text.archives import Files, Member, errors_of
+from mingpt_ddp.data.text.archives import Files, Member
 from mingpt_ddp.data.text.contents import Share
 from mingpt_ddp.data.text.record_files import NO_RECORDS, kinds_in, look_at
 from mingpt_ddp.data.tokens.token_files import TOKEN_SUFFIXES
@@ -21,11 +21,11 @@ class Division:
     """What the names of files say.
 
     Attributes:
-        files: those of each split, `train` first; {}: all of them are one text.
+        files: those of each split, `train` first; or all, which are one text, as "".
         note: for the log: which are left out, or trained on in spite of their names.
     """
 
-    files: dict[str, Files] = field(default_factory=dict)
+    files: dict[str, Files]
     note: str = ""
 
 
@@ -40,17 +40,18 @@ def by_split(files: Files, form: Form, by_content: bool) -> Division:
         form: in which they are read.
         by_content: their content has decided it.
     """
+    undivided = Division({"": files})
     if files.is_one:
-        return Division()
+        return undivided
     found: dict[str, list[Member]] = {"train": [], "val": [], "test": [], "": []}
-    with errors_of(files.source), files.open_members() as members:
+    with files.opened() as members:
         for member in members:
             if not (is_hidden(member.name) or NO_RECORDS.fullmatch(_path(member).name)):
                 found[_split_of(_path(member))].append(member)
         unnamed = found.pop("")
         held_out = found["val"] + found["test"]
         if not held_out:
-            return Division()
+            return undivided
         shards = {split: _among(files, named) for split, named in found.items() if named}
         ends = {_path(member).suffix for named in found.values() for member in named}
         same = [member.name for member in unnamed if _path(member).suffix in ends]
@@ -69,11 +70,12 @@ def by_split(files: Files, form: Form, by_content: bool) -> Division:
             return Division(shards, f"left out {left_out}" if unnamed else "")
         trained = _share([member for member in held_out if member.name in read])
     if not trained.count:
-        return Division()
-    return Division(
+        return undivided
+    return replace(
+        undivided,
         note=f"trains on {trained.shown('named val or test')} too, because {why}; "
         "data.split_paths={} says that this is meant; to divide them, name the training text by a "
-        "glob and the others in data.split_paths"
+        "glob and the others in data.split_paths",
     )
 
 

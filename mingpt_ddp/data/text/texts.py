@@ -1,213 +1,186 @@
-"""Texts as streams of bytes: a file, a directory, a glob, an archive, a URL, or a user's reader."""
+"""Open texts: a file, a directory, a glob, an archive, a URL, or what a user's reader yields."""
 
+import contextlib
 import glob
-import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, takewhile
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from mingpt_ddp.config.keys.components import DataConfig, Form
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, reader_of
-from mingpt_ddp.data.content import (
-    HEAD_BYTES,
-    kind_of_names,
-)
+from mingpt_ddp.data.content import kind_of_names
 from mingpt_ddp.data.download import download_path, fetch, matches, open_filesystem
-from mingpt_ddp.data.file_records import FileRecords
 from mingpt_ddp.data.text.archives import (
+    DAMAGES,
     Files,
     Member,
-    OpenBytes,
-    errors_of,
+    decompressed,
     expanded_limit,
-    expands_too_far,
     members_of,
-    opener,
     pieces_of,
     unzipped,
 )
-from mingpt_ddp.data.text.contents import Contents
+from mingpt_ddp.data.text.contents import Contents, Counts
+from mingpt_ddp.data.text.opened_text import (
+    Text,
+    bytes_of,
+    decoded,
+    documents,
+    pieces_in,
+    reading_keys,
+    sha256_of_all,
+    text_of_bytes,
+)
 from mingpt_ddp.data.text.record_files import RecordFiles, kind_of_one, look_at
 from mingpt_ddp.data.text.split_names import Division, by_split
-from mingpt_ddp.data.tokens.token_files import TokenFile, find_tokens, token_names
+from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.data.tokens.token_files import find_tokens, token_names
 from mingpt_ddp.errors import DataError
 
 BUILTIN = "builtin:python_docs"
-CHUNK_BYTES = HEAD_BYTES  # so that the first chunk of a text is a head for kind_of
-READING = 2  # raise it if the same files are read as another text
-# Keys of data that do not say how a text is read, unless a reader of the user's does it.
-READ_LATER = {
-    *("name", "sha256", "cache_dir", "verify", "sources", "val_paths", "split_paths", "split"),
-    *("block_size", "stride", "train_split", "test_split", "truncate", "tokenizer", "vocab_size"),
-    "column",
-}
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text that can be read again: as bytes in UTF-8, or as records, each a document.
-
-    Attributes:
-        hashed: opens what its SHA-256 is of: all, or files or documents, to read one by one.
-        open: its bytes; None: it has records.
-        records: iterates over its documents as strings; with `open`, of several files, over their
-            bytes, with an empty piece after each; None: it is one document.
-        files: the local files that it reads, known before any is read; None: unknown.
-        form: how it is read, as `data.format`; never auto.
-        tokens: files of them, instead of a text; they have neither bytes nor records.
-    """
-
-    contents: Contents  # known once it has been read
-    hashed: Callable[[], Iterable[OpenBytes]]
-    open: OpenBytes | None = None
-    records: Callable[[], Iterator[Any]] | None = None
-    files: list[Path] | None = None
-    form: Form = "text"
-    tokens: list[TokenFile] | None = None
-
-
-def text_of_bytes(
-    open_bytes: OpenBytes, contents: Contents, files: list[Path] | None = None
-) -> Text:
-    return Text(contents, lambda: [open_bytes], open_bytes, files=files)
-
-
-def reading_keys(config: DataConfig) -> list[Any]:
-    """Return what says how the files of a text are read, as JSON values."""
-    if config.reader is not None:
-        found = reader_of(config.reader)
-        return [READING, vars(config), found and found[1]]
-    return [READING, {key: value for key, value in vars(config).items() if key not in READ_LATER}]
 
 
 def open_source(
-    config: DataConfig,
-    cache: Path,
-    records: FileRecords,
-    hash_texts: Callable[[dict[str, Text]], str],
-    form: Form | None,
-    by_name: bool,
-) -> dict[str, Text]:
-    """Return how to read a text, as ""; download a remote file into the cache first.
+    config: DataConfig, source: str, cache: TextCache, form: Form | None, by_name: bool
+) -> list[Text]:
+    """Return the text of a configuration; download a remote file into the cache first.
 
     Files whose names say their splits become several: `val` and `test`, and `train`, or "" without
     a `val`.
 
     Args:
-        records: of the versions of downloads.
-        hash_texts: called with the text of a download before it is kept; raises to refuse it.
+        source: what messages call the text.
         form: in which it is read; None: that of its content.
         by_name: let names of files say their splits.
 
     Raises:
         DataError: there is no text there.
     """
-
-    def open_files(files: Files) -> dict[str, Text]:
-        chosen = form or look_at(files)
-        division = by_split(files, chosen, config.format == "auto") if by_name else Division()
-        texts = {}
-        for split, of_split in division.files.items():
-            text = _open_files(config, of_split, chosen)
-            text.contents.source = f"{config.source} ({split})"
-            texts[split if split != "train" or "val" in division.files else ""] = text
-        texts = texts or {"": _open_files(config, files, chosen)}
-        next(iter(texts.values())).contents.note = division.note
-        return texts
-
-    def hash_download(path: Path) -> str:
-        return hash_texts(open_files(_one_file(config, str(path))))
-
     if config.reader is not None:
-        pieces = partial(_stream, lambda: _read_pieces(config))
-        return {"": text_of_bytes(pieces, Contents(config.source), _files_of_reader(config))}
+        pieces = partial(_read_pieces, config, source)
+        return [text_of_bytes(config, Contents(source), pieces, _files_of_reader(config))]
     assert config.path is not None
     if config.path == BUILTIN:
-        content = python_docs().encode()
-        bytes_of_it = partial(_stream, lambda: iter([content]))
-        return {"": text_of_bytes(bytes_of_it, Contents(config.source), files=[])}
-    target = download_path(config.path, cache)
-    if target.exists() and config.sha256 and _accepts(hash_download, target):
-        return open_files(_one_file(config, str(target)))
+        return [text_of_bytes(config, Contents(source), _python_docs_pieces, files=[])]
+
+    def open_file(path: Path) -> list[Text]:
+        return _open_files(config, _one_file(config, source, path), form, by_name)
+
+    def hash_download(path: Path) -> str:
+        return sha256_of_all(cache.hashed(config, open_file(path)))
+
+    target = download_path(config.path, cache.root)
+    if config.sha256 and target.exists():
+        with contextlib.suppress(DataError):
+            hash_download(target)
+            return open_file(target)
     _, name, is_local = open_filesystem(config.path)
     if not is_local:
+        cache.note_copy(config.path, target)
         key = None if config.sha256 else reading_keys(config)
-        fetch(config.path, target, records, key, hash_download)
-        name = str(target)
-    elif not os.path.exists(name) and glob.has_magic(name):
-        return open_files(_several_files(config, *matches(name)))
-    elif os.path.isdir(name):
+        fetch(config.path, target, cache.records, key, hash_download)
+        return open_file(target)
+    if glob.has_magic(name) and not os.path.exists(name):
+        return _open_files(config, _several_files(config, source, *matches(name)), form, by_name)
+    if os.path.isdir(name):
         if os.path.realpath(name) == os.sep:  # files without end, as in /proc
-            raise DataError(
-                f"{config.source} is the root of the file system; name a directory of texts"
-            )
-        paths = []
-        for at, _, files in os.walk(name):
-            paths += [Path(at, file).relative_to(name).as_posix() for file in files]
-        return open_files(_several_files(config, Path(name), paths))
-    elif os.path.exists(name) and not os.path.isfile(name):
-        raise DataError(f"{config.source} is not a regular file")
-    return open_files(_one_file(config, name))
+            raise DataError(f"{source} is the root of the file system; name a directory of texts")
+        root = Path(name)
+        names = [path.relative_to(root).as_posix() for path in _files_below(root)]
+        return _open_files(config, _several_files(config, source, root, names), form, by_name)
+    if os.path.exists(name) and not os.path.isfile(name):
+        raise DataError(f"{source} is not a regular file")
+    return open_file(Path(name))
 
 
-def _tokens_in(config: DataConfig, paths: list[str]) -> Text:
-    tokens = find_tokens(paths, config)
-    contents = Contents(config.source)
-    for file in tokens if len(tokens) > 1 else ():
-        contents.add_text(file.path, os.path.getsize(file.path))
-    files = [Path(path) for path in paths]
-    return Text(contents, lambda: [*map(opener, paths)], files=files, form="tokens", tokens=tokens)
+def _files_below(root: Path) -> Iterator[Path]:
+    for at, _, names in os.walk(root):
+        for name in names:
+            yield Path(at, name)
 
 
-def _one_file(config: DataConfig, path: str) -> Files:
+def _one_file(config: DataConfig, source: str, path: Path) -> Files:
     """Return a local file, or the members of an archive.
 
     Args:
         path: also of a download, whose name is that in its URL.
     """
-    size = os.path.getsize(path)
+    size = path.stat().st_size
     limit = expanded_limit(size, config.max_expansion)
     if open_members := members_of(path):
-        return Files(config.source, open_members, {"": Path(path)}, limit)
+        return Files(source, open_members, {"": path}, limit)
     name = PurePosixPath(str(config.path).partition("?")[0]).name
-    member = Member(name, size, opener(path))
-    paths = {name: Path(path)}
-    return Files(config.source, lambda: nullcontext([member]), paths, limit, is_one=True)
+    member = Member(name, size, partial(open, path, "rb"))
+    return Files(source, lambda: nullcontext([member]), {name: path}, limit, is_one=True)
 
 
-def _several_files(config: DataConfig, root: Path, names: list[str]) -> Files:
+def _several_files(config: DataConfig, source: str, root: Path, names: list[str]) -> Files:
     """Return the files below `root`."""
     paths = {name: root / name for name in sorted(names) if (root / name).is_file()}
     members = []
     for name, path in paths.items():
         members.append(Member(name, path.stat().st_size, partial(unzipped, path)))
-    size = sum(member.size for member in members)
-    limit = expanded_limit(size, config.max_expansion)
-    return Files(config.source, lambda: nullcontext([*members]), paths, limit)
+    limit = expanded_limit(sum(member.size for member in members), config.max_expansion)
+    return Files(source, lambda: nullcontext([*members]), paths, limit)
 
 
-def _open_files(config: DataConfig, files: Files, form: Form) -> Text:
-    local = [*files.paths.values()]
+def _open_files(config: DataConfig, files: Files, form: Form | None, by_name: bool) -> list[Text]:
+    """Return the text of files, or those of the splits that their names say."""
+    form = form or look_at(files)
+    division = Division({"": files})
+    if by_name:
+        division = by_split(files, form, config.format == "auto")
+    texts = []
+    for split, of_split in division.files.items():
+        text = _open_as(form, config, of_split)
+        if split:
+            text.contents.part = f" ({split})"
+        is_divided = split == "train" and "val" not in division.files
+        texts.append(replace(text, split="" if is_divided else split))
+    texts[0].contents.note = division.note
+    return texts
+
+
+def _open_as(form: Form, config: DataConfig, files: Files) -> Text:
+    """Return the text of files that are read in one format."""
+    paths = [*files.paths.values()]
     if form == "tokens":
-        is_directory = not files.is_one and "" not in files.paths
-        names = token_names(files.paths, config) if is_directory else files.paths
-        return _tokens_in(config, [str(files.paths[name]) for name in names])
+        return _open_tokens(config, files)
     if form != "text":
-        records = RecordFiles(files, form, config)
-        return Text(records.contents, records.hashed, None, records.records, local, form)
+        rows = RecordFiles(files, form, config)
+
+        def read_rows() -> Iterator[str]:
+            return documents(rows.texts(), config.end_token)
+
+        return Text(config, rows.contents, rows.hashed, read_rows, paths)
     if config.column is not None:
         raise DataError(
-            f"data.column={config.column} needs a table; {config.source} is read as text"
+            f"data.column={config.column} needs a table; {files.source} is read as text"
         )
+    contents = Contents(files.source)
     if not files.is_one:
-        return _joined(config, files)
-    looks_like = kind_of_one(files) if config.format == "auto" else None
-    return text_of_bytes(opener(local[0]), Contents(config.source, looks_like), local)
+        return text_of_bytes(config, contents, partial(_joined, config, files, contents), paths)
+    if config.format == "auto":
+        contents.counts.kind = kind_of_one(files)
+
+    def read() -> Iterator[str]:
+        return decoded(_decompressed_bytes(paths[0], files), files.source, config.end_token)
+
+    return Text(config, contents, partial(bytes_of, paths), read, paths)
+
+
+def _open_tokens(config: DataConfig, files: Files) -> Text:
+    is_directory = not files.is_one and "" not in files.paths
+    names = token_names(files.paths, files.source) if is_directory else files.paths
+    paths = [files.paths[name] for name in names]
+    tokens = find_tokens([str(path) for path in paths], files.source, config.dtype)
+    contents = Contents(files.source, form="tokens")
+    for path in paths if len(paths) > 1 else ():
+        contents.add_text(str(path), path.stat().st_size)
+    return Text(config, contents, partial(bytes_of, paths), lambda: iter(()), paths, tokens)
 
 
 def python_docs() -> str:
@@ -220,39 +193,9 @@ def python_docs() -> str:
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
-class PiecesIO(io.RawIOBase):
-    """Pieces of bytes as a stream that is never whole in memory."""
-
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
-        self._rest = memoryview(b"")  # of the last piece
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raise what making the pieces raises."""
-        while not self._rest:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._rest = memoryview(piece)
-        part = self._rest[: len(buffer)]
-        self._rest = self._rest[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-
-def _stream(pieces: Callable[[], Iterator[bytes]]) -> io.BufferedReader:
-    return io.BufferedReader(PiecesIO(pieces()), CHUNK_BYTES)
-
-
-def _accepts(check: Callable[[Path], object], path: Path) -> bool:
-    try:
-        check(path)
-    except DataError:
-        return False
-    return True
+def _python_docs_pieces() -> Iterator[bytes]:
+    yield python_docs().encode()
+    yield b""
 
 
 def _files_of_reader(config: DataConfig) -> list[Path] | None:
@@ -268,8 +211,8 @@ def _files_of_reader(config: DataConfig) -> list[Path] | None:
         return [*map(Path, found[0].files(config))]
 
 
-def _read_pieces(config: DataConfig) -> Iterator[bytes]:
-    """Yield the pieces of a user's reader as UTF-8.
+def _read_pieces(config: DataConfig, source: str) -> Iterator[bytes]:
+    """Yield the pieces of a user's reader as UTF-8, and an empty one at its end.
 
     Raises:
         CodeError: the reader raised an exception; names its line.
@@ -280,48 +223,58 @@ def _read_pieces(config: DataConfig) -> Iterator[bytes]:
         try:
             for piece in BUILDERS["data"][str(config.reader)](config):
                 try:
-                    yield piece.encode()
+                    encoded = piece.encode()
                 except (AttributeError, UnicodeEncodeError) as error:
                     raise DataError(f"{name} must yield text: {error}") from error
+                if encoded:
+                    yield encoded
         except OSError as error:
-            text = "its text" if config.path is None else config.source
+            text = "its text" if config.path is None else source
             raise DataError(f"{name} cannot read {text}: {error}") from error
+    yield b""
 
 
-# Several texts in one: sorted by name, a line feed after each that has none.
+def _decompressed_bytes(path: Path, files: Files) -> Iterator[bytes]:
+    """Yield the bytes of a text, decompressed, and an empty piece at the end.
+
+    Raises:
+        DataError: a damaged compressed file, or one that expands too far.
+    """
+    size = 0
+    with open(path, "rb") as raw:
+        try:
+            for piece in pieces_in(decompressed(raw)):
+                size += len(piece)
+                files.check_size(size)
+                yield piece
+        except DAMAGES as error:
+            message = f"{files.source} is not a whole compressed file: {error}"
+            raise DataError(message) from error
 
 
-def _joined(config: DataConfig, files: Files) -> Text:
-    """Return how to open all texts as one; hidden files and those that are no text are skipped."""
-    contents = Contents(config.source)
+def _joined(config: DataConfig, files: Files, contents: Contents) -> Iterator[bytes]:
+    """Yield the bytes of several texts, sorted by name; hidden files and other data are skipped.
 
-    def pieces(is_one: bool = True) -> Iterator[bytes]:
-        contents.clear()
-        total = 0
-        with errors_of(config.source), files.open_members() as members:
-            members.sort(key=lambda member: member.name)
-            if config.format == "auto":
-                contents.kind = kind_of_names({member.name for member in members})
-            for member in members:
-                begin = total
-                for piece in pieces_of(member, config.format, contents, is_one):
-                    total += len(piece)
-                    if total > files.limit:
-                        raise expands_too_far(config.source, files.limit)
-                    yield piece
-                if total > begin:
-                    contents.add_text(member.name, member.size)
-                    if not is_one:
-                        yield b""
-        if not contents.texts:
-            raise contents.none_left()
-
-    def documents() -> Iterator[OpenBytes]:
-        rest = pieces(is_one=False)
-        for first in rest:
-            yield partial(_stream, partial(chain, [first], takewhile(bool, rest)))
-
-    text = text_of_bytes(partial(_stream, pieces), contents, [*files.paths.values()])
-    text = replace(text, records=partial(pieces, is_one=False))
-    # where they end matters if tokens say it
-    return replace(text, hashed=documents) if config.end_token else text
+    They are one document, with a line feed after each that has none; with `data.end_token` each is
+    a document.
+    """
+    contents.counts = Counts()
+    size = 0
+    with files.opened() as members:
+        members.sort(key=lambda member: member.name)
+        if config.format == "auto":
+            contents.counts.kind = kind_of_names({member.name for member in members})
+        for member in members:
+            begin = size
+            for piece in pieces_of(member, config.format, contents, not config.end_token):
+                size += len(piece)
+                files.check_size(size)
+                yield piece
+            if size > begin:
+                contents.add_text(member.name, member.size)
+                if config.end_token:
+                    yield b""
+    if not contents.counts.texts:
+        raise contents.none_left()
+    if not config.end_token:
+        yield b""

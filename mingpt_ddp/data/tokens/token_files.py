@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import fsspec
 import numpy as np
 
-from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.content import CONTROLS, FORMATS, SPLITS, Kind, is_hidden, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
@@ -75,20 +74,23 @@ def cut(files: list[TokenFile], begin: int, end: int) -> list[TokenFile]:
     return parts
 
 
-def find_tokens(paths: list[str], config: DataConfig) -> list[TokenFile]:
+def find_tokens(paths: list[str], source: str, dtype: str | None) -> list[TokenFile]:
     """Find the tokens of files that follow each other.
+
+    Args:
+        dtype: `data.dtype`.
 
     Raises:
         DataError: one has none, or their type is unknown or is not `data.dtype`.
     """
     files: list[TokenFile] = []
     for path in paths:
-        name = config.source if len(paths) == 1 else f"{config.source}: {path}"
-        files.append(_read(path, name, config.dtype))
+        name = source if len(paths) == 1 else f"{source}: {path}"
+        files.append(_read(path, name, dtype))
     return files
 
 
-def token_names(names: Iterable[str], config: DataConfig) -> list[str]:
+def token_names(names: Iterable[str], source: str) -> list[str]:
     """Return which files of a directory have tokens, by their names.
 
     Raises:
@@ -96,11 +98,11 @@ def token_names(names: Iterable[str], config: DataConfig) -> list[str]:
     """
     tokens = [name for name in names if name.endswith(TOKEN_SUFFIXES) and not is_hidden(name)]
     if not tokens:
-        raise DataError(f"{config.source} has no files that end with {' or '.join(TOKEN_SUFFIXES)}")
+        raise DataError(f"{source} has no files that end with {' or '.join(TOKEN_SUFFIXES)}")
     held_out = [name for name in tokens if HELD_OUT.search(name)]
     if 0 < len(held_out) < len(tokens):
         raise DataError(
-            f"{config.source} has files to train on and others, such as {held_out[0]!r}; name the "
+            f"{source} has files to train on and others, such as {held_out[0]!r}; name the "
             "former by a glob, the others in data.split_paths"
         )
     return tokens

@@ -14,7 +14,7 @@ import pytest
 
 from mingpt_ddp.config import registry
 from mingpt_ddp.config.keys.components import DataConfig
-from mingpt_ddp.data import file_records, prepare
+from mingpt_ddp.data import file_records
 from mingpt_ddp.data.file_records import RECORDS, SMALL_BYTES
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.text import text_cache
@@ -36,7 +36,7 @@ def later(monkeypatch):
 def hashed(monkeypatch):
     """What is hashed: "text" and "tokens"."""
     found: list[str] = []
-    of_text, of_tokens = prepare.sha256_of, text_cache._hash_of
+    of_text, of_tokens = text_cache.sha256_of, text_cache._sha256_of_file
 
     def hash_text(text):
         found.append("text")
@@ -46,8 +46,8 @@ def hashed(monkeypatch):
         found.append("tokens")
         return of_tokens(path)
 
-    monkeypatch.setattr(prepare, "sha256_of", hash_text)
-    monkeypatch.setattr(text_cache, "_hash_of", hash_tokens)
+    monkeypatch.setattr(text_cache, "sha256_of", hash_text)
+    monkeypatch.setattr(text_cache, "_sha256_of_file", hash_tokens)
     return found
 
 

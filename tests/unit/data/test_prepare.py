@@ -22,7 +22,7 @@ from launching import PATIENCE_S
 
 from mingpt_ddp.config import registry
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.text import encode_text, texts
+from mingpt_ddp.data.text import encode_text, opened_text, texts
 from mingpt_ddp.data.text.texts import python_docs
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import prepare
@@ -75,7 +75,7 @@ def test_utf8_is_encoded_by_code_point_order(settings):
 @pytest.mark.parametrize("packed", [False, True], ids=["raw", "gzip"])
 def test_characters_split_by_a_chunk_are_joined(settings, monkeypatch, chunk, head, packed):
     """The text is read in chunks; a character of several bytes may be split between two."""
-    monkeypatch.setattr(encode_text, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(opened_text, "CHUNK_BYTES", chunk)
     characters = random.Random(chunk).choices("ab\n\r€é漢😀\U0010ffff\x00\ufeff", k=200)
     text = "x" + "".join(characters)
     content = head + text.encode()
@@ -105,7 +105,7 @@ def test_invalid_utf8_is_refused_with_the_position_of_the_byte(
 ):
     with pytest.raises(UnicodeDecodeError):
         content.decode("utf-8-sig")
-    monkeypatch.setattr(encode_text, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(opened_text, "CHUNK_BYTES", chunk)
     config = settings(content)
     with pytest.raises(DataError, match=rf"is not UTF-8 at byte {position};"):
         prepare(config)
@@ -396,7 +396,7 @@ def reader(monkeypatch):
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
 def test_pieces_are_encoded_like_a_file(settings, reader, monkeypatch, size):
     """Characters of several bytes, pieces without any, and ones that are longer than a chunk."""
-    monkeypatch.setattr(encode_text, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(opened_text, "CHUNK_BYTES", 64)
     text = LINE * 50
     as_file = prepare(settings(text))
     reader(
