@@ -3,7 +3,9 @@
 import re
 import shlex
 import sys
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 LONGEST_LINE = 1000  # characters of an error, which may quote untrusted text
 MAIN = Path(__file__).resolve().parents[1] / "main.py"  # of a checkout
@@ -86,9 +88,33 @@ class JobError(UserError):
     kind = "job error"
 
 
-def reason(error: OSError) -> str:
+def reason(error: Exception) -> str:
     """Return why a call failed: Python's own errors have a text, but no `strerror`."""
-    return error.strerror or " ".join(str(error).split()) or type(error).__name__
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def pack_error(error: Exception) -> dict[str, Any]:
+    """Return an error as JSON values: a UserError as its class here, any other as an OSError."""
+    if not isinstance(error, UserError):
+        return {"kind": "OSError", "message": reason(error), "errno": getattr(error, "errno", None)}
+    kind = next(cls.__name__ for cls in type(error).__mro__ if cls.__module__ == __name__)
+    return {"kind": kind, "message": str(error.args[0])}
+
+
+def unpack_error(packed: dict[str, Any], rank: int | None = None) -> Exception:
+    """Return the error that `pack_error` packed.
+
+    Args:
+        rank: the rank that raised it, for the message of an OSError; None: there is one rank.
+    """
+    message = packed["message"]
+    if packed["kind"] != "OSError":
+        user_error: Exception = globals()[packed["kind"]](message)
+        return user_error
+    error = OSError(message if rank is None else f"rank {rank}: {message}")
+    error.errno = packed["errno"]
+    return error
 
 
 def relative_path(path: Path) -> str:
@@ -99,6 +125,11 @@ def relative_path(path: Path) -> str:
 def counted(number: int, noun: str) -> str:
     """Return `1 job` or `2 jobs`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Return `0:01:30` for 90 seconds; a timedelta holds no more than some 1e13 seconds."""
+    return str(timedelta(seconds=round(min(seconds, 1e13))))
 
 
 def command(name: str = "train") -> str:

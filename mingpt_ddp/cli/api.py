@@ -7,9 +7,7 @@ docs/python.md shows their use.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,10 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
-    from mingpt_ddp.errors import UserError
-
-
-ERROR = re.compile(r"\b(\w+ error|error): (.*)")  # a line of a command
 
 
 def train(
@@ -108,22 +102,24 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
 
 def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
     """Run the train command, and return the directories that it reports."""
-    from mingpt_ddp.distributed.env import CALLER, DIRECTORY_FILE
+    from mingpt_ddp.distributed.env import CALLER, REPORT_FILE
     from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError
+    from mingpt_ddp.storage.records import read_json
 
     if nproc is not None:
         words = [*words, f"ddp.nproc_per_node={nproc}"]
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
-        file = Path(name, "directories")
+        file = Path(name, "report.json")
         environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
-        environ |= {CALLER: str(os.getpid()), DIRECTORY_FILE: str(file)}
+        environ |= {CALLER: str(os.getpid()), REPORT_FILE: str(file)}
         code, last = _run([sys.executable, "-m", "mingpt_ddp", *words], environ)
-        if code != 0:
-            raise _error(last or f"training ended with exit code {code}")
-        if not file.exists():  # --help
-            raise RunError("these arguments do not train")
-        return [*map(Path, json.loads(file.read_text()))]
+        report = read_json(file)
+    if code != 0:
+        raise _error(report, last or f"training ended with exit code {code}")
+    if "directories" not in report:  # --help
+        raise RunError("these arguments do not train")
+    return [*map(Path, report["directories"])]
 
 
 def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
@@ -147,7 +143,7 @@ def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
         try:
             for line in process.stdout or ():
                 print(held, end="")
-                held = line if ERROR.search(line) else ""
+                held = line if "error: " in line else ""
                 if not held:
                     print(line, end="", flush=True)
                 last = line.strip() or last
@@ -165,16 +161,15 @@ def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     return process.returncode, last
 
 
-def _error(line: str) -> UserError:
-    """Return the error that a process has printed."""
-    from mingpt_ddp.errors import UserError
+def _error(report: dict[str, Any], line: str) -> Exception:
+    """Return the error that training has reported, or its last line if that is another."""
+    from mingpt_ddp.errors import UserError, unpack_error
 
-    kinds = {kind.kind: kind for kind in UserError.__subclasses__()}
-    found = ERROR.search(line)
-    if found is None:
-        return UserError(line)
-    kind = kinds.get(found[1], UserError)
-    return kind(found[2])
+    if "error" in report:
+        error = unpack_error(report["error"])
+        if str(error) in line:  # else it is of an attempt before a restart
+            return error
+    return UserError(line.partition("error: ")[2] or line)
 
 
 @dataclass(frozen=True)

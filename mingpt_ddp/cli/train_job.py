@@ -95,7 +95,8 @@ def main(composed: DictConfig | None = None) -> None:
     except UserError as error:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
-        exit_process("interrupted (SIGINT); rerun the same command to resume", 128 + signal.SIGINT)
+        log.error("interrupted (SIGINT); rerun the same command to resume")
+        exit_process(None, 128 + signal.SIGINT)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if type(error).__module__.startswith(("submitit.", "ray.")):
             exits.user_error(RunError(str(error)))

@@ -10,24 +10,32 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, UserError, pack_error
 from mingpt_ddp.linux import read_stat
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
 # Set by `mingpt_ddp.train` and `sweep`: their process id, with which training ends, and the file
-# that they read the directories from.
+# from which they read what it reports.
 CALLER = "MINGPT_DDP_CALLER"
-DIRECTORY_FILE = "MINGPT_DDP_DIRECTORY_FILE"
+REPORT_FILE = "MINGPT_DDP_REPORT_FILE"
 
 
 def report_directories(directories: Iterable[Path]) -> None:
-    """Write the paths of runs, or of a sweep, where `mingpt_ddp.train` and `sweep` read them."""
+    """Report the paths of runs, or of a sweep, to `mingpt_ddp.train` and `sweep`."""
+    _report(directories=[str(directory.absolute()) for directory in directories])
+
+
+def report_error(error: UserError) -> None:
+    """Report the error with which training ends to `mingpt_ddp.train` and `sweep`."""
+    _report(error=pack_error(error))
+
+
+def _report(**report: Any) -> None:
     with contextlib.suppress(KeyError, OSError):  # not called by them, or they have ended
-        paths = [str(directory.absolute()) for directory in directories]
-        Path(os.environ[DIRECTORY_FILE]).write_text(json.dumps(paths))
+        Path(os.environ[REPORT_FILE]).write_text(json.dumps(report))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, NoReturn
 
 from mingpt_ddp import linux
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env, report_error
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     ConfigError,
@@ -46,14 +46,15 @@ SLOWER_S = 5.0  # by which rank zero may come later to an error of all
 AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
-def exit_process(message: str | None, code: int) -> NoReturn:
-    """Log `message` and call os._exit.
+def exit_process(error: UserError | None, code: int) -> NoReturn:
+    """Log the error, report it to a caller in Python, and call os._exit.
 
     So Hydra starts no other job, and no destructor waits for other ranks.
     """
     try:
-        if message is not None:
-            log.error(message)
+        if error is not None:
+            log.error(str(error))
+            report_error(error)
         logs.close()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
@@ -200,16 +201,15 @@ class ProcessExit:
         yields = may_be_of_all and self.env.has_agent and not self.env.is_rank_zero
         if yields:
             time.sleep(AGENT_POLL_S)
-        message = str(error)
         may_succeed = EX_TEMPFAIL if self.env.has_agent else USER_ERROR  # after a restart
         if isinstance(error, JoinError):
             kill_stopped_siblings(self.env)
-            exit_process(message, may_succeed)
+            exit_process(error, may_succeed)
         if isinstance(error, StorageUnavailableError):  # the same on every rank
-            exit_process(self.env.call_on_rank_zero(lambda: message), may_succeed)
+            exit_process(self.env.call_on_rank_zero(lambda: error), may_succeed)
         has_rank_zero = self.env.rank == self.env.local_rank  # this machine
-        claimed = self._claim_report(message, SLOWER_S if yields and has_rank_zero else 0.0)
-        exit_process(message if claimed else None, USER_ERROR)
+        claimed = self._claim_report(str(error), SLOWER_S if yields and has_rank_zero else 0.0)
+        exit_process(error if claimed else None, USER_ERROR)
 
     def _claim_report(self, message: str, wait_s: float = 0.0) -> bool:
         """Return whether this rank prints a user error, unless another does in `wait_s` seconds.
@@ -256,7 +256,7 @@ class ProcessExit:
             self.user_error(twice, may_be_of_all=False)  # before a peer exits: that is restarted
         if self.group is not None:
             self.group.failures.report(text)
-        exit_process(f"error: rank {rank}: {text}", FAILURE)
+        exit_process(UserError(f"rank {rank}: {text}"), FAILURE)
 
     def _is_repeated(self, error: Exception, text: str) -> bool:
         """Return whether an earlier attempt had this error of the code in the same step."""

@@ -23,8 +23,7 @@ from mingpt_ddp.distributed.exit import (
     exit_process,
     kill_stopped_siblings,
 )
-from mingpt_ddp.distributed.group import failures
-from mingpt_ddp.distributed.group.failures import FailureReports
+from mingpt_ddp.distributed.group.failures import FIRST_FAILURE, FailureReports
 from mingpt_ddp.distributed.group.process_group import (
     FIRST_HEARTBEAT,
     PREPARING,
@@ -87,7 +86,7 @@ class Watchdog:
         In a CUDA call or a collective that waits for the failed rank, it would wait for the SIGKILL
         of its agent. A failure ends the attempt: only the snapshot that is being written counts.
         """
-        if not self._store.check([failures.FAILURE]):
+        if not self._store.check([FIRST_FAILURE]):
             return
         now = time.monotonic()
         heartbeat = self.group.heartbeat  # a new one at every change

@@ -273,7 +273,7 @@ class Sweep:
         unwritten = self._print_table()
         failed = [*self.failed.values()]
         if self.uses_external_launcher and failed:
-            exit_process(f"job error: {failed[0]}", FAILURE)
+            exit_process(JobError(failed[0]), FAILURE)
         if self.uses_external_launcher:
             if unwritten is not None:
                 ProcessExit().user_error(unwritten)
@@ -295,5 +295,5 @@ class Sweep:
             again = f"{self.planned - count} have not started; raise sweep.max_failures, or {again}"
         summary = JobError(f"{len(failed)} of {count} failed: {which}; {again}")
         if self.exit_code == FAILURE:
-            exit_process(str(summary), FAILURE)
+            exit_process(summary, FAILURE)
         ProcessExit().user_error(summary)

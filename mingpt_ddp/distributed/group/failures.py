@@ -1,4 +1,4 @@
-"""Failures of ranks: errors as JSON values, and the store in which peers find the root cause."""
+"""Failures of ranks: the store in which peers find the root cause."""
 
 import hashlib
 import json
@@ -6,16 +6,14 @@ import time
 import uuid
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
-from mingpt_ddp import errors
 from mingpt_ddp.distributed.error_text import without_addresses
 from mingpt_ddp.distributed.group.rendezvous import ask_store, get_now
-from mingpt_ddp.errors import JoinError, StorageUnavailableError, UserError
+from mingpt_ddp.errors import JoinError, StorageUnavailableError
 
-FAILURE = "failure"  # key in the store: the error of the first rank that failed
+FIRST_FAILURE = "failure"  # key in the store: the error of the first rank that failed
 # Keys in the store: the number of ranks that failed, also of those with the same error; and whether
 # all ranks had the same one.
 FAILED = "failed"
@@ -67,7 +65,7 @@ class FailureReports:
         if store is None:
             return
         failure = json.dumps(asdict(Failure(self.rank, kind, message)))
-        ask_store(lambda: store.compare_set(FAILURE, "", failure), otherwise=b"")
+        ask_store(lambda: store.compare_set(FIRST_FAILURE, "", failure), otherwise=b"")
 
     def is_repeated(self, message: str) -> bool:
         """Record an error for later attempts; return whether a rank had it in an earlier one."""
@@ -92,9 +90,9 @@ class FailureReports:
         deadline = time.monotonic() + wait_s
 
         def poll() -> Failure | None:
-            while not store.check([FAILURE]) and time.monotonic() < deadline:
+            while not store.check([FIRST_FAILURE]) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            report = get_now(store, FAILURE)
+            report = get_now(store, FIRST_FAILURE)
             return Failure(**json.loads(report)) if report else None
 
         return ask_store(poll, otherwise=None, wait_s=wait_s)
@@ -115,29 +113,3 @@ class FailureReports:
             return store.get(ARE_ALIKE) == b"True"
 
         return ask_store(compare, otherwise=False, wait_s=ALL_FAILED_TIMEOUT_S)
-
-
-def pack_error(error: Exception) -> dict[str, Any]:
-    """Return an error as JSON values; all but UserErrors become OSErrors."""
-    if isinstance(error, UserError):
-        return {"kind": type(error).__name__, "message": str(error.args[0]), "errno": None}
-    message = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror:
-        message = error.strerror
-    one_line = " ".join(message.split())
-    return {"kind": "OSError", "message": one_line, "errno": getattr(error, "errno", None)}
-
-
-def unpack_error(packed: dict[str, Any], rank: int | None) -> Exception:
-    """Return the error that `pack_error` packed.
-
-    Args:
-        rank: the rank that raised it, for the message of an OSError; None: there is one rank.
-    """
-    message = packed["message"]
-    if packed["kind"] != "OSError":
-        user_error: Exception = getattr(errors, packed["kind"])(message)
-        return user_error
-    error = OSError(message if rank is None else f"rank {rank}: {message}")
-    error.errno = packed["errno"]
-    return error

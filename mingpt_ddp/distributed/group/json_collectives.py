@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.failures import pack_error, unpack_error
-from mingpt_ddp.errors import RunError, TrainingError, UserError
+from mingpt_ddp.errors import RunError, TrainingError, UserError, pack_error, unpack_error
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -15,7 +15,14 @@ from omegaconf import OmegaConf
 
 import mingpt_ddp
 from mingpt_ddp.cli import api
-from mingpt_ddp.errors import ConfigError, DataError, RunError, SnapshotError, UserError
+from mingpt_ddp.errors import (
+    ConfigError,
+    DataError,
+    RunError,
+    SnapshotError,
+    UserError,
+    pack_error,
+)
 
 FORMAT_2 = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
 
@@ -165,18 +172,22 @@ def test_the_rows_of_a_sweep(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "kind"),
+    ("error", "line"),
     [
-        ("config error: run.name is wrong: change it", ConfigError),
-        ("[rank 1] data error: the text is empty", DataError),
-        ("error: rank 1 was killed by SIGKILL", UserError),
-        ("Killed", UserError),
+        (ConfigError("run.name is wrong: change it"), "config error: run.name is wrong: change it"),
+        (DataError("the text is empty"), "[rank 1] data error: the text is empty"),
+        (UserError("rank 1 was killed"), "error: rank 1 was killed"),
+        (UserError("Killed"), "Killed"),
     ],
 )
-def test_the_error_of_a_process(line, kind):
-    error = api._error(line)
-    assert type(error) is kind
-    assert line.partition("error: ")[2] in str(error)
+def test_the_error_of_a_process(error, line):
+    """It is the one that the process has reported, unless a later attempt has another."""
+    reports = [{"error": pack_error(RunError("of an earlier attempt"))}, {}]
+    if type(error) is not UserError:
+        reports = [{"error": pack_error(error)}]
+    for report in reports:
+        raised = api._error(report, line)
+        assert (type(raised), str(raised)) == (type(error), str(error))
 
 
 def test_an_error_is_raised_and_not_printed(capsys):

@@ -2,7 +2,9 @@
 
 import torch.distributed as dist
 
+from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.distributed.group.failures import Failure, FailureReports
+from mingpt_ddp.errors import ConfigError, pack_error, unpack_error
 
 
 def test_a_lost_store_reports_no_failure():
@@ -29,3 +31,9 @@ def test_an_error_comes_again_in_another_attempt_alone():
     assert not later.is_repeated("another")
     assert not FailureReports(None, 0, 1).is_repeated("boom at 0x7f01")
     assert FailureReports(None, 0, 1, job).is_repeated("boom at 0x7f01")
+
+
+def test_an_error_of_another_module_is_raised_elsewhere_as_its_base():
+    error = unpack_error(pack_error(NotRegisteredError("model.architecture=mine is in no file")))
+    assert type(error) is ConfigError
+    assert str(error) == "config error: model.architecture=mine is in no file"

@@ -20,6 +20,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit
 from mingpt_ddp.distributed.group.failures import FailureReports
 from mingpt_ddp.distributed.watchdog import Watchdog
+from mingpt_ddp.errors import UserError
 from mingpt_ddp.linux import STOPPED, read_state
 
 
@@ -39,7 +40,7 @@ def find(monkeypatch, log_lines):
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
     monkeypatch.setattr(watchdog.time, "sleep", lambda seconds: None)
 
-    def exit_process(message: str | None, code: int) -> None:
+    def exit_process(error: UserError | None, code: int) -> None:
         raise Exited(code)
 
     monkeypatch.setattr(watchdog, "exit_process", exit_process)
@@ -164,7 +165,7 @@ def leaves(monkeypatch):
     clock = {"now": 0.0}
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: clock["now"])
 
-    def exit_process(message: str | None, code: int) -> None:
+    def exit_process(error: UserError | None, code: int) -> None:
         raise Exited(code)
 
     monkeypatch.setattr(watchdog, "exit_process", exit_process)
