@@ -15,7 +15,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, echo
 from mingpt_ddp.errors import with_commands
-from mingpt_ddp.storage.urls import check_url
+from mingpt_ddp.storage.urls import check_can_open
 
 T = TypeVar("T")
 Command: TypeAlias = Callable[[Any], int]  # a dataclass in, an exit code out
@@ -76,7 +76,7 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
         if hints.get(name) == list[str]:
             text = [*values.pop(name, []), text]
         elif name == first:
-            check_url(text, name)
+            check_can_open(name, text)
         if key:
             message = f"{name} is given twice; give it one value"
         else:

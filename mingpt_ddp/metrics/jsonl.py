@@ -177,7 +177,7 @@ def read_history(path: Path) -> MetricsHistory:
     faults = 0
     for one, following in itertools.pairwise(attempts):
         faults += "start" in one and "start" in following
-    times = [record["start"] for record in starts]
+    times = [record["start"] for record in starts if record["start"] is not None]
     return MetricsHistory(
         columns.steps,
         _which_count(columns),
@@ -186,13 +186,9 @@ def read_history(path: Path) -> MetricsHistory:
         faults=faults,
         rollbacks=len(markers) - len(attempts),
         is_complete=bool(attempts) and "complete" in attempts[-1],
-        began=min(filter(_is_finite, times), default=math.inf),
+        began=min(times, default=math.inf),
         attempts=starts,
     )
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _which_count(columns: Columns) -> bytearray:

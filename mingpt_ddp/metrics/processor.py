@@ -2,7 +2,6 @@
 
 import logging
 import math
-from datetime import timedelta
 from typing import TypeAlias
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from mingpt_ddp.data.dataloader import Loader
 from mingpt_ddp.distributed.core_waits import CoreWaits
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter, Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
@@ -192,7 +192,7 @@ class MetricsProcessor:
         if last is not None:
             epochs = str(math.ceil(last / self.steps_per_epoch))
             left_s = (last - step) * metrics["speed/step_ms"] / 1e3
-            left = f", {timedelta(seconds=round(min(left_s, 1e9)))} left"
+            left = f", {duration(left_s)} left"
         norm = metrics["train/grad_norm"]
         for name, value in own_metrics(metrics).items():
             brief += f", {name} {value:.4g}"

@@ -3,8 +3,8 @@
 import json
 import re
 import time
-from datetime import timedelta
 
+from mingpt_ddp import errors
 from mingpt_ddp.results.runs import Row, Value
 
 LONGEST = 60  # characters of a value or a name
@@ -27,7 +27,7 @@ def duration(seconds: float | None) -> str:
     """Format a time as hours, minutes and seconds; "" if it is unknown or absurd."""
     if seconds is None or not 0 <= seconds < 1e13:
         return ""
-    return str(timedelta(seconds=round(seconds)))
+    return errors.duration(seconds)
 
 
 def short_names(keys: list[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.storage.records import finite
 from mingpt_ddp.storage.storage import read_regular
 
 # keys of data that determine a text
@@ -46,8 +47,8 @@ class Objective:
 
     def value(self, result: Mapping[str, Any]) -> float:
         """Return the value in a result.json; infinity if there is none, which is ranked last."""
-        found = self.of(result)
-        return float(found) if type(found) in (int, float) and math.isfinite(found) else math.inf
+        found = finite(self.of(result))
+        return math.inf if found is None else found
 
 
 LOSS = Objective("loss", "validation loss", "val loss")

@@ -6,6 +6,7 @@ nor gigabytes. So writers check the same limit.
 
 import contextlib
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,14 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(read_regular(path, MAX_JSON_BYTES))
         return values if isinstance(values, dict) else {}
     return {}
+
+
+def finite(value: Any) -> float | None:
+    """Return a number of an untrusted record as a float; None for anything else."""
+    with contextlib.suppress(OverflowError):  # an int that no float holds
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def dump_json(values: dict[str, Any], indent: int | None = None) -> bytes:

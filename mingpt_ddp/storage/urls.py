@@ -19,7 +19,7 @@ READ_ONLY = ("http", "https")
 INSTEAD = "use a directory or an object store"
 
 
-def check_url(url: str, key: str, writable: bool = False) -> None:
+def check_can_open(key: str, url: str, writable: bool = False) -> None:
     """Refuse a URL whose protocol is unknown, is not installed or needs more than a URL.
 
     Args:
@@ -54,14 +54,14 @@ def check_urls(config: Config) -> None:
     """Raise a ConfigError for a URL that no installed library can open."""
     path = getattr(config.data, "path", None)
     if path and not getattr(config.data, "reader", None):
-        check_url(path, "data.path")
+        check_can_open("data.path", path)
     if config.snapshot.path:
-        check_url(config.snapshot.path, "snapshot.path", writable=True)
+        check_can_open("snapshot.path", config.snapshot.path, writable=True)
     if config.snapshot.fallback_path:
-        check_url(config.snapshot.fallback_path, "snapshot.fallback_path", writable=True)
-    check_url(config.run.resume, "run.resume")
+        check_can_open("snapshot.fallback_path", config.snapshot.fallback_path, writable=True)
+    check_can_open("run.resume", config.run.resume)
     if config.run.init_from is not None:
-        check_url(config.run.init_from, "run.init_from")
+        check_can_open("run.init_from", config.run.init_from)
 
 
 def open_storage(url: str, key: str = "URL") -> Storage:

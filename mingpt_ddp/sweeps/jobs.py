@@ -1,7 +1,6 @@
 """The jobs of a sweep: their directories, and whether they are complete."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import LIMITS, Config, flatten, named_keys, named_values
 from mingpt_ddp.results.objective import Objective
+from mingpt_ddp.storage.records import finite
 from mingpt_ddp.storage.run_dir import (
     RunStatus,
     read_result,
@@ -92,10 +92,7 @@ def _final_value(directory: Path, config: Config, objective: Objective) -> float
             return None
         if named_values(recorded) != named_values(config.to_dict()):
             return None
-        loss = result["val_loss"]
-        if type(loss) not in (int, float) or not math.isfinite(loss):
-            return None
-        return objective.value(result)
+        return None if finite(result["val_loss"]) is None else objective.value(result)
     except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError):
         # not written by a run
         return None

@@ -17,6 +17,7 @@ from mingpt_ddp.config.config import Config, named_values
 from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.storage.records import finite
 from mingpt_ddp.sweeps.checks import expand
 
 if TYPE_CHECKING:
@@ -85,9 +86,9 @@ def _overrides_in_lock_step(trials: "Trials | None", env: DistEnv, number: int) 
     The store of the process group carries them: they decide how the group of the job is built. It
     may still hold those of an attempt before a restart, which are the same.
     """
-    from mingpt_ddp.distributed.group.rendezvous import connect
+    from mingpt_ddp.distributed.group.rendezvous import open_store
 
-    store = connect(env, number, DRAW_TIMEOUT_S)
+    store = open_store(env, number, DRAW_TIMEOUT_S)
     if trials is not None:
         store.set("overrides", json.dumps(trials.overrides(number)))
     words: list[str] = json.loads(store.get("overrides"))
@@ -129,6 +130,6 @@ def _key_and_value(word: str) -> tuple[str, Any]:
     key, _, text = word.partition("=")
     with contextlib.suppress(ValueError):
         number = json.loads(text)
-        if type(number) in (int, float) and math.isfinite(number):
+        if finite(number) is not None:
             return key, number
     return key, text

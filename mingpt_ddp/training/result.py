@@ -2,10 +2,10 @@
 
 import logging
 import math
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.errors import duration
 from mingpt_ddp.storage.run_dir import RunDirectory, RunStatus
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early
@@ -81,9 +81,9 @@ def _log_end(run: Run, outcome: Outcome, directory: Path) -> None:
     state = run.state
     task = run.task
     total_s = state.wall_seconds + state.wasted_seconds
-    elapsed = timedelta(seconds=round(total_s))
+    elapsed = duration(total_s)
     if total_s >= MIN_GOODPUT_S:
-        lost = timedelta(seconds=round(state.stall_seconds + state.wasted_seconds))
+        lost = duration(state.stall_seconds + state.wasted_seconds)
         causes = "startup, snapshots and repeated steps"
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
     if run.config.trainer.max_minutes is not None:

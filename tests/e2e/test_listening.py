@@ -16,7 +16,7 @@ from netns_hosts import HostsUnavailable, TwoHosts
 from ports import free_port
 
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.rendezvous import connect
+from mingpt_ddp.distributed.group.rendezvous import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 LONG = [
@@ -119,5 +119,5 @@ def test_a_rank_started_by_hand_can_be_reached_from_other_machines():
     others.
     """
     port = free_port()
-    connect(DistEnv(world_size=2, master_address=("localhost", port)), 0, 30)
+    open_store(DistEnv(world_size=2, master_address=("localhost", port)), 0, 30)
     assert beyond_loopback({socket for socket in listening(os.getpid()) if socket[2] == port})

@@ -30,7 +30,7 @@ from mingpt_ddp.config.validation import NotRegisteredError, check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
-from mingpt_ddp.storage.urls import check_url
+from mingpt_ddp.storage.urls import check_can_open
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +56,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         for url in self.snapshot:
-            check_url(url, "snapshot")
+            check_can_open("snapshot", url)
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ on a machine without a GPU and without memory for the model.
 import json
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeAlias
 
 from omegaconf import DictConfig
@@ -33,7 +32,7 @@ from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.errors import ConfigError, duration
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.training.start.checked_config import checked_config
@@ -260,4 +259,4 @@ def _rank_lines(world_sizes: list[dict[str, Any]]) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds))) if 1 <= seconds < 1e13 else f"{seconds:.2g} s"
+    return duration(seconds) if 1 <= seconds < 1e13 else f"{seconds:.2g} s"

@@ -39,7 +39,7 @@ REFUSED = "!"  # an invitation with a reason why there is none
 FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 
 
-def connect(env: DistEnv, job: int, timeout_s: float) -> Store:
+def open_store(env: DistEnv, job: int, timeout_s: float) -> Store:
     """Return a client of the job's key-value store; rank 0 hosts it unless an elastic agent does.
 
     Args:
@@ -127,7 +127,7 @@ def claim_error_report(env: DistEnv, job: int, message: str, wait_s: float) -> b
     Args:
         wait_s: seconds in which another one may be the first.
     """
-    store = connect(env, job, STORE_TIMEOUT_S)
+    store = open_store(env, job, STORE_TIMEOUT_S)
     key = f"reported/{socket.gethostname()}/{os.getppid()}"  # each parent has its own console
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and not store.check([key]):
@@ -159,7 +159,7 @@ def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]
     limit_s = TIMEOUT_FRACTION * timeout_s
 
     def connect_to_job() -> Store:
-        store = connect(env, job, limit_s)
+        store = open_store(env, job, limit_s)
         raise_if_fatal(store)
         return store
 

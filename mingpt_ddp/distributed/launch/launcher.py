@@ -110,16 +110,16 @@ async def run_workers(
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_rank_zero and not env.is_standalone:
         await asyncio.to_thread(_host_store, env, config.timeout_s)
-    attempt = _Attempt(launch, composed, first, forwarder)
+    group = _WorkerGroup(launch, composed, first, forwarder)
     try:
         code, interrupted = await _run_with_restarts(
-            attempt.run, started_at, config, launch.directory
+            group.run, started_at, config, launch.directory
         )
     finally:
-        attempt.store.stop()
+        group.store.stop()
     if code and env.is_rank_zero and not env.is_standalone:
         await asyncio.sleep(STORE_LINGER_S)
-    return Ended(code, interrupted, attempt.last_line)
+    return Ended(code, interrupted, group.last_line)
 
 
 def _host_store(env: DistEnv, timeout_s: float) -> None:
@@ -127,9 +127,9 @@ def _host_store(env: DistEnv, timeout_s: float) -> None:
 
     This imports torch, as the fork server does meanwhile.
     """
-    from mingpt_ddp.distributed.group.rendezvous import connect
+    from mingpt_ddp.distributed.group.rendezvous import open_store
 
-    connect(env, 0, timeout_s)
+    open_store(env, 0, timeout_s)
 
 
 async def _run_with_restarts(
@@ -141,7 +141,7 @@ async def _run_with_restarts(
     """Call `attempt`, with its start time, until it succeeds or a restart would not help.
 
     Args:
-        attempt: returns the same as `_Attempt.run`.
+        attempt: returns the same as `_WorkerGroup.run`.
 
     Returns:
         The exit code, and whether a signal was received, as in `Ended`.
@@ -163,7 +163,7 @@ async def _run_with_restarts(
     return USER_ERROR if code == EX_TEMPFAIL else FAILURE, False
 
 
-class _Attempt:
+class _WorkerGroup:
     """Start the workers of a run once, and wait for all.
 
     Launchers on other nodes may start further ranks.

@@ -3,13 +3,12 @@
 import math
 import sys
 from collections import deque
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.display import Display, can_draw
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.errors import printable
+from mingpt_ddp.errors import duration, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -84,8 +83,8 @@ class Panel:
         filled = round(BAR * done)
         line = f"step {self.step:,}/{self.last:,} {'━' * filled}{'─' * (BAR - filled)} {done:.0%}"
         if "speed/step_ms" in self._metrics:
-            left = (self.last - self.step) * self._metrics["speed/step_ms"] / 1e3
-            line += f", {timedelta(seconds=round(min(left, 1e9)))} left"
+            left_s = (self.last - self.step) * self._metrics["speed/step_ms"] / 1e3
+            line += f", {duration(left_s)} left"
         return line
 
     def _loss(self) -> str:

@@ -15,7 +15,7 @@ from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.records import MAX_YAML_BYTES, load_yaml
 from mingpt_ddp.storage.remote.remote_errors import redact
-from mingpt_ddp.storage.urls import check_url, open_storage
+from mingpt_ddp.storage.urls import check_can_open, open_storage
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def candidate_urls(url: str, follow: bool = True) -> Iterator[str]:
 
 def _open_store(url: str) -> SnapshotStore:
     try:
-        check_url(url, "URL")
+        check_can_open("URL", url)
     except ConfigError as error:  # recorded on another machine
         raise SnapshotError(f"cannot list snapshots: {error.args[0]}") from error
     return SnapshotStore(url)

@@ -1,12 +1,12 @@
 """The trials of a study, as the jobs of a sweep."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage.records import finite
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
 from mingpt_ddp.sweeps.jobs import has_ended_at
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
@@ -111,9 +111,9 @@ def _number(result: Mapping[str, Any], name: str) -> float:
     Raises:
         RunError: there is none of this name.
     """
-    value: Any = result.get(name)
-    if type(value) in (int, float) and math.isfinite(value):
-        return float(value)
+    value = finite(result.get(name))
+    if value is not None:
+        return value
     numbers = [key for key, each in result.items() if type(each) in (int, float)]
     raise RunError(
         f"sweep.objectives={name}: the job's result.json has no such number; "

@@ -39,7 +39,7 @@ def test_a_rank_that_has_joined_is_not_missing(later_s, limit_s):
 def test_a_later_worker_reports_an_error_of_all_first(monkeypatch):
     """The ranks that leave the report to it wait for it."""
     store = HashStore()
-    monkeypatch.setattr(rendezvous, "connect", lambda *_: store)
+    monkeypatch.setattr(rendezvous, "open_store", lambda *_: store)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rendezvous.claim_error_report, DistEnv(), 0, "an error", 600.0)
         assert rendezvous.claim_error_report(DistEnv(), 0, "an error", 0.0)
@@ -48,5 +48,5 @@ def test_a_later_worker_reports_an_error_of_all_first(monkeypatch):
 
 def test_a_worker_reports_what_no_other_does(monkeypatch):
     store = HashStore()
-    monkeypatch.setattr(rendezvous, "connect", lambda *_: store)
+    monkeypatch.setattr(rendezvous, "open_store", lambda *_: store)
     assert rendezvous.claim_error_report(DistEnv(), 0, "an error", 0.01)

@@ -22,7 +22,7 @@ from mingpt_ddp.storage import storage as local
 from mingpt_ddp.storage.remote import remote
 from mingpt_ddp.storage.remote.remote_errors import StorageError
 from mingpt_ddp.storage.storage import atomic_write
-from mingpt_ddp.storage.urls import check_url, open_storage
+from mingpt_ddp.storage.urls import check_can_open, open_storage
 
 
 @pytest.fixture
@@ -261,18 +261,18 @@ def test_overwriting_leaves_no_partial_file(storage):
     ],
 )
 def test_known_protocols(url):
-    check_url(url, "data.path")
+    check_can_open("data.path", url)
 
 
 def test_a_required_library_is_not_imported_to_check_a_url(monkeypatch):
     monkeypatch.setattr("fsspec.get_filesystem_class", None)
-    check_url("https://example.com/x", "data.path")
+    check_can_open("data.path", "https://example.com/x")
 
 
 @pytest.mark.parametrize("url", ["foo://x", "simplecache::foo://x"])
 def test_unknown_protocol(url):
     with pytest.raises(ConfigError) as error:
-        check_url(url, "data.path")
+        check_can_open("data.path", url)
     assert str(error.value) == f"config error: data.path={url}: no such protocol as foo://"
 
 
@@ -280,7 +280,7 @@ def test_unknown_protocol(url):
 def test_a_protocol_that_needs_more_than_a_url(url):
     protocol = url.split(":")[0]
     with pytest.raises(ConfigError) as error:
-        check_url(url, "snapshot.path")
+        check_can_open("snapshot.path", url)
     assert str(error.value) == (
         f"config error: snapshot.path={url}: {protocol}:// needs more than a URL; use a "
         "directory or an object store"
@@ -292,13 +292,13 @@ def test_a_protocol_that_needs_more_than_a_url(url):
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "memory://", "dir://"])
 def test_a_protocol_alone(url):
     with pytest.raises(ConfigError, match=f"snapshot.path={url} has no path; add one"):
-        check_url(url, "snapshot.path")
+        check_can_open("snapshot.path", url)
 
 
 def test_a_storage_that_does_not_respond_when_opened():
     """FTP, for example, connects when it is opened."""
     url = "ftp://127.0.0.1:1/x"
-    check_url(url, "snapshot.path")
+    check_can_open("snapshot.path", url)
     with pytest.raises(
         StorageUnavailableError, match=rf"^storage error: cannot open {url}: Connection[^\n]*$"
     ):
@@ -313,7 +313,7 @@ def test_a_missing_package_is_named(url, monkeypatch):
     with pytest.raises(
         ConfigError, match=r"snapshot.path=.* is not installed; pip install 'mingpt_ddp\[s3\]'"
     ):
-        check_url(url, "snapshot.path")
+        check_can_open("snapshot.path", url)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_the_package_of_another_protocol_is_one_that_exists(protocol, package, m
     monkeypatch.delitem(_registry, protocol, raising=False)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
     with pytest.raises(ConfigError, match=rf"{protocol}:// is not installed; .*{package}"):
-        check_url(f"{protocol}://bucket/x", "snapshot.path")
+        check_can_open("snapshot.path", f"{protocol}://bucket/x")
 
 
 # Transient errors, permanent errors, and messages

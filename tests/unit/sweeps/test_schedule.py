@@ -186,7 +186,7 @@ def test_rank_zero_sends_the_overrides_of_a_job(monkeypatch, configure, tmp_path
 
     store = HashStore()
     connect = lambda env, job, timeout_s: PrefixStore(f"{job}", store)  # noqa: E731
-    monkeypatch.setattr(rendezvous, "connect", connect)
+    monkeypatch.setattr(rendezvous, "open_store", connect)
     settings = SweepConfig(sampler="random", trials=2)
     swept = OverridesParser.create().parse_overrides(["optimizer.lr=choice(1,2)", "run.seed=3"])
     zero, other = (
