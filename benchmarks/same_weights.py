@@ -38,6 +38,8 @@ GPT = [*TEXT, "model=gpt_nano", "model.dropout=0.1"]
 MUON = [*TEXT, "model=modern_nano", "optimizer=muon"]
 # Three micro-batches: on two ranks the second has one less, and a sharded strategy pads.
 ODD = ["trainer.micro_batch_size=4"]
+# Five micro-batches.
+FIVE = ["trainer.batch_size=15", "trainer.micro_batch_size=3"]
 # The rate is too low to learn: the loss stays about its average, and some batches are above it.
 SPIKES = ["trainer.spike_factor=1.0005", "optimizer.lr=1e-5", "optimizer.warmup_steps=0"]
 # The rate is so high that gradients overflow in 16 bits.
@@ -81,12 +83,18 @@ class Outcome:
     events: dict[str, int]  # how often each happened
 
 
+def canonical(micro_batches: int, ranks: int) -> Case:
+    batch = ["trainer.batch_size=20", f"trainer.micro_batch_size={20 // micro_batches}"]
+    short = "trainer.max_steps=10"
+    return Case([*GPT, *batch, short, "ddp.reduction=canonical"], ranks=ranks)
+
+
 CASES = {
     "gpt": Case([*GPT, "trainer.eval_every=7", "trainer.sample_every=11"]),
     "muon": Case(MUON),
     "muon-ranks": Case([*MUON, *ODD], ranks=2),
     "accumulation": Case([*GPT, "trainer.micro_batch_size=2"], ranks=2),
-    "three-ranks": Case([*GPT, "trainer.batch_size=15", "trainer.micro_batch_size=3"], ranks=3),
+    "three-ranks": Case([*GPT, *FIVE], ranks=3),
     "fp16": Case([*GPT, *OVERFLOWS], event="overflows"),
     "manual": Case([*GPT, *ODD, "ddp.strategy=manual"], ranks=2),
     "zero1": Case([*GPT, *ODD, "ddp.strategy=zero1"], ranks=2),
@@ -103,9 +111,15 @@ CASES = {
     "ema-norms-smoothing": Case(
         [*GPT, "trainer.ema=0.9", "trainer.norms_every=5", "task.label_smoothing=0.1"]
     ),
+    "three-ranks-fp16-ema": Case(
+        [*GPT, *OVERFLOWS, "trainer.ema=0.9", "model.n_head=3", "model.n_embd=45", *FIVE],
+        ranks=3,
+        event="overflows",
+    ),
     **{
-        f"canonical-{ranks}": Case([*GPT, *ODD, "ddp.reduction=canonical"], ranks=ranks)
-        for ranks in (1, 2, 3)
+        f"canonical-{micro_batches}-{ranks}": canonical(micro_batches, ranks)
+        for micro_batches in (1, 2, 5)
+        for ranks in range(1, min(micro_batches, 4) + 1)
     },
     "convnet": Case(["experiment=digits_convnet"], ranks=2, example="digits", has_text=False),
     "killed": Case(

@@ -283,19 +283,38 @@ def test_a_process_group_may_be_destroyed_before_the_model(tmp_path):
 # SharedMemoryGroup
 
 
+class TwoTypes(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.nn.Linear(3, 1)
+        self.precise = torch.nn.Linear(3, 1).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.plain(x).double() + self.precise(x.double())
+
+
+def average_gradients_of_two_types(runtime: Runtime) -> None:
+    model = TwoTypes()
+    parallel = runtime.strategy.wrap(model)
+    parallel(torch.full((1, 3), 1.0 + runtime.group.rank)).sum().backward()
+    for layer in (model.plain, model.precise):
+        assert layer.weight.grad.flatten().tolist() == pytest.approx([2.0] * 3)
+        assert layer.bias.grad.tolist() == pytest.approx([1.0])
+
+
 def wait_for_lost_peer(config: dict[str, Any]) -> str:
     runtime = Runtime(from_mapping(config), read_env())
+    average_gradients_of_two_types(runtime)
     shared_memory = connect_local_ranks(runtime.group.rank, runtime.group.all_gather, timeout_s=5.0)
     assert shared_memory is not None
-    shared_memory.send_all(b"unread", skip=True)
     shared_memory.send_all(bytes([runtime.group.rank]))
     assert shared_memory.recv_all(1) == {
         other: bytes([other]) for other in range(3) if other != runtime.group.rank
     }
-    memory = shared_memory.allocate(100)
-    memory[runtime.group.rank][:] = runtime.group.rank + 1
+    parts = shared_memory.allocate(300).split(100)
+    parts[runtime.group.rank][:] = runtime.group.rank + 1
     runtime.group.barrier()
-    assert [part.tolist() for part in memory] == [[1] * 100, [2] * 100, [3] * 100]
+    assert [part.tolist() for part in parts] == [[1] * 100, [2] * 100, [3] * 100]
     errors = []
     for close in (False, True):
         if runtime.group.rank == 2 and close:

@@ -7,24 +7,18 @@ The kernel closes a dead rank's sockets, which the others notice immediately.
 """
 
 import contextlib
-import math
 import mmap
 import os
 import socket
 import struct
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import GradBucket
-from torch.futures import Future
-
-ALIGNMENT = 64  # bytes
+from torch import Tensor
 
 
 class SharedMemoryGroup:
@@ -36,28 +30,19 @@ class SharedMemoryGroup:
             sockets: by the rank at the other end.
         """
         self.rank = rank
-        self.world_size = len(sockets) + 1
         self.timeout_s = timeout_s
         self._sockets = sockets
-        self._skip_bytes = 0  # sent by every other rank, to drop before the next message
 
     def close(self) -> None:
         """Close the connections."""
         for connection in self._sockets.values():
             connection.close()
 
-    def send_all(self, message: bytes, skip: bool = False) -> None:
-        """Send a short message to all other ranks without waiting for them.
-
-        Args:
-            skip: the message is an acknowledgement that every rank sends; the next `recv_all` drops
-                it.
-        """
+    def send_all(self, message: bytes) -> None:
+        """Send a short message to all other ranks without waiting for them."""
         for rank, connection in self._sockets.items():
             with self._name_peer(rank):
                 connection.sendall(message)
-        if skip:
-            self._skip_bytes += len(message)
 
     def recv_all(self, size: int) -> dict[int, bytes]:
         """Wait for a message of `size` bytes from every other rank.
@@ -66,12 +51,9 @@ class SharedMemoryGroup:
             DistNetworkError: a rank has closed its connection or sent nothing for `timeout_s`
                 seconds.
         """
-        skip = self._skip_bytes
-        self._skip_bytes = 0
         messages = {}
         for rank in self._sockets:
-            content, _ = self._recv(rank, skip + size)
-            messages[rank] = content[skip:]
+            messages[rank], _ = self._recv(rank, size)
         return messages
 
     def _recv(self, rank: int, size: int) -> tuple[bytes, list[int]]:
@@ -115,25 +97,18 @@ class SharedMemoryGroup:
 
         return wait
 
-    def allocate(self, size: int) -> list[Tensor]:
-        """Allocate `size` bytes per rank, in rank order: each rank writes its own and reads all.
-
-        A collective.
-        """
-        own = os.memfd_create("gradients")
-        os.posix_fallocate(own, 0, size)  # insufficient memory raises now, not SIGBUS later
-        for connection in self._sockets.values():
-            socket.send_fds(connection, [b"m"], [own])
-        files = {self.rank: own}
-        for rank in self._sockets:
-            _, [files[rank]] = self._recv(rank, 1)
-        tensors = []
-        for rank in range(self.world_size):
-            memory = mmap.mmap(files[rank], size)
-            tensors.append(torch.frombuffer(memory, dtype=torch.uint8))
-        for file in files.values():
-            os.close(file)
-        return tensors
+    def allocate(self, size: int) -> Tensor:
+        """Allocate `size` bytes that all ranks read and write. A collective."""
+        if self.rank == 0:
+            file = os.memfd_create("gradients")
+            os.posix_fallocate(file, 0, size)  # insufficient memory raises now, not SIGBUS later
+            for connection in self._sockets.values():
+                socket.send_fds(connection, [b"m"], [file])
+        else:
+            _, [file] = self._recv(0, 1)
+        memory = mmap.mmap(file, size)
+        os.close(file)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def connect_local_ranks(
@@ -189,64 +164,3 @@ def _machine() -> list[str] | None:
         ]
     except OSError:
         return None
-
-
-@dataclass
-class Bucket:
-    """A bucket of gradients on its way."""
-
-    gradients: Tensor  # of this rank, then the average
-    shares: list[Tensor]  # of each rank, in shared memory
-    future: Future[Tensor]
-
-
-class SharedMemoryAllReduce:
-    """Average gradients in shared memory.
-
-    Sums are in rank order, independent of the bucketing. It waits for the last bucket: starting
-    earlier gains nothing, because the cores that would copy the first buckets are computing the
-    others.
-    """
-
-    def __init__(self, shared_memory: SharedMemoryGroup, parameters: list[nn.Parameter]) -> None:
-        """
-        Args:
-            parameters: those with gradients.
-        """
-        self.shared_memory = shared_memory
-        size = sum(p.numel() * p.element_size() + ALIGNMENT for p in parameters)
-        self._memory = shared_memory.allocate(size)
-        self._buckets: list[Bucket] = []
-        self._end = 0  # bytes of the buckets so far
-
-    def all_reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Copy the bucket to this rank's memory; the last one completes the futures of all."""
-        if not self._buckets:
-            self.shared_memory.recv_all(0)  # every rank has read the previous step's gradients
-            self._end = 0
-        gradients = bucket.buffer()
-        begin = self._end
-        end = begin + gradients.nbytes
-        self._end = math.ceil(end / ALIGNMENT) * ALIGNMENT
-        shares = [memory[begin:end].view(gradients.dtype) for memory in self._memory]
-        own = shares[self.shared_memory.rank]
-        torch.mul(gradients, 1 / self.shared_memory.world_size, out=own)
-        future: Future[Tensor] = Future()
-        self._buckets.append(Bucket(gradients, shares, future))
-        if bucket.is_last():
-            self._complete()
-        return future
-
-    def _complete(self) -> None:
-        """Add the shares of all ranks, and complete the futures."""
-        self.shared_memory.send_all(b"w")  # written
-        self.shared_memory.recv_all(1)
-        for bucket in self._buckets:
-            first, second, *others = bucket.shares
-            torch.add(first, second, out=bucket.gradients)
-            for share in others:
-                bucket.gradients += share
-        self.shared_memory.send_all(b"r", skip=True)  # read
-        for bucket in self._buckets:
-            bucket.future.set_result(bucket.gradients)
-        self._buckets.clear()

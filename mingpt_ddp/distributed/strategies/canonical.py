@@ -1,7 +1,7 @@
 """Add the gradients of a step in one order, so that all numbers of ranks train to the same bits.
 
 The gradients of micro-batch 0, 1, 2 and so on are added one after the other, whichever rank has
-computed them (`ordered_sum`). DistributedDataParallel adds those of a rank first.
+computed them (`group/reducer.py`). DistributedDataParallel adds those of a rank first.
 """
 
 import time
@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
-from mingpt_ddp.distributed.group.ordered_sum import OrderedSum
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.reducer import Reducer, build_reducer
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError
@@ -71,7 +71,7 @@ class CanonicalStrategy(Strategy):
     ) -> None:
         super().__init__(config, device, group, compiles)
         self.warmup_passes = 0  # nothing depends on the first backward pass
-        self._sum: OrderedSum | None = None
+        self._reducer: Reducer | None = None
         self._views: list[Tensor] = []  # of the gradients in the flat tensor
         # (names) in the flat tensor, behind the gradients
         self._summed_shares = torch.empty(0)
@@ -143,16 +143,16 @@ class CanonicalStrategy(Strategy):
         """
         start = time.perf_counter()
         trained = self._trained(parameters)
-        if self._sum is None:
+        if self._reducer is None:
             self._allocate(trained, shares)
-        assert self._sum is not None
+        assert self._reducer is not None
         if sorted(shares) != self._names:
             others = ", ".join(sorted({*shares} ^ {*self._names}))
             raise TrainingError(
                 "ddp.reduction=canonical needs the same losses and metrics in every micro-batch; "
                 f"some lack {others}"
             )
-        self._sum.wait()
+        self._reducer.wait()
         gradients = []
         for parameter in trained:
             if parameter.grad is None:
@@ -178,25 +178,25 @@ class CanonicalStrategy(Strategy):
         self.group.check_agreement(self._names, refuse_other_names)
         n = sum(sizes)
         total = n + len(shares)
-        self._sum = OrderedSum(self.group, total, parameters[0].dtype, self.device)
-        parts = self._sum.flat[:n].split(sizes)
+        self._reducer = build_reducer(self.group, total, parameters[0].dtype, self.device)
+        parts = self._reducer.flat[:n].split(sizes)
         self._views = [part.view_as(p) for part, p in zip(parts, parameters, strict=True)]
-        self._summed_shares = self._sum.flat[n:total]
+        self._summed_shares = self._reducer.flat[n:total]
 
     def _send(self) -> None:
         """Begin the next round; in the last one only the first ranks may have a micro-batch."""
-        assert self._sum is not None
+        assert self._reducer is not None
         W = self.group.world_size
-        self._sum.send(min(W, self._micro_batches - self._rounds * W))
+        self._reducer.send(min(W, self._micro_batches - self._rounds * W))
         self._rounds += 1
 
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:
         start = time.perf_counter()
-        assert self._sum is not None
+        assert self._reducer is not None
         if self._rounds * self.group.world_size < self._micro_batches:  # others have one more
-            self._sum.wait()
+            self._reducer.wait()
             self._send()
-        self._sum.total()
+        self._reducer.flat.copy_(self._reducer.total())
         for parameter, view in zip(self._trained(parameters), self._views, strict=True):
             parameter.grad = view
         self.all_reduce_s += time.perf_counter() - start

@@ -1,8 +1,10 @@
 """DistributedDataParallel, and how it communicates gradients."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.group.shared_memory import SharedMemoryAllReduce
+from mingpt_ddp.distributed.group.reducer import build_reducer
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
 ALL_REDUCE = "all_reduce of gradients"  # name of the profiler's events
@@ -27,6 +29,61 @@ TIMED_EVERY = 10  # steps between two that DDP times
 BUILDERS["comm_hook"].update(
     fp16=default_hooks.fp16_compress_hook, bf16=default_hooks.bf16_compress_hook
 )
+
+
+@dataclass
+class Bucket:
+    """A bucket of gradients on its way."""
+
+    gradients: Tensor  # of this rank, then the average
+    part: slice  # of the reducer's tensor
+    future: Future[Tensor]
+
+
+class BucketAverage:
+    """Average all buckets of a step in one round of a reducer, in the order of ranks.
+
+    It waits for the last bucket: starting earlier gains nothing, because the cores that would add
+    the first buckets are computing the others.
+    """
+
+    def __init__(self, group: ProcessGroup, parameters: list[nn.Parameter]) -> None:
+        """Allocate the memory. A collective.
+
+        Args:
+            parameters: those with gradients, on the CPU.
+        """
+        self._world_size = group.world_size
+        sizes = Counter[torch.dtype]()
+        for parameter in parameters:
+            sizes[parameter.dtype] += parameter.numel()
+        self._reducers = {}
+        for dtype, size in sizes.items():
+            self._reducers[dtype] = build_reducer(group, size, dtype, torch.device("cpu"))
+        self._buckets: list[Bucket] = []
+
+    def take(self, bucket: GradBucket) -> Future[Tensor]:
+        """Copy the bucket to the tensor of its type; the last one completes the futures of all."""
+        gradients = bucket.buffer()
+        dtype = gradients.dtype
+        begin = sum(len(b.gradients) for b in self._buckets if b.gradients.dtype == dtype)
+        part = slice(begin, begin + len(gradients))
+        torch.mul(gradients, 1 / self._world_size, out=self._reducers[dtype].flat[part])
+        future: Future[Tensor] = Future()
+        self._buckets.append(Bucket(gradients, part, future))
+        if bucket.is_last():
+            self._complete()
+        return future
+
+    def _complete(self) -> None:
+        totals = {}
+        for dtype, reducer in self._reducers.items():
+            reducer.send(self._world_size)
+            totals[dtype] = reducer.total()
+        for bucket in self._buckets:
+            bucket.gradients.copy_(totals[bucket.gradients.dtype][bucket.part])
+            bucket.future.set_result(bucket.gradients)
+        self._buckets.clear()
 
 
 class DDPStrategy(Strategy):
@@ -69,9 +126,8 @@ class DDPStrategy(Strategy):
                 partial(BUILDERS["comm_hook"][ddp.comm_hook], None), self._comm_hook
             )
         elif self.group.shared_memory is not None:
-            gradients = [p for p in model.parameters() if p.requires_grad]
-            all_reduce = SharedMemoryAllReduce(self.group.shared_memory, gradients).all_reduce
-            parallel.register_comm_hook(all_reduce, self._comm_hook)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            parallel.register_comm_hook(BucketAverage(self.group, trained).take, self._comm_hook)
         return parallel
 
     def _comm_hook(

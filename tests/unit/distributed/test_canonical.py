@@ -14,8 +14,8 @@ from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.device.compile import allows_compile
 from mingpt_ddp.distributed.device.machine import canonical_threads
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.ordered_sum import OrderedSum
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.group.reducer import build_reducer
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.canonical import CanonicalStrategy
 from mingpt_ddp.errors import ConfigError, TrainingError
@@ -108,7 +108,7 @@ def test_one_thread_unless_told(monkeypatch, told, threads):
 
 def total(*gradients: Any) -> torch.Tensor:
     group = ProcessGroup(DistEnv(), config().ddp, job=0)
-    found = OrderedSum(group, len(gradients[0]), torch.float32, CPU)
+    found = build_reducer(group, len(gradients[0]), torch.float32, CPU)
     for gradient in gradients:
         found.wait()
         found.flat[: len(gradient)] = torch.tensor(gradient)
