@@ -12,6 +12,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from mingpt_ddp.config.compose import hydra_utils
@@ -98,7 +99,7 @@ def main(composed: DictConfig | None = None) -> None:
         log.error("interrupted (SIGINT); rerun the same command to resume")
         exit_process(None, 128 + signal.SIGINT)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
-        if type(error).__module__.startswith(("submitit.", "ray.")):
+        if sweep.uses_external_launcher and not isinstance(error, HydraException):
             exits.user_error(RunError(str(error)))
         exits.user_error(ConfigError(explain(error)))
     logs.to_console(exits.env)

@@ -64,7 +64,7 @@ class Lease:
         time.sleep(TAKEOVER_GRACE_S)
         owner = self._read() or {}
         if owner.get("id") != self.id:
-            raise still_running(self.storage.url, _describe(owner))
+            raise LockedError(self.storage.url, _describe(owner))
 
     def _wait_until_stale(self, owner: dict[str, Any]) -> None:
         log.info(
@@ -81,7 +81,7 @@ class Lease:
             if current is None:
                 return
             if current != owner:
-                raise still_running(self.storage.url, _describe(current))
+                raise LockedError(self.storage.url, _describe(current))
             # A slow read is no evidence about the owner, so each read counts for at most half an
             # interval.
             silence += min(time.monotonic() - last_read, HEARTBEAT_INTERVAL_S / 2)
@@ -153,12 +153,15 @@ class Lease:
             log.info("cannot release %s: %s", self.storage.url, error, extra={"file_only": True})
 
 
-def still_running(location: object, owner: str) -> RunError:
-    """Return the error for a run directory or URL that another process has locked."""
-    return RunError(
-        f"{location} is locked by {owner}, which is still running; wait for it, or choose "
-        "another run.name"
-    )
+class LockedError(RunError):
+    """Another process has locked a run directory or URL."""
+
+    def __init__(
+        self, location: object, owner: str, advice: str = "wait for it, or choose another run.name"
+    ) -> None:
+        super().__init__(f"{location} is locked by {owner}, which is still running; {advice}")
+        self.location = location
+        self.owner = owner
 
 
 def _describe(owner: dict[str, Any]) -> str:

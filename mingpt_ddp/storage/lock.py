@@ -15,7 +15,7 @@ from typing import IO
 
 from mingpt_ddp.config.validation import MAX_NAME_BYTES
 from mingpt_ddp.errors import RunError, reason
-from mingpt_ddp.storage.lease import still_running
+from mingpt_ddp.storage.lease import LockedError
 from mingpt_ddp.storage.storage import open_regular
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _wait_for(file: IO[str], directory: Path, wait_s: float) -> None:
             if time.monotonic() > deadline:
                 file.seek(0)
                 owner = file.read().strip() or "another process"
-                raise still_running(directory, owner) from error
+                raise LockedError(directory, owner) from error
             if attempt == 10:
                 log.info("waiting up to %.0f s for another process to unlock %s", wait_s, directory)
             time.sleep(POLL_S)

@@ -104,7 +104,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
             value = recorded.get(group, {}).get(key.partition(".")[2])
             if key in keys or key in NAMES:
                 continue
-            if _is_left_out(key, value):
+            if is_left_out(key, value):
                 omitted.append(f"{key}={value}")
             else:
                 words.append(word)
@@ -114,7 +114,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
     return [*words, *_directory_words(directory, recorded, keys), *typed]
 
 
-def _is_left_out(key: str, value: Any) -> bool:
+def is_left_out(key: str, value: Any) -> bool:
     """Return whether a recorded value could run a program or send files, unless it is typed."""
     if key in LEFT_OUT or key.partition(".")[2] in CODE_LOCATION_KEYS:
         return True
@@ -162,7 +162,7 @@ def _closest_preset(
         choice: what selects the keys of the group, as in architecture=gpt.
         defaults: of these keys.
     """
-    found = []
+    presets = []
     for path in sorted((config_directory() / group).glob("*.yaml")):
         values = {**defaults, **yaml.safe_load(path.read_text())}
         if f"/schema/{group}/{choice or 'text'}@_here_" not in values.pop("defaults", ()):
@@ -171,9 +171,9 @@ def _closest_preset(
         if choice:
             selector = GROUPS[group][0][0]
             values[selector] = choice
-        found.append((differing, path.stem, values))
-    check(bool(found), f"no preset of {group} is like that of the run")
-    _, name, values = min(found, key=lambda each: each[:2])
+        presets.append((differing, path.stem, values))
+    check(bool(presets), f"no preset of {group} is like that of the run")
+    _, name, values = min(presets, key=lambda each: each[:2])
     return name, values
 
 

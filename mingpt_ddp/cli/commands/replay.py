@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from mingpt_ddp.cli.api import train
-from mingpt_ddp.cli.commands.again import LEFT_OUT, command_words
+from mingpt_ddp.cli.commands.again import command_words, is_left_out
 from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, choose_interval, read_snapshot
 from mingpt_ddp.config.compose.hydra_utils import hydra_value
-from mingpt_ddp.config.config import CODE_LOCATION_KEYS, decides_bits
+from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
@@ -182,9 +182,8 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
         kept[group] = {}
         for key, value in keys.items():
             name = f"{group}.{key}"
-            if name in LEFT_OUT or key in CODE_LOCATION_KEYS:
-                continue
-            if group not in QUIET_GROUPS or decides_bits(name, value):
+            is_quiet = group in QUIET_GROUPS and not decides_bits(name, value)
+            if not is_quiet and not is_left_out(name, value):
                 kept[group][key] = value
     directory.mkdir()
     (directory / "config.yaml").write_text(yaml.safe_dump(kept))

@@ -40,7 +40,7 @@ from mingpt_ddp.cli.commands.export import export
 from mingpt_ddp.config.keys.fields import PositiveInt
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
-from mingpt_ddp.errors import ConfigError, RunError, SnapshotError
+from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
@@ -50,7 +50,7 @@ from mingpt_ddp.snapshots.format import (
 from mingpt_ddp.snapshots.read.load import find_steps, recorded_train_state, step_in
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.retention import expired_steps
-from mingpt_ddp.storage.lease import Lease
+from mingpt_ddp.storage.lease import Lease, LockedError
 from mingpt_ddp.storage.lock import LOCK, acquire_lock
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.urls import open_storage
@@ -257,6 +257,6 @@ def _locked(stores: list[SnapshotStore]) -> Iterator[None]:
             for directory in directories:
                 if (directory / LOCK).exists():
                     held.enter_context(acquire_lock(directory, wait_s=0))
-        except RunError as error:
-            raise RunError(error.args[0].replace(", or choose another run.name", "")) from error
+        except LockedError as error:
+            raise LockedError(error.location, error.owner, "wait for it") from error
         yield
