@@ -98,7 +98,7 @@ def stop_before_training() -> None:
         train()
 
     for name in (
-        "storage.remote.OPERATION_DEADLINE_S",
+        "storage.remote.remote.OPERATION_DEADLINE_S",
         "storage.run_dir.LOCK_WAIT_S",
         "training.start.stages.LOCK_WAIT_S",
     ):
