@@ -9,8 +9,7 @@ losses                  losses, gradient norms and norms of layers in metrics.js
 
 The exit code is 1 if any differs, or if a run lacked the fault or the skipped steps that it is for.
 
-    git clone . /tmp/before && git -C /tmp/before checkout REVISION
-    MINGPT_SHAKESPEARE=input.txt python benchmarks/same_weights.py --other /tmp/before
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/same_weights.py --other REVISION
 """
 
 from __future__ import annotations
@@ -257,7 +256,7 @@ def table_row(name: str, outcomes: dict[str, Outcome], verdicts: dict[str, str])
 def main() -> None:
     options = parser(__doc__, "same_weights")
     options.add_argument(
-        "--other", type=Path, required=True, metavar="DIR", help="a checkout of another version"
+        "--other", required=True, metavar="REVISION", help="a commit, a branch or a directory"
     )
     options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     chosen = options.parse_args()

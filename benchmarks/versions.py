@@ -14,8 +14,7 @@ resumed        of these, until the new workers have read the snapshot
 loss           seconds of the whole process of experiment=shakespeare_char_cpu_fast, which reaches a
                loss of 1.88
 
-    git clone . /tmp/before && git -C /tmp/before checkout REVISION
-    MINGPT_SHAKESPEARE=input.txt python benchmarks/versions.py --other /tmp/before
+    MINGPT_SHAKESPEARE=input.txt python benchmarks/versions.py --other REVISION
 """
 
 from __future__ import annotations
@@ -46,6 +45,8 @@ from common import (
     spread,
 )
 from stopwatch import process_tree
+
+from mingpt_ddp.cli.code_version import find_commit, find_version
 
 MID = [
     "model=gpt_mini",
@@ -114,10 +115,15 @@ class Checkout:
             sys.exit(f"{self.home} failed:\n{(self.scratch / 'output.txt').read_text()[-2000:]}")
 
 
-def prepare_checkouts(other: Path, scratch: Path) -> dict[str, Checkout]:
-    """Return this checkout and another one, each with a directory of its own in `scratch`."""
+def prepare_checkouts(other: str, scratch: Path) -> dict[str, Checkout]:
+    """Return this checkout and another one, each with a directory of its own in `scratch`.
+
+    Args:
+        other: a commit or branch of this one, or a directory.
+    """
+    home_of_other = find_version(other, find_commit(other), []).directory
     checkouts = {}
-    for name, home in (("this", ROOT), ("other", other.resolve())):
+    for name, home in (("this", ROOT), ("other", home_of_other)):
         (scratch / name).mkdir()
         checkouts[name] = Checkout(home, scratch / name, corpus_path())
     return checkouts
@@ -290,7 +296,7 @@ def table_row(figure: str, measured: dict[str, Any]) -> list[str]:
 def main() -> None:
     options = parser(__doc__, "versions")
     options.add_argument(
-        "--other", type=Path, required=True, metavar="DIR", help="a checkout of another version"
+        "--other", required=True, metavar="REVISION", help="a commit, a branch or a directory"
     )
     options.add_argument(
         "--figures", nargs="+", choices=FIGURES, default=list(FIGURES), help="default: all"

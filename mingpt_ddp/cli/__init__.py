@@ -4,7 +4,7 @@ import re
 import sys
 
 # mingpt_ddp.X runs X, and mingpt_ddp itself trains.
-COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again")
+COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again", "versions")
 
 
 def refuse_other_modules() -> None:

@@ -113,19 +113,19 @@ def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
         file = Path(name, "report.json")
         environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
         environ |= {CALLER: str(os.getpid()), REPORT_FILE: str(file)}
-        code, last = _run([sys.executable, "-m", "mingpt_ddp", *words], environ)
+        code, last = run_process([sys.executable, "-m", "mingpt_ddp", *words], environ)
         report = read_json(file)
     if code != 0:
-        raise _error(report, last or f"training ended with exit code {code}")
+        raise error_of(report, last or f"training ended with exit code {code}")
     if "directories" not in report:  # --help
         raise RunError("these arguments do not train")
     return [*map(Path, report["directories"])]
 
 
-def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
+def run_process(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     """Run a command and print its output; return its exit code and its last line.
 
-    That is not printed if it is an error, for `_error`. End the command if this function is ended.
+    An error is not printed, for `error_of`. End the command if this function is ended.
     """
     last = ""
     held = ""  # a line that may be the error to raise, until it is known
@@ -161,7 +161,7 @@ def _run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     return process.returncode, last
 
 
-def _error(report: dict[str, Any], line: str) -> Exception:
+def error_of(report: dict[str, Any], line: str) -> Exception:
     """Return the error that training has reported, or its last line if that is another."""
     from mingpt_ddp.errors import UserError, unpack_error
 

@@ -9,6 +9,7 @@ snapshots    list, verify, prune and export snapshots
 report       show a sweep, or any runs, as a table and a page
 plan         say what a configuration means, without training it
 again        train with the configuration that a run has recorded, and with changes
+versions     train two versions of the code, and say which is better, faster, or the same
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.
 `eval "$(mingpt-ddp -sc install=bash)"` lets the Tab key complete commands, presets and keys.

@@ -16,7 +16,7 @@ from mingpt_ddp.storage.storage import open_regular
 EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
 MAX_BYTES = 1 << 26
 FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW  # a link could lead to any file
-LONGEST = 300  # characters of a verdict
+LONGEST = 500  # characters of a verdict
 
 
 def root_of(job: Job) -> Path:

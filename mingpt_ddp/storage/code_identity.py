@@ -123,14 +123,16 @@ def _read_or_say_why(chosen: Mapping[str, Path]) -> Code:
         return Code({"sha256": UNKNOWN, "commits": {}, "patch": why, "files": {}}, b"")
 
 
-def read_code(chosen: Mapping[str, Path]) -> Code:
+def read_code(chosen: Mapping[str, Path], package: Path | None = None) -> Code:
     """Return the code of the package and of a user's files.
 
     Args:
         chosen: the files that the configuration names, by group.
+        package: of another checkout; None: that of this process.
     """
-    files = dict(_package_files())
-    folders = [PACKAGE]
+    package = package or PACKAGE
+    files = dict(_package_files(package))
+    folders = [package]
     for group, path in chosen.items():
         path = path.resolve()
         folders.append(path.parent)
@@ -139,10 +141,10 @@ def read_code(chosen: Mapping[str, Path]) -> Code:
     commits = {}
     patch = b""
     lost = None
-    for root in filter(None, dict.fromkeys(map(_root_of, folders))):
+    for root in filter(None, dict.fromkeys(map(root_of, folders))):
         name = str(root) if root.name in commits else root.name
         try:
-            found = _read_checkout(root, name)
+            found = read_checkout(root, name)
             commits[name] = found.commit
             patch += found.patch
             lost = lost or found.lost
@@ -197,12 +199,12 @@ def _sha256(content: bytes) -> str:
 
 
 @functools.cache
-def _package_files() -> dict[str, str]:
-    """Return the SHA-256 of each Python file of the package by name, as this process has it."""
+def _package_files(package: Path) -> dict[str, str]:
+    """Return the SHA-256 of each Python file of a package by name, as this process has it."""
     found = {}
-    for name in glob("**/*.py", root_dir=PACKAGE, recursive=True):  # follows the link to conf/
+    for name in glob("**/*.py", root_dir=package, recursive=True):  # follows the link to conf/
         with contextlib.suppress(OSError):  # it is being replaced
-            found[f"{PACKAGE.name}/{name}"] = _sha256((PACKAGE / name).read_bytes())
+            found[f"{package.name}/{name}"] = _sha256((package / name).read_bytes())
     return found
 
 
@@ -246,7 +248,7 @@ def _imported(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:
                 yield from (stem.with_suffix(".py"), stem / "__init__.py")
 
 
-def _root_of(folder: Path) -> Path | None:
+def root_of(folder: Path) -> Path | None:
     """Return the checkout that holds a folder; None: it is in none, or installed."""
     if {"site-packages", "dist-packages"} & {*folder.parts}:
         return None
@@ -262,31 +264,31 @@ class Checkout:
     lost: str | None = None  # why the patch is not kept
 
 
-def _read_checkout(root: Path, called: str) -> Checkout:
+def read_checkout(root: Path, called: str) -> Checkout:
     """Return what git says of a checkout.
 
     Raises:
-        As of `_git`, which may refuse the checkout of another user.
+        As of `git`, which may refuse the checkout of another user.
     """
-    git = functools.partial(_git, root, time.monotonic() + GIT_S)
+    ask = functools.partial(git, root, time.monotonic() + GIT_S)
     filters = []
-    for key in os.fsdecode(git("config", "--list", "--name-only", "-z")).split("\0"):
+    for key in os.fsdecode(ask("config", "--list", "--name-only", "-z")).split("\0"):
         if key.startswith("filter."):
             filters += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
-    entries = os.fsdecode(git(*filters, *STATUS)).split("\0")
+    entries = os.fsdecode(ask(*filters, *STATUS)).split("\0")
     commit = entries[0].removeprefix("# branch.oid ")
     has_changes = any(entry.startswith(CHANGED) for entry in entries)
     new = [entry for entry in entries if entry.startswith(UNTRACKED) and entry.endswith(".py")]
     if not has_changes and not new:
         return Checkout(commit)
     commit_and_changes = f"{commit}-dirty"
-    diff = functools.partial(git, *filters, *DIFF)
+    diff = functools.partial(ask, *filters, *DIFF)
     patch = b""
     try:
         if has_changes:
             base = "HEAD"
             if commit == INITIAL:
-                base = git("hash-object", "-t", "tree", "--stdin").decode().strip()  # of no files
+                base = ask("hash-object", "-t", "tree", "--stdin").decode().strip()  # of no files
             patch = diff(base, "--")
         for entry in new:
             patch += diff("--no-index", "--", os.devnull, entry.removeprefix(UNTRACKED))
@@ -314,7 +316,7 @@ def _kept(patch: bytes, title: str) -> bytes:
     return kept
 
 
-def _git(root: Path, deadline: float, *words: str) -> bytes:
+def git(root: Path, deadline: float, *words: str) -> bytes:
     """Return what git prints.
 
     Raises:

@@ -50,7 +50,7 @@ DOORS = (
         "plan.py",
         "registry.py",
     ),
-    *("report.py", "sample.py", "snapshots/__main__.py"),
+    *("report.py", "sample.py", "snapshots/__main__.py", "versions.py"),
 )
 WORDS = (
     *(

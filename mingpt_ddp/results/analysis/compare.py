@@ -92,18 +92,28 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
     best = next((each for each in settings if each.complete > 1), None)
     if best is None:
         return []
+    others = [each for each in settings if each is not best]
+    return _compare_pairs([(best, other) for other in others], pairs_of(settings))
+
+
+def compare_with_first(settings: Sequence[Setting]) -> list[Comparison]:
+    """Compare the first setting, which no result has chosen, with each other one."""
+    first, *others = settings
+    pairs = [sorted((first, other), key=by_objective) for other in others]
+    return _compare_pairs(pairs, len(pairs))
+
+
+def _compare_pairs(pairs: Iterable[Sequence[Setting]], tests: int) -> list[Comparison]:
+    """Compare settings of which the first has the lower mean, with p corrected for all tests."""
     comparisons = []
-    tests = []
-    for other in settings:
-        if other is not best:
-            why = _why_incomparable(best, other)
-            test = None if why else difference(best.by_seed, other.by_seed)
-            comparisons.append(Comparison(best, other, test, why))
-            tests += [test] if test else []
-    corrected = iter(holm([test.p for test in tests], pairs_of(settings)))
-    for comparison in comparisons:
-        if comparison.difference:
-            comparison.p = next(corrected)
+    for best, other in pairs:
+        why = _why_incomparable(best, other)
+        test = None if why else difference(best.by_seed, other.by_seed)
+        comparisons.append(Comparison(best, other, test, why))
+    found = [comparison for comparison in comparisons if comparison.difference]
+    ps = [comparison.difference.p for comparison in found if comparison.difference]
+    for comparison, p in zip(found, holm(ps, tests), strict=True):
+        comparison.p = p
     return comparisons
 
 

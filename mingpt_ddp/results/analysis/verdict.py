@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
             + (", or write by=code" if have_codes and not by_code else "")
         )
     comparisons = compare(settings)
-    notes = [*comparison_notes(jobs, by_code), *_notes(jobs, settings)]
-    document = _numbers(jobs, settings, comparisons, notes)
+    pairs = pairs_of(settings)
+    notes = notes_on(jobs, settings, pairs, by_code)
+    document = to_numbers(jobs, settings, comparisons, notes, pairs)
     if comparisons:
         experiment = {"runs": [*map(str, directories)], **document}
         if note := append(root_of(jobs[0]), experiment):
@@ -57,9 +59,20 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
         return json.dumps(document, indent=1, allow_nan=False)
     if not comparisons:
         return nothing(settings)
+    return to_text(jobs, settings, notes, map(sentence, comparisons))
+
+
+def to_text(
+    jobs: list[Job], settings: list[Setting], notes: list[str], found: Iterable[str]
+) -> str:
+    """Return a comparison as text.
+
+    Args:
+        found: what it shows, in sentences.
+    """
     lines = [f"compared by {_objective(jobs)}", *_table(settings)]
     lines += [f"note: {note}" for note in notes]
-    lines += [sentence(comparison) for comparison in comparisons]
+    lines += found
     return printable("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
@@ -78,7 +91,7 @@ def sentences(jobs: list[Job], directories: list[Path], most: int) -> list[str]:
     found = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
         found.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
-    return found + _correction(settings)
+    return found + _correction(pairs_of(settings))
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -128,9 +141,9 @@ def _objective(jobs: list[Job]) -> str:
     return objective.title
 
 
-def _notes(jobs: list[Job], settings: list[Setting]) -> list[str]:
-    """Return what the comparison leaves out, or takes together."""
-    notes = pooling_notes(replicates(jobs))
+def notes_on(jobs: list[Job], settings: list[Setting], pairs: int, by_code: bool) -> list[str]:
+    """Return what the comparison of so many pairs leaves out, or takes together."""
+    notes = comparison_notes(jobs, by_code) + pooling_notes(replicates(jobs))
     for job in jobs:
         notes += job.notes
     for setting in settings:
@@ -139,12 +152,11 @@ def _notes(jobs: list[Job], settings: list[Setting]) -> list[str]:
                 f"{counted(setting.left_out, 'job')} of {setting.label} not counted: not complete, "
                 "or with a loss that is not finite"
             )
-    return notes + _correction(settings)
+    return notes + _correction(pairs)
 
 
-def _correction(settings: list[Setting]) -> list[str]:
+def _correction(pairs: int) -> list[str]:
     """Return a note on the p-values of several comparisons."""
-    pairs = pairs_of(settings)
     if pairs < 2:
         return []
     return [
@@ -163,8 +175,12 @@ def _table(settings: list[Setting]) -> list[str]:
     return table_lines(rows, left=(4,))
 
 
-def _numbers(
-    jobs: list[Job], settings: list[Setting], comparisons: list[Comparison], notes: list[str]
+def to_numbers(
+    jobs: list[Job],
+    settings: list[Setting],
+    comparisons: list[Comparison],
+    notes: list[str],
+    pairs: int,
 ) -> dict[str, Any]:
     """Return the comparison as JSON's types."""
     listed = []
@@ -177,7 +193,7 @@ def _numbers(
         "best": comparisons[0].best.label if comparisons else None,
         "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
-        "pairs_corrected_for": pairs_of(settings),
+        "pairs_corrected_for": pairs,
         "notes": notes if comparisons else [*notes, nothing(settings)],
     }
 

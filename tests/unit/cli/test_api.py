@@ -186,7 +186,7 @@ def test_the_error_of_a_process(error, line):
     if type(error) is not UserError:
         reports = [{"error": pack_error(error)}]
     for report in reports:
-        raised = api._error(report, line)
+        raised = api.error_of(report, line)
         assert (type(raised), str(raised)) == (type(error), str(error))
 
 
@@ -202,7 +202,7 @@ def test_other_lines_are_printed_in_order(capsys):
     script = f"import sys; print(*{lines}, sep='\\n'); sys.exit(int(sys.argv[1]))"
     for code, printed in ((0, lines), (2, lines[:-1])):
         command = [sys.executable, "-c", script, str(code)]
-        assert api._run(command, {**os.environ}) == (code, "error: d")
+        assert api.run_process(command, {**os.environ}) == (code, "error: d")
         assert capsys.readouterr().out.splitlines() == printed
 
 
@@ -219,4 +219,4 @@ def test_a_caller_that_is_interrupted_twice_kills_the_command(monkeypatch, capsy
     monkeypatch.setattr("builtins.print", interrupt)
     monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        api._run([sys.executable, "-c", script], {})
+        api.run_process([sys.executable, "-c", script], {})

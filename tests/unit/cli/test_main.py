@@ -30,7 +30,7 @@ OTHERS = [
 REFUSAL = (
     "is not a command; use one of mingpt_ddp, mingpt_ddp.sample, mingpt_ddp.evaluate, "
     "mingpt_ddp.snapshots, "
-    "mingpt_ddp.report, mingpt_ddp.plan, mingpt_ddp.again\n"
+    "mingpt_ddp.report, mingpt_ddp.plan, mingpt_ddp.again, mingpt_ddp.versions\n"
 )
 
 
@@ -105,7 +105,7 @@ def test_train_is_main_py(monkeypatch):
     assert seen == [["model=gpt_nano", "-m", "optimizer.lr=1,2"], ["--help"], [], []]
 
 
-@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "again"}))
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - {"train", "again", "versions"}))
 def test_a_command_gets_its_arguments(name, run):
     code, out, _ = run(name, "--help")
     assert (code, out) == (0, import_module(f"mingpt_ddp.cli.commands.{name}").__doc__ + "\n")

@@ -76,7 +76,6 @@ def test_a_wheel_has_the_hash_of_a_checkout_and_a_comment_counts(installed, monk
     assert wheel["commits"] == {} and wheel["patch"] is None
     with monkeypatch.context() as context:
         context.setattr(code_identity, "PACKAGE", PACKAGE)
-        code_identity._package_files.cache_clear()
         assert read_code({}).record["sha256"] == wheel["sha256"]
     with (installed / "loop.py").open("a") as file:
         file.write("# a comment\n")
@@ -250,8 +249,8 @@ def test_the_commit_is_kept_where_its_patch_takes_too_long(checkout, tmp_path, m
             raise subprocess.TimeoutExpired("git", 600)
         return answer(root, deadline, *words)
 
-    answer = code_identity._git
-    monkeypatch.setattr(code_identity, "_git", git_without_diffs)
+    answer = code_identity.git
+    monkeypatch.setattr(code_identity, "git", git_without_diffs)
     code = read_code({"model": checkout / "mine.py"})
     assert code.record["commits"] == {"project": f"{commit}-dirty"} and code.patch == b""
     assert code.record_in(tmp_path, {})["patch"] == "git took more than 600 s, not kept"

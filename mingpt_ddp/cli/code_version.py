@@ -1,0 +1,163 @@
+"""A version of the code, named as a commit, a branch or a directory: where it is, what it runs."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from mingpt_ddp.cli import version_job
+from mingpt_ddp.cli.api import error_of, run_process
+from mingpt_ddp.config.compose.hydra_utils import FLAGS_WITH_VALUE, hydra_value
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.data.download import user_cache
+from mingpt_ddp.distributed.env import CALLER
+from mingpt_ddp.distributed.launch.fork_server import import_path
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.storage.code_identity import (
+    PACKAGE,
+    TOO_LARGE,
+    Code,
+    git,
+    read_checkout,
+    read_code,
+    root_of,
+)
+from mingpt_ddp.storage.lock import acquire_lock
+
+GIT_S = 600.0  # in which git writes the files of a commit
+PRESETS = FLAGS_WITH_VALUE[:4]  # before a directory of presets
+
+
+@dataclass(frozen=True)
+class Version:
+    """A version of the code, and the words that it trains with."""
+
+    name: str  # as typed
+    directory: Path  # that holds the package, or a user's files
+    words: list[str]
+    code: Code
+    has_package: bool  # otherwise it trains with that of this process
+
+    def compose(self) -> str:
+        """Return its whole configuration as text.
+
+        Raises:
+            UserError: Hydra refuses the words, or it imports the code of another directory.
+        """
+        command = [*self._command, "--cfg", "job"]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise error_of({}, (done.stderr or done.stdout).strip().splitlines()[-1])
+        return done.stdout
+
+    def train(self, words: list[str]) -> None:
+        """Train with more words.
+
+        Raises:
+            UserError: it has failed.
+        """
+        environ = {**self._environment, CALLER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        code, last = run_process([*self._command, *words], environ)
+        if code != 0:
+            raise error_of({}, last or f"training ended with exit code {code}")
+
+    @property
+    def _command(self) -> list[str]:
+        return [sys.executable, version_job.__file__, str(self.directory), *self.words]
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        behind = os.environ.get("PYTHONPATH", "") if self.has_package else import_path()
+        path = os.pathsep.join(filter(None, [str(self.directory), behind]))
+        return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def find_commit(name: str) -> str:
+    """Return the commit of the checkout here that a name means; "": it means a directory.
+
+    Raises:
+        ConfigError: it means neither.
+    """
+    root = root_of(Path.cwd())
+    words = ("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
+    commit = ""
+    if root:
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            commit = git(root, time.monotonic() + GIT_S, *words).decode().strip()
+    where = root or "a checkout here"
+    is_found = commit or os.path.isdir(name)
+    check(bool(is_found), f"{name} is no commit or branch of {where}, and no directory")
+    return commit
+
+
+def find_version(name: str, commit: str, words: list[str]) -> Version:
+    """Return a version; a commit is checked out into the user's cache directory.
+
+    Args:
+        commit: what `find_commit` returns for the name.
+        words: of the command line, in which paths of code lead to this checkout.
+
+    Raises:
+        ConfigError: it has no code to compare, or too many changes to record.
+    """
+    here = Path.cwd()
+    root = root_of(here)
+    directory = Path(name).resolve()
+    if root and commit:
+        directory = _worktree(root, commit)
+        here = root
+    words, files = _move(words, here, directory)
+    package = directory / PACKAGE.name
+    has_package = (package / "__init__.py").is_file()
+    what = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
+    check(has_package or bool(files), f"{name} has {what}")
+    code = read_code({str(file): file for file in files}, package if has_package else None)
+    is_kept = code.record["patch"] != TOO_LARGE
+    check(is_kept, f"the changes in {name} are {TOO_LARGE}; commit them")
+    return Version(name, directory, words, code, has_package)
+
+
+def _worktree(root: Path, commit: str) -> Path:
+    """Return a directory with the files of a commit, in the user's cache; reuse it if unchanged."""
+    cache = user_cache() / "versions"
+    directory = cache / commit
+    with acquire_lock(cache, GIT_S, what="the cache directory", key="XDG_CACHE_HOME"):
+        try:
+            if read_checkout(directory, commit).commit == commit:
+                return directory
+        except (OSError, subprocess.SubprocessError):
+            pass  # there is none yet, or its checkout is gone
+        shutil.rmtree(directory, ignore_errors=True)
+        words = ("worktree", "add", "--force", "--detach", str(directory), commit)
+        try:
+            git(root, time.monotonic() + GIT_S, *words)
+        except (OSError, subprocess.SubprocessError) as error:
+            raise RunError(f"git cannot write the files of {commit} to {directory}") from error
+    return directory
+
+
+def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], list[Path]]:
+    """Return the words with paths of code below `here` as those below another directory.
+
+    Returns:
+        The words, and the Python files there.
+    """
+    moved = []
+    files = list[Path]()
+    for previous, word in zip(["", *words], words, strict=False):
+        key, equals, value = ("", "", word) if previous in PRESETS else word.partition("=")
+        name = value.strip("\"'")
+        is_code = key.endswith(".code") and os.path.isabs(name)
+        if not (is_code or (key in PRESETS and equals) or previous in PRESETS):
+            moved.append(word)
+            continue
+        path = Path.cwd() / name
+        if path.is_relative_to(here):
+            path = directory / path.relative_to(here)
+        files += [path] if is_code else sorted(path.glob("**/*.py"))
+        moved.append(f"{key}{equals}{hydra_value(str(path)) if is_code else path}")
+    return moved, [file for file in files if file.is_file()]

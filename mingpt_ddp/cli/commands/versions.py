@@ -1,0 +1,214 @@
+"""Train versions of the code with the same seeds, and say which is better, faster, or the same.
+
+    python -m mingpt_ddp.versions main . model=gpt_nano trainer.max_steps=500 run.seed=1,2,3,4,5
+    python -m mingpt_ddp.versions HEAD~1 HEAD run.seed=1,2 trainer.max_steps=50 require=same_bits
+
+A B ...      commits or branches of the checkout here, or directories; . is the code as it is now. Write ./main for a
+             directory with the name of a branch. Each is compared with the first
+key=value    as for training, the same for all; --config-dir=DIR and absolute paths of code below this checkout lead to
+             the files of each version. All other paths, data and outputs are as you type them here
+run.seed     two seeds or more, with a comma between them
+require      exit with code 1 unless all have same_bits, or none is worse (not_worse) by more than chance
+
+Jobs run in turn, A B B A A B, which is fair to all on a machine that becomes slower. The same command goes on after a kill, and
+trains no job twice; other code, also in . since, or another configuration is another comparison.
+
+Says how the loss differs (paired by seed, with interval and p, corrected by Holm for several versions), how the speed does
+(median time of a step; time from the first step to the end), and whether the last weights and optimizer states have the same bits.
+Adds the verdict to experiments.jsonl (`report experiments`); the runs are in outputs/versions-HASH.
+"""  # noqa: E501
+
+import hashlib
+import itertools
+import json
+import re
+import signal
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mingpt_ddp.cli.arguments import answer
+from mingpt_ddp.cli.code_version import Version, find_commit, find_version
+from mingpt_ddp.config.compose.hydra_utils import hydra_value
+from mingpt_ddp.config.validation import check, refuse_credentials
+from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
+from mingpt_ddp.errors import RunError
+from mingpt_ddp.results.analysis.compare import Setting
+from mingpt_ddp.results.analysis.version_verdict import version_verdict
+from mingpt_ddp.results.experiments import append
+from mingpt_ddp.results.runs import read_jobs
+from mingpt_ddp.storage.code_identity import describe, recorded_code
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
+
+OWN_KEYS = ("run.seed", "require")
+REQUIREMENTS = (None, "same_bits", "not_worse")
+REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A version that trains with a seed, in a run directory."""
+
+    version: Version
+    words: list[str]
+    directory: Path
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return read_result(self.directory)
+
+
+def main() -> None:
+    """Run `python -m mingpt_ddp.versions`."""
+    with cli_errors():
+        if text := answer(__doc__, sys.argv[1:]):
+            echo(text)
+            return
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the job, too
+        sys.exit(_command(sys.argv[1:]))
+
+
+def _command(words: list[str]) -> int:
+    names = [*itertools.takewhile(lambda word: word[:1] != "-" and "=" not in word, words)]
+    own, others = _split(words[len(names) :])
+    for name in names:
+        refuse_credentials("the name of a version", name)
+    check(len(names) > 1, "name two versions of the code or more: commits or directories")
+    required = own.get("require")
+    check(required in REQUIREMENTS, f"require={required} must be same_bits or not_worse")
+    seeds = _parse_seeds(own.get("run.seed", ""))
+    commits = [find_commit(name) for name in names]
+    versions = [find_version(*each, others) for each in zip(names, commits, strict=True)]
+    root, name = _compose(versions)
+    trials: dict[str, list[Trial]] = {}
+    for number, version in enumerate(versions, 1):
+        label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
+        trials[label] = []
+        for seed in seeds:
+            directory = root / name / f"{number},run.seed={seed}"
+            words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
+            words.append(f'run.name="{name}/{directory.name}"')
+            trials[label].append(Trial(version, words, directory))
+    _train([*zip(*trials.values(), strict=True)])
+    found, document, text = version_verdict(_settings(trials), _digests(trials))
+    recorded = {label: describe(each[0].version.code.record) for label, each in trials.items()}
+    experiment = {"runs": names, "versions": recorded, "overrides": others, **document}
+    if note := append(root, experiment):
+        echo_error(f"note: {note}")
+    echo(f"{text}\nthe runs are in {root / name}")
+    if required == "same_bits":
+        return int(not all(each.has_same_bits for each in found))
+    return int(required is not None and any(each.is_worse for each in found))
+
+
+def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the values of OWN_KEYS, and the words that train."""
+    own = {}
+    others = []
+    for word in words:
+        key, _, value = word.removeprefix("--").partition("=")
+        check(not REFUSED.match(word), f"{word} does not go with versions; leave it out")
+        if key in OWN_KEYS:
+            own[key] = value
+        else:
+            others.append(word)
+    return own, others
+
+
+def _parse_seeds(text: str) -> list[int]:
+    """Return the seeds.
+
+    Raises:
+        ConfigError: there is one, which says nothing about chance.
+    """
+    seeds = {*text.split(",")}
+    are_several = len(seeds) > 1 and all(map(str.isdecimal, seeds))
+    advice = "one says nothing about chance, as in run.seed=1,2,3,4,5"
+    check(are_several, f"run.seed={text} must be several seeds: {advice}")
+    return sorted(map(int, seeds))
+
+
+def _compose(versions: list[Version]) -> tuple[Path, str]:
+    """Return the run.root of the first version, and a directory for all that is compared.
+
+    Raises:
+        UserError: a version refuses the words.
+    """
+    texts = [version.compose() for version in versions]
+    compared = []
+    for version, text in zip(versions, texts, strict=True):
+        code = version.code
+        compared.append([code.record["sha256"], code.record["commits"], code.patch.hex(), text])
+    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:8]
+    return Path(yaml.safe_load(texts[0])["run"]["root"]), f"versions-{digest}"
+
+
+def _train(rounds: list[tuple[Trial, ...]]) -> None:
+    """Train what is not complete, the trials of each seed in turn: A B, B A, A B ...
+
+    Raises:
+        UserError: a job has failed, or has trained with another code than its version.
+    """
+    order = list[Trial]()
+    for number, trials in enumerate(rounds):
+        order += trials[:: -1 if number % 2 else 1]
+    codes: dict[str, str] = {}
+    for number, trial in enumerate(order, 1):
+        if trial.result.get("status") != RunStatus.COMPLETE:
+            what = f"{trial.version.name}, {trial.words[0]}"
+            echo_error(f"job {number} of {len(order)}: {what}")
+            with redirect_stdout(sys.stderr):  # standard output has the verdict alone
+                trial.version.train(trial.words)
+        if trial.result.get("status") != RunStatus.COMPLETE:
+            raise RunError(f"{trial.directory} is not complete; run the same command to go on")
+        _check_code(trial, codes)
+
+
+def _check_code(trial: Trial, codes: dict[str, str]) -> None:
+    """Check that each version has trained with one code, which no other one has.
+
+    Args:
+        codes: what is known so far: the recorded code by version, and the reverse.
+    """
+    code = recorded_code(trial.result)
+    if not code:  # of an earlier version of the package
+        return
+    recorded = "+".join([*code.get("earlier", []), code["sha256"]])
+    version = trial.version
+    own = version.code.record["sha256"]
+    is_one = codes.setdefault(str(version.directory), recorded) == recorded
+    is_own = codes.setdefault(recorded, own) == own
+    if not (is_one and is_own):
+        raise RunError(
+            f"{trial.directory} was not trained by the code of {version.name}: that has changed "
+            "since, or its workers import another package; compare commits, from elsewhere"
+        )
+
+
+def _settings(trials: dict[str, list[Trial]]) -> list[Setting]:
+    """Return the jobs of each version as a setting."""
+    jobs = {}
+    for job in read_jobs([trial.directory for each in trials.values() for trial in each]):
+        jobs[job.directory] = job
+    settings = []
+    for label, of_version in trials.items():
+        found = [jobs[trial.directory] for trial in of_version]
+        settings.append(Setting(found, found[0].config, label))
+    return settings
+
+
+def _digests(trials: dict[str, list[Trial]]) -> dict[Path, str]:
+    """Return the SHA-256 of the last weights and optimizer states, by run directory."""
+    from mingpt_ddp.snapshots.format import WEIGHT_KINDS
+    from mingpt_ddp.snapshots.read.load import load
+    from mingpt_ddp.snapshots.write.ledger import hash_snapshot
+
+    digests = {}
+    for trial in itertools.chain(*trials.values()):
+        hashes = hash_snapshot(load(str(trial.directory), WEIGHT_KINDS))
+        digests[trial.directory] = json.dumps(hashes)
+    return digests

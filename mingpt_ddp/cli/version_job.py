@@ -1,0 +1,32 @@
+"""Train with the code of a directory: `python FILE DIRECTORY [words]`, where no cwd is imported.
+
+`versions` starts this file; it imports nothing of its own package, which may be another version.
+"""
+
+import importlib.util
+import os
+import runpy
+import sys
+
+# What is imported, and where it stands in a checkout.
+PARTS = {"mingpt_ddp": "mingpt_ddp", "mingpt_ddp.conf": "conf", "hydra_plugins": "hydra_plugins"}
+
+
+def main() -> None:
+    """Run `python -m mingpt_ddp` if all parts that the directory has are imported from there."""
+    directory = sys.argv.pop(1)
+    own = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in (own, os.getcwd())]
+    sys.path.insert(0, directory)
+    for name, part in PARTS.items():
+        expected = os.path.realpath(os.path.join(directory, part))
+        spec = importlib.util.find_spec(name) if os.path.isdir(expected) else None
+        found = next(iter(spec.submodule_search_locations or [""])) if spec else expected
+        if os.path.realpath(found) != expected:
+            print(f"run error: {name} is imported from {found}, not from {expected}")
+            sys.exit(2)
+    runpy.run_module("mingpt_ddp", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Say of versions of the code whether each is better, faster, or the same as the first."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.results.analysis.compare import Comparison, Setting, compare_with_first
+from mingpt_ddp.results.analysis.verdict import notes_on, sentence, to_numbers, to_text
+from mingpt_ddp.results.groups import means_by_seed, seed_of
+from mingpt_ddp.results.runs import Job, grouped, number
+from mingpt_ddp.results.stats.intervals import estimate
+
+SAME = "the same bits"
+
+
+@dataclass(frozen=True)
+class Against:
+    """A version against the first one."""
+
+    first: Setting
+    other: Setting
+    comparison: Comparison
+    bits: dict[str, str]  # by seed: the same, or from which step on they are others
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether each seed has the same loss, to the last bit."""
+        return self.first.by_seed == self.other.by_seed != {}
+
+    @property
+    def has_same_bits(self) -> bool:
+        return {*self.bits.values()} == {SAME}
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is worse by more than chance, or nothing can be said."""
+        if self.is_equal:
+            return False
+        found = self.comparison
+        return found.difference is None or (found.is_better and found.other is self.other)
+
+    @property
+    def sentences(self) -> list[str]:
+        """Say whether it is better, faster and the same."""
+        names = f"{self.other.label} against {self.first.label}"
+        quality = sentence(self.comparison)
+        if self.is_equal:
+            quality = f"{names}: the same {self.first.ranked_by.title} at each seed"
+        seeds = grouped(self.bits, self.bits.__getitem__)
+        bits = "; ".join(f"{found} with seed {', '.join(seeds[found])}" for found in seeds)
+        speeds = f"a step {_shown(self.speed(_step_ms))}, the whole {_shown(self.speed(_seconds))}"
+        return [quality, f"{names}, speed: {speeds}", f"{names}: {bits}"]
+
+    def numbers(self) -> dict[str, Any]:
+        """Return speeds and bits as JSON's types."""
+        speeds = {"step": self.speed(_step_ms), "whole": self.speed(_seconds)}
+        return {"speed": speeds, "bits": self.bits, "sentence": "; ".join(self.sentences)}
+
+    def speed(self, time: Callable[[Job], float | None]) -> list[float] | None:
+        """Return the speed over that of the first, and its interval; None if it is unknown.
+
+        It is a geometric mean over the seeds: speeds of 2 and 1/2 are as far from 1.
+        """
+        ours = means_by_seed(self.first.jobs, time)
+        theirs = means_by_seed(self.other.jobs, time)
+        both = [seed for seed in ours if seed in theirs]
+        found = estimate([math.log(ours[seed] / theirs[seed]) for seed in both])
+        if found.mean is None or found.low is None or found.high is None:
+            return None
+        return [*map(math.exp, (found.mean, found.low, found.high))]
+
+
+def version_verdict(
+    settings: list[Setting], digests: Mapping[Path, str]
+) -> tuple[list[Against], dict[str, Any], str]:
+    """Compare versions with the first; return what is found, for JSON and as text.
+
+    Args:
+        digests: of weights and optimizer at the end, by run directory.
+    """
+    first, *others = settings
+    jobs = [job for setting in settings for job in setting.jobs]
+    ours = {seed_of(job): job for job in first.jobs}
+    comparisons = compare_with_first(settings)
+    found = []
+    for other, comparison in zip(others, comparisons, strict=True):
+        bits = {seed_of(job): _bits(ours[seed_of(job)], job, digests) for job in other.jobs}
+        found.append(Against(first, other, comparison, bits))
+    notes = notes_on(jobs, settings, len(others), by_code=True)
+    document = to_numbers(jobs, settings, comparisons, notes, len(others))
+    for record, each in zip(document["comparisons"], found, strict=True):
+        record.update(each.numbers())
+    sentences = [line for each in found for line in each.sentences]
+    return found, document, to_text(jobs, settings, notes, sentences)
+
+
+def _step_ms(job: Job) -> float | None:
+    """Return the median over the log steps."""
+    values = job.history.values("step_ms")
+    return statistics.median(values) if values else None
+
+
+def _seconds(job: Job) -> float | None:
+    return number(job.result.get("wall_seconds"))
+
+
+def _shown(speed: list[float] | None) -> str:
+    """Return `0.970 times (95% interval 0.963 to 0.977: slower)`."""
+    if speed is None:
+        return "unknown"
+    mean, low, high = speed
+    what = "no difference shown" if low <= 1 <= high else "faster" if low > 1 else "slower"
+    return f"{mean:.3f} times (95% interval {low:.3f} to {high:.3f}: {what})"
+
+
+def _bits(one: Job, other: Job, digests: Mapping[Path, str]) -> str:
+    """Return whether two jobs end with the same bits, and where their losses begin to differ."""
+    if digests[one.directory] == digests[other.directory]:
+        return SAME
+    theirs = dict(other.history.series("train_loss"))
+    for step, loss in one.history.series("train_loss"):
+        if theirs.get(step) != loss:
+            return f"other bits from step {step} on"
+    return "other bits"

@@ -1,0 +1,77 @@
+"""Two versions of a user's code are compared; SIGKILL in between costs one job at most."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from launching import ROOT, TINY, UnforkedJob, call, wait_for
+
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
+
+MINE = """
+from mingpt_ddp.registry import ScheduleConfig, register
+
+@register("schedule", "mine", ScheduleConfig)
+def mine(step, steps, config):
+    return {}
+"""
+USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+
+
+def git(project: Path, *words: str) -> None:
+    subprocess.run(["git", *USER, *words], cwd=project, check=True, capture_output=True)
+
+
+def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_path):
+    """The change is not committed, and trains nothing: its rates are too low."""
+    project = tmp_path / "project"
+    (project / "recipe").mkdir(parents=True)
+    git(project, "init", "-q")
+    (project / ".gitignore").write_text("outputs/\noutput-*\n")
+    (project / "recipe" / "mine.py").write_text(MINE.format(1.0))
+    git(project, "add", ".")
+    git(project, "commit", "-qm", "one")
+    (project / "recipe" / "mine.py").write_text(MINE.format(1e-6))
+    words = [*TINY, "--config-dir=recipe", "optimizer.code=mine.py", "optimizer.schedule=mine"]
+    words += ["optimizer.lr=1e-2", "run.seed=1,2", "require=not_worse"]
+    command = [sys.executable, "-m", "mingpt_ddp.versions", "HEAD", ".", *words]
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+
+    def results() -> dict[Path, int]:
+        found = (project / "outputs").glob("versions-*/*/result.json")
+        return {path: path.stat().st_mtime_ns for path in found}
+
+    job = UnforkedJob(command, project, **cache)
+    wait_for(lambda: results() or job.process.poll() is not None, what="a job")
+    job.process.kill()
+    job.process.wait()
+    before = results()
+    done = call(command, project, separate=True, **cache)
+    assert done.returncode == 1, done.stdout + done.stderr
+    after = results()
+    assert len(after) == 4 and before.items() <= after.items(), "no job is trained twice"
+    order = [path.parent.name for path in sorted(after, key=after.__getitem__)]
+    assert order == [f"{n},run.seed={seed}" for seed, n in zip("1122", "1221", strict=True)]
+    table, (better, speed, bits, where) = (
+        done.stdout.splitlines()[:3],
+        done.stdout.splitlines()[-4:],
+    )
+    assert table[0] == "compared by validation loss, in nats per token"
+    assert better.startswith("HEAD is better than . by ") and "2 and 2 seeds" in better
+    assert speed.startswith(". against HEAD, speed: a step ")
+    assert bits == ". against HEAD: other bits from step 2 on with seed 1, 2"
+    (verdict,) = (project / "outputs" / "experiments.jsonl").read_text().splitlines()
+    record = json.loads(verdict)
+    assert record["runs"] == ["HEAD", "."] and record["overrides"] == words[:-2]
+    assert record["versions"]["."].endswith("-dirty")
+    assert record["comparisons"][0]["sentence"] == "; ".join([better, speed, bits])
+    runs = [path.parent for path in after]
+    assert {read_history(run / METRICS).starts for run in runs} <= {1, 2}
+    first, second = (
+        json.loads((run / "result.json").read_text())["code"] for run in sorted(runs)[::2]
+    )
+    assert first["sha256"] != second["sha256"]
+    assert where == f"the runs are in outputs/{runs[0].parent.name}"

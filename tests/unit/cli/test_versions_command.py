@@ -1,0 +1,139 @@
+"""`mingpt-ddp versions A B`: what is refused, and which files a version has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tools import call_tool
+
+from mingpt_ddp.cli import code_version, version_job
+from mingpt_ddp.cli.code_version import find_commit
+from mingpt_ddp.cli.commands import versions as tool
+
+SEEDS = "run.seed=1,2"
+USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+
+
+def git(*words: str) -> str:
+    done = subprocess.run(["git", *USER, *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """A checkout with two commits of recipe/mine.py, in which the user stands."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    project = tmp_path / "project"
+    (project / "recipe").mkdir(parents=True)
+    monkeypatch.chdir(project)
+    git("init", "-q")
+    for number in (1, 2):
+        Path("recipe/mine.py").write_text(f"x = {number}\n")
+        git("add", ".")
+        git("commit", "-qm", str(number))
+    return project
+
+
+def find_version(name: str, words: list[str]) -> code_version.Version:
+    return code_version.find_version(name, find_commit(name), words)
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    monkeypatch.setattr(code_version.Version, "compose", None)  # nothing gets so far
+    return call_tool(tool, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["HEAD", "nowhere", SEEDS],
+            "nowhere is no commit or branch of {project}, and no directory",
+        ),
+        (
+            ["HEAD", ".", SEEDS],
+            "HEAD has no package mingpt_ddp, and no Python file that --config-dir",
+        ),
+        (["HEAD", ".", "run.seed=1"], "run.seed=1 must be several seeds: one says nothing"),
+        (["HEAD", ".", "run.seed=1,1"], "run.seed=1,1 must be several seeds"),
+        (["HEAD", "."], "run.seed= must be several seeds"),
+        (["HEAD", SEEDS], "name two versions of the code or more"),
+        (["HEAD", ".", SEEDS, "require=better"], "require=better must be same_bits or not_worse"),
+        (["HEAD", ".", SEEDS, "run.name=x"], "run.name=x does not go with versions"),
+        (["HEAD", ".", "-m", SEEDS], "-m does not go with versions"),
+        (["HEAD", ".", "--config-dir=recipe", SEEDS], "the changes in . are more than 1,000,000"),
+    ],
+)
+def test_refused_in_one_line_before_anything_is_written(words, message, project, call):
+    Path("recipe/large.py").write_text("# large\n" * 120_000)
+    code, out, err = call(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"config error: {message.format(project=project)}")
+    assert not (project / "outputs").exists() and not list(project.rglob("versions-*"))
+
+
+def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
+    words = ["--config-dir=recipe", "-cd", "recipe", f"model.code='{project}/recipe/mine.py'"]
+    words += ["data.path=recipe/text.txt", "task.code=mine.py", 'model.code="/elsewhere/mine.py"']
+    found = find_version("HEAD~1", words)
+    there = found.directory
+    assert (there / "recipe" / "mine.py").read_text() == "x = 1\n"
+    own = [f"--config-dir={there}/recipe", "-cd", f"{there}/recipe"]
+    assert found.words == [*own, f'model.code="{there}/recipe/mine.py"', *words[4:]]
+    assert not found.has_package
+    (there / "left").touch()
+    assert find_version("HEAD~1", words) == found and (there / "left").exists()
+    (there / "recipe" / "mine.py").write_text("x = 3\n")
+    git("worktree", "prune")
+    assert find_version(git("rev-parse", "HEAD~1"), words).code == found.code
+    assert not (there / "left").exists()
+
+    here = find_version(".", words)
+    assert here.directory == project and here.code.record["commits"]["project"] == git(
+        "rev-parse", "HEAD"
+    )
+    Path("recipe/new.py").write_text("y = 1\n")
+    changed = find_version(".", words)
+    assert changed.code.record["sha256"] != here.code.record["sha256"] and changed.code.patch
+
+
+def test_git_that_cannot_write_is_one_line(project, monkeypatch):
+    def fail(directory, name):
+        (directory.parent / directory.name).write_text("a file")
+        raise OSError
+
+    monkeypatch.setattr(code_version, "read_checkout", fail)
+    with pytest.raises(code_version.RunError, match="git cannot write the files of "):
+        find_version("HEAD", ["--config-dir=recipe"])
+
+
+def test_a_job_refuses_the_package_of_another_directory(tmp_path, monkeypatch, capsys):
+    """As where a hook of the interpreter imports it first: here it is imported already."""
+    (tmp_path / "mingpt_ddp").mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", ["version_job.py", str(tmp_path), "--help"])
+    with pytest.raises(SystemExit, match="2"):
+        version_job.main()
+    found = Path(version_job.__file__).parents[1]
+    line = f"run error: mingpt_ddp is imported from {found}, not from {tmp_path}/mingpt_ddp\n"
+    assert capsys.readouterr().out == line
+
+
+def test_one_version_is_one_code_that_no_other_has(tmp_path, monkeypatch):
+    def trial(directory, sha256, recorded):
+        code = code_version.Code({"sha256": sha256}, b"")
+        version = code_version.Version(directory, tmp_path / directory, [], code, True)
+        made = tool.Trial(version, [], tmp_path / recorded)
+        monkeypatch.setattr(tool, "read_result", lambda run: {"code": {"sha256": run.name}})
+        return made
+
+    codes = {}
+    for each in (("a", "1", "x"), ("b", "2", "y"), ("a", "1", "x"), ("c", "1", "x")):
+        tool._check_code(trial(*each), codes)
+    for each in (("a", "1", "z"), ("d", "3", "x")):
+        with pytest.raises(code_version.RunError, match="was not trained by the code of "):
+            tool._check_code(trial(*each), dict(codes))

@@ -1,0 +1,84 @@
+"""Versions of the code against the first: better, faster, the same bits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_runs import fake_run
+
+from mingpt_ddp.results.analysis.compare import Setting
+from mingpt_ddp.results.analysis.version_verdict import SAME, version_verdict
+from mingpt_ddp.results.runs import read_jobs
+
+pytestmark = pytest.mark.core
+LOSSES = [1.0, 2.0, 3.0]
+
+
+def setting(directory, losses, step_ms=10.0):
+    """Return a version that has trained seeds 1, 2 and 3."""
+    for seed, loss in enumerate(losses, 1):
+        run = fake_run(directory / f"{seed}", {"run.seed": seed}, val_loss=loss)
+        lines = [{"step": 100 + n, "step_ms": step_ms * (1 + n % 2)} for n in range(9)]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+    jobs = read_jobs([directory])
+    return Setting(jobs, jobs[0].config, directory.name)
+
+
+def judge(*settings, digest=lambda job: "same"):
+    digests = {job.directory: digest(job) for each in settings for job in each.jobs}
+    return version_verdict([*settings], digests)
+
+
+def test_the_same_code_is_neither_better_nor_faster(tmp_path):
+    (found,), document, text = judge(
+        setting(tmp_path / "a", LOSSES), setting(tmp_path / "b", LOSSES)
+    )
+    assert text.splitlines()[-3:] == [
+        "b against a: the same validation loss at each seed",
+        "b against a, speed: a step 1.000 times (95% interval 1.000 to 1.000: no difference shown)"
+        ", the whole 1.000 times (95% interval 1.000 to 1.000: no difference shown)",
+        "b against a: the same bits with seed 1, 2, 3",
+    ]
+    assert found.has_same_bits and not found.is_worse
+    (comparison,) = document["comparisons"]
+    assert comparison["bits"] == dict.fromkeys("123", SAME)
+    assert comparison["sentence"] == "; ".join(text.splitlines()[-3:])
+    json.dumps(document, allow_nan=False)
+
+
+def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
+    a = setting(tmp_path / "a", LOSSES)
+    b = setting(tmp_path / "b", [1.2, 2.21, 3.19], step_ms=10.3)
+    (found,), _, text = judge(a, b, digest=lambda job: str(job.directory))
+    better, speed, bits = text.splitlines()[-3:]
+    assert better.startswith(
+        "a is better than b by 0.200 ± 0.025 (95% interval 0.175 to 0.225, 3 paired"
+    )
+    assert "a step 0.971 times (95% interval 0.971 to 0.971: slower), the whole 1.000" in speed
+    assert bits == "b against a: other bits from step 5 on with seed 1, 2, 3"
+    assert found.is_worse and not found.has_same_bits
+    (found,), _, text = judge(b, a)
+    assert "a is better than b by 0.200" in text and not found.is_worse
+    assert "a against b, speed: a step 1.030 times (95% interval 1.030 to 1.030: faster)" in text
+
+
+def test_each_is_compared_with_the_first_and_p_is_corrected_for_that(tmp_path):
+    """Two comparisons, not the three pairs of three settings."""
+    settings = [setting(tmp_path / "a", LOSSES), setting(tmp_path / "b", [1.1, 2.2, 3.3])]
+    alone = judge(*settings)[1]["comparisons"][0]["p_corrected"]
+    settings.append(setting(tmp_path / "c", [1.1, 2.2, 3.4]))
+    found, document, text = judge(*settings, digest=lambda job: job.directory.parent.name)
+    first, second = document["comparisons"]
+    assert first["p"] == alone and first["p_corrected"] == second["p_corrected"]
+    assert max(first["p"], second["p"]) < first["p_corrected"] == 2 * min(first["p"], second["p"])
+    assert "p is corrected for all 2 pairs" in text
+    assert [each.comparison.best.label for each in found] == ["a", "a"]
+
+
+def test_what_cannot_be_said_is_no_proof_of_being_not_worse(tmp_path):
+    """A constant difference of exactly 1 is no measure of chance; nor has it a step's time."""
+    a, b = setting(tmp_path / "a", LOSSES), setting(tmp_path / "b", [2.0, 3.0, 4.0])
+    (found,), _, text = judge(a, b)
+    assert "nothing can be said of b against a" in text and found.is_worse
