@@ -44,14 +44,10 @@ class WeightedLoader(TokenLoader):
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
         self._set_epoch(sum(self._windows))
         shares = np.cumsum(weights / weights.sum()) * self.windows_per_epoch
-        ends = np.round(shares).astype(np.int64)
-        if ends[-1] != self.windows_per_epoch:
-            raise DataError(
-                "the weights of data.sources cannot be added up; give ones of similar size"
-            )
         # of each text's share, among the windows of an epoch before they are shuffled
-        self._ends = ends
-        for (path, _), share in zip(sources, np.diff(ends, prepend=0), strict=True):
+        self._ends = np.round(shares).astype(np.int64)
+        self._ends[-1] = self.windows_per_epoch
+        for (path, _), share in zip(sources, np.diff(self._ends, prepend=0), strict=True):
             if share == 0:
                 raise DataError(
                     f"{path} in data.sources has less than one window per epoch; raise its weight"

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,7 @@ def text_of_bytes(
     Args:
         pieces: iterates over its bytes; an empty one ends each document.
     """
-
-    def read() -> Iterator[str]:
-        return decoded(pieces(), contents.source, config.end_token)
-
+    read = partial(decoded, pieces, contents.source, config.end_token)
     return Text(config, contents, pieces, read, files)
 
 
@@ -134,21 +132,22 @@ def _combined(hashes: list[Any]) -> str:
     return str(hashes[0]) if len(hashes) == 1 else digest_of(hashes)
 
 
-def decoded(pieces: Iterator[bytes], source: str, has_end: bool) -> Iterator[str]:
+def decoded(pieces: Callable[[], Iterator[bytes]], source: str, has_end: bool) -> Iterator[str]:
     """Yield documents of UTF-8 without a byte order mark.
 
     Args:
+        pieces: iterates over their bytes; an empty one ends each document.
         has_end: END follows each of them.
 
     Raises:
         DataError: invalid UTF-8, with the position of the byte.
     """
-    return _gathered(_decoded(pieces, source, has_end))
+    return _gathered(_decoded(pieces(), source, has_end))
 
 
-def documents(records: Iterator[str], has_end: bool) -> Iterator[str]:
+def documents(records: Callable[[], Iterator[str]], has_end: bool) -> Iterator[str]:
     """Yield records as documents, each with END or a line feed after it."""
-    return _gathered(_ended(records, has_end))
+    return _gathered(_ended(records(), has_end))
 
 
 def _decoded(pieces: Iterator[bytes], source: str, has_end: bool) -> Iterator[str]:

@@ -63,7 +63,7 @@ def look_at(files: Files) -> Form:
         if kind := kind_of_names({member.name for member in members}):
             sizes[kind.form] = 1
             members = []
-        for member, kind in zip(members, _kinds_of(files, members), strict=True):
+        for member, kind in zip(members, kinds_of(files, members), strict=True):
             sizes[kind.form] += member.size
     forms: list[Form] = [form for form in get_args(Form) if form in sizes]
     return max(forms, key=sizes.__getitem__, default="text")
@@ -72,39 +72,40 @@ def look_at(files: Files) -> Form:
 def kind_of_one(files: Files) -> Kind | None:
     """Return what a single file looks like; None: text."""
     with files.opened() as members:
-        [kind] = _kinds_of(files, members)
+        [kind] = kinds_of(files, members)
     return None if kind == TEXT else kind
 
 
-def _kinds_of(files: Files, members: list[Member]) -> list[Kind]:
-    """Return the kinds of the members, HIDDEN for a hidden one among several.
+def is_left_out(name: str) -> bool:
+    """Return whether a file among several is no text and no data, by its name."""
+    return is_hidden(name) or bool(NO_RECORDS.fullmatch(PurePosixPath(name).name))
+
+
+def kinds_of(files: Files, members: list[Member], form: Form | None = None) -> list[Kind]:
+    """Return the kinds of the members, HIDDEN for one among several that is left out.
 
     Each head is read once, in the order of the archive: a step back in a compressed archive
     decompresses it again from its beginning.
 
     Args:
         members: open ones of the files, in this order.
+        form: in which they are read; all tables are CSV by their names then.
     """
     kinds = []
     for member in members:
         key = member.name, member.size
         if key not in files.kinds:
-            is_skipped = is_hidden(member.name) and not files.is_one
+            is_skipped = is_left_out(member.name) and not files.is_one
             files.kinds[key] = HIDDEN if is_skipped else _kind_of_member(member)
-        kinds.append(files.kinds[key])
-    return kinds
-
-
-def kinds_in(files: Files, members: list[Member], form: Form) -> list[Kind]:
-    """Return the kinds of the members if several are read in one format."""
-    kinds = []
-    for member, kind in zip(members, _kinds_of(files, members), strict=True):
-        if NO_RECORDS.fullmatch(PurePosixPath(member.name).name):
-            kind = HIDDEN
-        elif form == "csv" and COMPRESSION.sub("", member.name).lower().endswith(TABLES):
-            kind = kind if kind == HIDDEN else CSV
+        kind = files.kinds[key]
+        if form == "csv" and kind != HIDDEN and _is_named_table(member.name):
+            kind = CSV
         kinds.append(kind)
     return kinds
+
+
+def _is_named_table(name: str) -> bool:
+    return COMPRESSION.sub("", name).lower().endswith(TABLES)
 
 
 def _kind_of_member(member: Member) -> Kind:
@@ -181,7 +182,7 @@ class RecordFiles:
         if self._files.is_one:
             yield from members
             return
-        kinds = kinds_in(self._files, members, contents.form)
+        kinds = kinds_of(self._files, members, contents.form)
         ordered = sorted(zip(members, kinds, strict=True), key=lambda pair: pair[0].name)
         for member, kind in ordered:
             if member.size and kind.form == contents.form:

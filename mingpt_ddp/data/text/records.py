@@ -134,8 +134,7 @@ def is_table(head: bytes, name: str) -> bool:
     """
     if not name.lower().endswith(TABLES):
         return False
-    text = codecs.getincrementaldecoder("utf-8-sig")("replace").decode(head)
-    lines = text.splitlines(keepends=True)
+    lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
     try:
         rows = [*filter(None, csv.reader(lines, delimiter=_delimiter(*lines[:1])))]
     except csv.Error:
@@ -151,8 +150,7 @@ def _delimiter(line: str = "") -> str:
 
 
 def _is_header(names: list[str]) -> bool:
-    is_named = all(name and not _is_number(name) for name in names)
-    return bool(names) and is_named and len({*names}) == len(names)
+    return bool(names) and all(map(_is_word, names)) and len({*names}) == len(names)
 
 
 def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
@@ -189,16 +187,13 @@ def _has_surrogate(text: str) -> bool:
     return False
 
 
-def _is_number(cell: str) -> bool:
+def _is_word(cell: str) -> bool:
+    """Return whether a cell has something that is no number."""
     try:
         float(cell or 0)
     except ValueError:
-        return False
-    return True
-
-
-def _is_word(cell: str) -> bool:
-    return not _is_number(cell)
+        return True
+    return False
 
 
 def _text_lines(file: io.BufferedReader, where: str) -> Iterator[str]:

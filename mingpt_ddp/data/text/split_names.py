@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from mingpt_ddp.config.keys.components import Form
-from mingpt_ddp.data.content import SPLITS, is_hidden
+from mingpt_ddp.data.content import SPLITS
 from mingpt_ddp.data.text.archives import Files, Member
 from mingpt_ddp.data.text.contents import Share
-from mingpt_ddp.data.text.record_files import NO_RECORDS, kinds_in, look_at
+from mingpt_ddp.data.text.record_files import is_left_out, kinds_of, look_at
 from mingpt_ddp.data.tokens.token_files import TOKEN_SUFFIXES
 
 NAMED = re.compile(rf"(?:^|[-_.])({'|'.join(SPLITS)})[-_.]", re.IGNORECASE)
@@ -43,25 +43,25 @@ def by_split(files: Files, form: Form, by_content: bool) -> Division:
     undivided = Division({"": files})
     if files.is_one:
         return undivided
-    found: dict[str, list[Member]] = {"train": [], "val": [], "test": [], "": []}
+    named: dict[str, list[Member]] = {"train": [], "val": [], "test": [], "": []}
     with files.opened() as members:
         for member in members:
-            if not (is_hidden(member.name) or NO_RECORDS.fullmatch(_path(member).name)):
-                found[_split_of(_path(member))].append(member)
-        unnamed = found.pop("")
-        held_out = found["val"] + found["test"]
+            if not is_left_out(member.name):
+                named[_split_of(_path(member))].append(member)
+        unnamed = named.pop("")
+        held_out = named["val"] + named["test"]
         if not held_out:
             return undivided
-        shards = {split: _among(files, named) for split, named in found.items() if named}
-        ends = {_path(member).suffix for named in found.values() for member in named}
+        shards = {split: _among(files, shard) for split, shard in named.items() if shard}
+        ends = {_path(member).suffix for shard in named.values() for member in shard}
         same = [member.name for member in unnamed if _path(member).suffix in ends]
         read = _names_read(files, members, form, by_content)
         others = [member for member in unnamed if member.name in read]
-        if not found["train"]:
+        if not named["train"]:
             why = "no file is named train"
         elif same:
             why = f"{same[0]!r} has the same extension and no split in its name"
-        elif _size(found["train"] + held_out) <= _size(others):
+        elif _share(named["train"] + held_out).size <= _share(others).size:
             why = "most bytes are in files without a split in their names"
         elif by_content and {*map(look_at, shards.values())} != {form}:
             why = "the splits have different formats"
@@ -98,12 +98,8 @@ def _names_read(files: Files, members: list[Member], form: Form, by_content: boo
         return {member.name for member in members if member.name.endswith(TOKEN_SUFFIXES)}
     if form == "text" and not by_content:
         return {member.name for member in members}
-    kinds = zip(members, kinds_in(files, members, form), strict=True)
+    kinds = zip(members, kinds_of(files, members, form), strict=True)
     return {member.name for member, kind in kinds if kind.form == form}
-
-
-def _size(members: list[Member]) -> int:
-    return sum(member.size for member in members)
 
 
 def _share(members: list[Member]) -> Share:
@@ -113,9 +109,9 @@ def _share(members: list[Member]) -> Share:
     return share
 
 
-def _among(files: Files, named: list[Member]) -> Files:
-    """Return those of the files that have one of the names."""
-    names = {member.name for member in named}
+def _among(files: Files, some: list[Member]) -> Files:
+    """Return those of the files that have the names of some of them."""
+    names = {member.name for member in some}
 
     @contextmanager
     def open_members() -> Iterator[list[Member]]:

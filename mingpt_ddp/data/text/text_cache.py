@@ -137,22 +137,20 @@ class TextCache:
             return None
         return encoded if whole else None
 
-    def _hash_tokens(self, tokens: Path, directory: Path) -> str:
+    def _hash_tokens(self, tokens: Path, directory: Path, again: bool = False) -> str:
         key = ["tokens", directory.name]
-        known = self.records.find(key, file_status([tokens]), Hash)
-        return known.sha256 if known else self._read_tokens(tokens, directory)
-
-    def _read_tokens(self, tokens: Path, directory: Path) -> str:
         status = file_status([tokens])
-        found = Hash(_sha256_of_file(tokens))
-        self.records.add(["tokens", directory.name], status, file_status([tokens]), found)
-        return found.sha256
+        known = None if again else self.records.find(key, status, Hash)
+        if known is None:
+            known = Hash(_sha256_of_file(tokens))
+            self.records.add(key, status, file_status([tokens]), known)
+        return known.sha256
 
     def hash_new(self, tokens: Path, directory: Path) -> str:
         """Return the SHA-256 of tokens that have just been written, to be moved to a directory."""
         if tokens.stat().st_size >= LONG_BYTES:
             settle(tokens)
-        return self._read_tokens(tokens, directory)
+        return self._hash_tokens(tokens, directory, again=True)
 
     def hash(self, text: Text, again: bool = False) -> str:
         """Return the SHA-256 of a text, which need not be read if an earlier start has read it.

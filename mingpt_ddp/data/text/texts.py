@@ -27,7 +27,6 @@ from mingpt_ddp.data.text.contents import Contents, Counts
 from mingpt_ddp.data.text.opened_text import (
     Text,
     bytes_of,
-    decoded,
     documents,
     pieces_in,
     reading_keys,
@@ -151,11 +150,8 @@ def _open_as(form: Form, config: DataConfig, files: Files) -> Text:
         return _open_tokens(config, files)
     if form != "text":
         rows = RecordFiles(files, form, config)
-
-        def read_rows() -> Iterator[str]:
-            return documents(rows.texts(), config.end_token)
-
-        return Text(config, rows.contents, rows.hashed, read_rows, paths)
+        read = partial(documents, rows.texts, config.end_token)
+        return Text(config, rows.contents, rows.hashed, read, paths)
     if config.column is not None:
         raise DataError(
             f"data.column={config.column} needs a table; {files.source} is read as text"
@@ -165,11 +161,9 @@ def _open_as(form: Form, config: DataConfig, files: Files) -> Text:
         return text_of_bytes(config, contents, partial(_joined, config, files, contents), paths)
     if config.format == "auto":
         contents.counts.kind = kind_of_one(files)
-
-    def read() -> Iterator[str]:
-        return decoded(_decompressed_bytes(paths[0], files), files.source, config.end_token)
-
-    return Text(config, contents, partial(bytes_of, paths), read, paths)
+    decompressed_bytes = partial(_decompressed_bytes, paths[0], files)
+    text = text_of_bytes(config, contents, decompressed_bytes, paths)
+    return replace(text, hashed=partial(bytes_of, paths))
 
 
 def _open_tokens(config: DataConfig, files: Files) -> Text:

@@ -255,22 +255,24 @@ def _is_lossless(values: dict[str, Any]) -> bool:
     model = values["model"]
     first = values["pre_tokenizer"]
     steps = first["pretokenizers"] if first["type"] == "Sequence" else [first]
-    kinds = [step["type"] for step in steps]
-    if model["type"] != "BPE" or any(model.get(key) for key in LOSSY_OPTIONS):
-        return False
-    if values.get("normalizer") is not None or kinds[-1] != "ByteLevel":
-        return False
-    if any(step.get("add_prefix_space") for step in steps):
-        return False
-    if any(kind not in ("Split", "Digits") for kind in kinds[:-1]):
-        return False
-    for step in steps:
-        if step["type"] == "Split" and step["behavior"] not in LOSSLESS:
-            return False
-    for token in values.get("added_tokens") or ():
-        if token.get("lstrip") or token.get("rstrip"):
-            return False
-    return True
+    *before, last = steps
+    added = values.get("added_tokens") or ()
+    return (
+        model["type"] == "BPE"
+        and not any(model.get(key) for key in LOSSY_OPTIONS)
+        and values.get("normalizer") is None
+        and last["type"] == "ByteLevel"
+        and not any(step.get("add_prefix_space") for step in steps)
+        and all(map(_keeps_all, before))
+        and not any(token.get("lstrip") or token.get("rstrip") for token in added)
+    )
+
+
+def _keeps_all(step: dict[str, Any]) -> bool:
+    """Return whether a step before that of bytes cuts a text without leaving out a part."""
+    if step["type"] == "Split":
+        return step["behavior"] in LOSSLESS
+    return step["type"] == "Digits"
 
 
 def _bytes_of_tokens(values: dict[str, Any]) -> list[bytes]:

@@ -98,11 +98,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, has_end: bool = False) -> None:
         self.end = 256 if has_end else None
-        self.token_sizes = np.ones(256, dtype=np.int64)
-        self.token_characters = begins_character(bytes(range(256))).astype(np.int64)
-        if has_end:
-            self.token_sizes = np.append(self.token_sizes, 0)
-            self.token_characters = np.append(self.token_characters, 0)
+        begins = begins_character(bytes(range(256)))
+        self.token_sizes = np.array([1] * 256 + [0] * has_end)
+        self.token_characters = np.array([*begins.astype(int), *[0] * has_end])
 
     def with_end(self) -> Tokenizer:
         return ByteTokenizer(has_end=True)
@@ -132,16 +130,11 @@ class NoTokenizer(Tokenizer):
     """Stands for the unknown tokenizer of token ids: it encodes and decodes nothing."""
 
     name = "none"
-    _vocab_size: int
 
     def __init__(self, vocab_size: int) -> None:
         if type(vocab_size) is not int or not 0 < vocab_size <= MAX_VOCAB_SIZE:
             raise ValueError("expected a vocabulary size")
-        self._vocab_size = vocab_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
+        self.token_sizes = np.zeros(vocab_size, dtype=np.int64)  # unknown
 
     def encode(self, text: str) -> list[int]:
         raise _no_text()
@@ -153,7 +146,7 @@ class NoTokenizer(Tokenizer):
         raise _no_text()
 
     def state(self) -> dict[str, Any]:
-        return {"tokenizer": {"type": self.name, "vocab_size": self._vocab_size}}
+        return {"tokenizer": {"type": self.name, "vocab_size": self.vocab_size}}
 
 
 def _no_text() -> DataError:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import fsspec
@@ -192,24 +192,15 @@ def _header(head: bytes, name: str) -> TokenFile | None:
 
 
 def find_largest(files: list[TokenFile]) -> Largest:
-    found = Largest(-1, 0, 0)
+    largest = Largest(-1, 0, 0)
     for index, file in enumerate(files):
-        for begin, tokens in _chunks(file):
+        unsigned = np.dtype(f"u{file.itemsize}")
+        for begin in range(0, file.length, SCANNED):
+            part = file.cut(begin, min(begin + SCANNED, file.length))
+            # pages of a memory map would count as this process's memory
+            tokens = np.fromfile(part.path, unsigned, part.length, offset=part.offset)
             position = int(tokens.argmax())
             token = int(tokens[position])
-            if token > found.id:
-                found = Largest(token, index, begin + position)
-    return found
-
-
-def _chunks(file: TokenFile) -> Iterator[tuple[int, Ints]]:
-    """Yield positions and the tokens there, unsigned.
-
-    They are read, because pages of a memory map would count as this process's memory.
-    """
-    unsigned = np.dtype(f"u{file.itemsize}")
-    with open(file.path, "rb") as opened:
-        opened.seek(file.offset)
-        for begin in range(0, file.length, SCANNED):
-            count = min(SCANNED, file.length - begin)
-            yield begin, np.fromfile(opened, unsigned, count)
+            if token > largest.id:
+                largest = Largest(token, index, begin + position)
+    return largest

@@ -1,7 +1,10 @@
-"""What is read and encoded of a text, and decoded again."""
+"""Files of texts, and what is read and encoded of them and decoded again."""
 
 from __future__ import annotations
 
+import io
+import tarfile
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -21,3 +24,26 @@ def text_of(config: DataConfig) -> str:
     encoded = prepare(config)
     tokens = np.fromfile(Path(encoded.directory) / "tokens.bin", encoded.dtype)
     return tokenizer_from_state(encoded.tokenizer).decode(tokens.tolist())
+
+
+def make_directory(path: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+def make_zip(path: Path, files: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> Path:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def make_tar(path: Path, files: dict[str, bytes], mode: str = "w") -> Path:
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path

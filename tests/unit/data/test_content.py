@@ -17,8 +17,6 @@ import sqlite3
 import struct
 import subprocess
 import sysconfig
-import tarfile
-import zipfile
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +31,7 @@ from mingpt_ddp.data.content import HEAD_BYTES, kind_of
 from mingpt_ddp.data.dataset import RecordedText
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.errors import DataError
-from tests.unit.data.reading import prepare
+from tests.unit.data.reading import make_directory, make_tar, make_zip, prepare
 
 PROSE = "Zwölf Boxkämpfer jagen Viktor, \U0001f600 quer über den Sylter Deich.\n" * 200
 ROWS = [{"id": i, "text": f"to be {i}\nor not"} for i in range(300)]
@@ -197,7 +195,7 @@ def test_what_iconv_writes_as_told_is_the_same_text(name, settings, tmp_path):
     assert converted == codecs.BOM_UTF8 + PROSE.encode()
     expected = prepare(settings(PROSE)).tokens_sha256
     assert prepare(settings(converted)).tokens_sha256 == expected
-    directory = make(tmp_path / "texts", {"a.txt": converted})
+    directory = make_directory(tmp_path / "texts", {"a.txt": converted})
     assert prepare(settings(directory)).tokens_sha256 == expected
 
 
@@ -254,29 +252,6 @@ def test_sources_and_validation_texts_are_looked_at(settings, tmp_path):
 # Several files
 
 
-def make(path: Path, files: dict[str, bytes]) -> Path:
-    for name, content in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(content)
-    return path
-
-
-def make_zip(path: Path, files: dict[str, bytes]) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return path
-
-
-def make_tar(path: Path, files: dict[str, bytes]) -> Path:
-    with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
-
-
 def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, caplog):
     files = {
         "a.txt": PROSE.encode(),
@@ -286,7 +261,10 @@ def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, capl
         "docs.jsonl.gz": gzip.compress(JSONL[:300]),
         "wide.txt": PROSE[:100].encode("utf-16-le"),
     }
-    for path in (make(tmp_path / "texts", files), make_tar(tmp_path / "x.tar.gz", files)):
+    for path in (
+        make_directory(tmp_path / "texts", files),
+        make_tar(tmp_path / "x.tar.gz", files, "w:gz"),
+    ):
         caplog.clear()
         with caplog.at_level(logging.INFO):
             encoded = prepare(settings(path, tokenizer="byte"))
@@ -299,7 +277,7 @@ def test_a_directory_reads_its_texts_and_names_the_rest(settings, tmp_path, capl
         assert any("1 UTF-16LE ('wide.txt')" in line for line in lines)
 
 
-@pytest.mark.parametrize("form", [make, make_zip, make_tar])
+@pytest.mark.parametrize("form", [make_directory, make_zip, make_tar])
 def test_mostly_data_is_refused(form, settings, tmp_path):
     """Of a directory of images the README is not the text."""
     files = {f"{i:05}.png": PNG * 9 for i in range(4)}
@@ -320,7 +298,7 @@ def test_compressed_files_are_compared_by_their_own_size(settings, tmp_path):
     """A text that expands far is not more of them than the data beside it."""
     text, data = gzip.compress(PROSE.encode()), gzip.compress(random.randbytes(5000))
     assert len(PROSE.encode()) > len(data) > len(text)
-    path = make(tmp_path / "texts", {"a.txt.gz": text, "data.gz": data})
+    path = make_directory(tmp_path / "texts", {"a.txt.gz": text, "data.gz": data})
     sizes = f"{len(data):,} of {len(data) + len(text):,} bytes"
     with pytest.raises(DataError, match=rf"mostly no text: skipped 1 .*, {sizes}; "):
         prepare(settings(path))
@@ -349,11 +327,11 @@ def test_names_cannot_forge_lines_of_the_log(settings, tmp_path, caplog):
 def test_a_run_goes_on_with_its_texts(settings, tmp_path):
     """Whatever they look like now, whether it took data as text or left it out; also others."""
     files = {"a.txt": PROSE.encode(), "docs.jsonl": JSONL[:300]}
-    path = make(tmp_path / "texts", files)
+    path = make_directory(tmp_path / "texts", files)
     auto = settings(path, tokenizer="byte", val_paths={"other": str(path)})
     before = {config.format: prepare_all(config) for config in (auto, replace(auto, format="text"))}
     assert before["auto"][""].sha256 != before["text"][""].sha256
-    make(path, {"new.png": PNG * 999, ".hidden": b"x"})  # now it would be refused
+    make_directory(path, {"new.png": PNG * 999, ".hidden": b"x"})  # now it would be refused
     with pytest.raises(DataError, match="is mostly no text"):
         prepare_all(auto)
     for form, texts in before.items():

@@ -19,6 +19,7 @@ from mingpt_ddp.data.file_records import RECORDS, SMALL_BYTES
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.text import text_cache
 from mingpt_ddp.errors import DataError
+from tests.unit.data.reading import make_directory, make_zip
 
 LINE = "To be, or not to be: that is the question.\n"
 TEXT = LINE * (SMALL_BYTES // len(LINE) + 1)
@@ -65,27 +66,15 @@ def in_place(path: Path, at: int = 10) -> None:
         file.write(b"X")
 
 
-def write_directory(root: Path) -> Path:
-    root.mkdir()
-    (root / "a.txt").write_text(TEXT)
-    (root / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    return root
-
-
-def write_zip(path: Path) -> Path:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("a.txt", TEXT)
-    return path
-
-
 @pytest.mark.usefixtures("later")
 @pytest.mark.parametrize("form", ["file", "directory", "archive"])
 def test_what_was_read_is_not_read_again(form, settings, tmp_path, hashed, log_lines):
     path: str | Path = TEXT
+    files = {"a.txt": TEXT.encode(), "b.png": b"\x89PNG\r\n\x1a\n"}
     if form == "directory":
-        path = write_directory(tmp_path / "texts")
+        path = make_directory(tmp_path / "texts", files)
     elif form == "archive":
-        path = write_zip(tmp_path / "texts.zip")
+        path = make_zip(tmp_path / "texts.zip", files, zipfile.ZIP_STORED)
     config = settings(path)
     assert start(config, hashed) == ["text", "text", "tokens"]
     first = prepare_all(config)

@@ -6,23 +6,20 @@ import gzip
 import hashlib
 import http.server
 import itertools
-import json
 import os
 import random
-import subprocess
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
-from launching import PATIENCE_S
 
 from mingpt_ddp.config import registry
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.text import encode_text, opened_text, texts
+from mingpt_ddp.data.text import opened_text, texts
 from mingpt_ddp.data.text.texts import python_docs
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import prepare
@@ -252,44 +249,20 @@ def test_a_damaged_cache_is_rebuilt(settings, damage):
     assert stamp(encoded) == before
 
 
-CONCURRENT = """
-import json, os, sys
-from dataclasses import asdict
-from mingpt_ddp.config.keys.components import DataConfig
-from mingpt_ddp.data.prepare import prepare_all
-config = DataConfig(**json.loads(sys.argv[1]))
-waiting, starting = os.pipe()
-children = []
-for _ in range(4):
-    if (child := os.fork()) == 0:
-        os.close(starting)
-        os.read(waiting, 1)  # until all have been forked
-        # in one write, also where output is not buffered
-        os.write(1, json.dumps(asdict(prepare_all(config)[""])).encode() + b"\\n")
-        os._exit(0)
-    children.append(child)
-os.close(starting)
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
-"""
-
-
 @pytest.mark.parametrize("damaged", [False, True], ids=["no cache yet", "damaged cache"])
-def test_concurrent_processes(settings, damaged):
-    """All of them get a complete encoding, whichever was first, and leave no partial files."""
+def test_starts_at_the_same_time(settings, damaged):
+    """All of them get a complete encoding, whichever was first, and leave no partial files.
+
+    Each opens the lock by itself, as a process does.
+    """
     text = LINE * 20_000
     config = settings(text)
     if damaged:
         write_meta(b"garbage")(Path(prepare(config).directory))
-    command = [sys.executable, "-c", CONCURRENT, json.dumps(vars(config))]
-    environment = {**os.environ, "PYTHONPATH": str(Path(encode_text.__file__).parents[2])}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 0, done.stderr
-    expected = prepare(config)
-    outcomes = [EncodedText(**json.loads(line)) for line in done.stdout.splitlines()]
-    assert outcomes == [expected] * 4
-    assert text_of(expected) == text
+    with ThreadPoolExecutor() as pool:
+        outcomes = [*pool.map(prepare, [config] * 4)]
+    assert outcomes == [prepare(config)] * 4
+    assert text_of(outcomes[0]) == text
     assert not list(Path(config.cache_dir).glob(".partial-*"))
 
 

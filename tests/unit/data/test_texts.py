@@ -18,33 +18,10 @@ from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.text import archives
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
-from tests.unit.data.reading import prepare, text_of
+from tests.unit.data.reading import make_directory, make_tar, make_zip, prepare, text_of
 
 FILES = {"b/2.txt": b"second\n", "a.txt": b"first", "b/10.md": "dritter: ß".encode()}
 JOINED = "first\ndritter: ß\nsecond\n"  # sorted by name, a line feed after each
-
-
-def make_directory(path: Path, files=FILES) -> Path:
-    for name, content in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(content)
-    return path
-
-
-def make_zip(path: Path, files=FILES, method: int = zipfile.ZIP_DEFLATED) -> Path:
-    with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return path
-
-
-def make_tar(path: Path, files=FILES, mode: str = "w") -> Path:
-    with tarfile.open(path, mode) as archive:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return path
 
 
 def every_form(root: Path, files=FILES) -> list[Path]:
@@ -58,7 +35,7 @@ def every_form(root: Path, files=FILES) -> list[Path]:
 
 
 def test_texts_are_joined_in_the_order_of_their_names(settings, tmp_path):
-    forms = [*every_form(tmp_path), make_zip(tmp_path / "lzma.zip", method=zipfile.ZIP_LZMA)]
+    forms = [*every_form(tmp_path), make_zip(tmp_path / "lzma.zip", FILES, zipfile.ZIP_LZMA)]
     for path in forms:
         assert text_of(settings(path)) == JOINED
     assert text_of(settings(tmp_path / "texts/**/*.txt")) == "first\nsecond\n"
@@ -209,7 +186,7 @@ def test_several_sources_share_a_vocabulary(settings, tmp_path):
 
 
 def test_a_remote_archive_has_the_sha256_of_its_texts(settings, tmp_path):
-    content = make_zip(tmp_path / "x.zip").read_bytes()
+    content = make_zip(tmp_path / "x.zip", FILES).read_bytes()
     fsspec.filesystem("memory").pipe_file("/texts/x.zip", content)
     sha256 = hashlib.sha256(JOINED.encode()).hexdigest()
     for path in (str(tmp_path / "x.zip"), "memory://texts/x.zip"):
