@@ -131,7 +131,7 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
             "data.dtype=uint16 (nanoGPT) or uint32"
         )
     else:
-        _check_head(head, name)
+        _check_head(head, name, dtype)
         itemsize = np.dtype(dtype).itemsize
         if size % itemsize:
             raise DataError(
@@ -151,14 +151,18 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     return found
 
 
-def _check_head(head: bytes, name: str) -> None:
-    """Refuse what is no headerless file of tokens."""
+def _check_head(head: bytes, name: str, dtype: str) -> None:
+    """Refuse what is no headerless file of tokens of a type."""
     has_controls = len(head.translate(None, CONTROLS)) < len(head)
     if head and is_utf8(head) and not has_controls:
         raise DataError(f"{name} looks like text, not tokens; leave data.format out")
     for kind, pattern in NO_TOKENS.items():
         if re.match(pattern, head, re.DOTALL):
             raise DataError(f"{name} looks like {kind.name}, not tokens; {kind.advice}")
+    if dtype == "uint16" and len(head) == HEAD_BYTES:
+        tokens = np.frombuffer(head, dtype)
+        if tokens[::2].any() and not tokens[1::2].any():
+            raise DataError(f"{name} looks like tokens of uint32, not data.dtype=uint16")
 
 
 def _npy_tokens(path: str, name: str) -> TokenFile:

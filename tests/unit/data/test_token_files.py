@@ -119,6 +119,7 @@ NO_IDS[7] = -1
         (packed("zip"), {"dtype": "uint16"}, "looks like zip, not tokens; unpack"),
         (packed("tar"), {"dtype": "uint16"}, "looks like tar, not tokens; unpack"),
         (gzip.compress(BIN), {"dtype": "uint16"}, "looks like gzip, not tokens; decompress"),
+        (2 * IDS.astype(np.uint32).tobytes(), {"dtype": "uint16"}, "looks like tokens of uint32, "),
         (b"\x93NUMPY\x01\0", {}, "cannot be read as an array of NumPy"),
     ],
 )
