@@ -48,7 +48,7 @@ from mingpt_ddp.storage.run_dir import (
     with_run_name,
 )
 from mingpt_ddp.sweeps.job import Job
-from mingpt_ddp.sweeps.local_job import (
+from mingpt_ddp.sweeps.local_workers import (
     LocalJob,
     conclude_local,
     prepare_local,
@@ -77,33 +77,35 @@ def main(composed: DictConfig | None = None) -> None:
         die_with_parent(int(caller) if caller else None)
     if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
         signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
-    sweep = Sweep()
     exits = ProcessExit()
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
             echo(text)
             exit_process(None, 0)
         prepare(exits.env)
-        with sweep.active():
+        try:
             if composed is None:
                 if text := hydra_utils.run_hydra(train):
                     echo(text)
             else:
                 run_composed(train, composed)
+        finally:
+            if "ray" in sys.modules:  # whose processes survive os._exit
+                sys.modules["ray"].shutdown()
     except JobError as error:
-        if sweep.uses_external_launcher:  # otherwise already recorded
-            sweep.failed[0] = str(error.args[0])  # it knows no number
+        if Sweep.current().is_remote:  # otherwise already recorded
+            Sweep.current().failed[0] = str(error.args[0])  # it knows no number
     except UserError as error:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
         log.error("interrupted (SIGINT); rerun the same command to resume")
         exit_process(None, 128 + signal.SIGINT)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
-        if sweep.uses_external_launcher and not isinstance(error, HydraException):
+        if Sweep.current().is_remote and not isinstance(error, HydraException):
             exits.user_error(RunError(str(error)))
         exits.user_error(ConfigError(explain(error)))
     logs.to_console(exits.env)
-    sweep.finish()
+    Sweep.current().finish()
     # Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
     # counts as a failure. All files are written and the process group is closed.
     exit_process(None, 0)

@@ -15,7 +15,7 @@ from mingpt_ddp.results.groups import Group, best_group, has_replicates, replica
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, is_locked, read_jobs, varying
-from mingpt_ddp.storage.sweep_file import Failure, SweepFile
+from mingpt_ddp.storage.sweep_file import Failure, read_failures
 
 MOST_OF_REASON = 300  # characters
 
@@ -104,7 +104,7 @@ def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Fai
     Raises:
         RunError: one of them holds no run.
     """
-    failures = [failure for each in directories for failure in SweepFile(each).failures]
+    failures = [failure for each in directories for failure in read_failures(each).values()]
     failed = {failure.directory for failure in failures}
     jobs = read_jobs([*directories])
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures

@@ -27,6 +27,7 @@ RESULT = "result.json"
 DIRECTORY_KEYS = ("run.name",)
 ATTEMPT = "attempt.json"
 SWEEP = "sweep.json"  # in the directory of a sweep
+FAILURES = "failures.jsonl"  # there too: why jobs have failed
 JOURNAL = "study.journal"  # there too, of a search: Optuna's journal
 HEADER = "mingpt_ddp"  # attribute of its study: what all trials share
 MAX_FAILURES = 10**6  # of attempts of a run; more are no count

@@ -5,16 +5,17 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.display import PERIOD_S, Display, can_draw
+from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.results.formats import cut, fixed
 from mingpt_ddp.storage.storage import read_tail
-from mingpt_ddp.sweeps.local_job import LocalJob
+from mingpt_ddp.sweeps.local_workers import LocalJob
 from mingpt_ddp.sweeps.sweep import Sweep
 
 if TYPE_CHECKING:
@@ -27,18 +28,13 @@ HEAD = ("job", "parameters", "step", "train loss", "val loss", "seconds")
 class LiveTable:
     """A row per slot: how far its job is, by the end of its metrics.jsonl."""
 
-    def __init__(self, sweep: Sweep) -> None:
+    def __init__(self, sweep: Sweep, running: Mapping[Slot, LocalJob]) -> None:
+        """
+        Args:
+            running: the jobs, which change.
+        """
         self._sweep = sweep
-        self._running: dict[int, LocalJob] = {}  # by number of the slot
-
-    @contextlib.contextmanager
-    def row(self, slot: int, local: LocalJob) -> Iterator[None]:
-        """Show a job in this context."""
-        self._running[slot] = local
-        try:
-            yield
-        finally:
-            del self._running[slot]
+        self._running = running
 
     @contextlib.asynccontextmanager
     async def shown(self) -> AsyncIterator[None]:
@@ -63,7 +59,7 @@ class LiveTable:
         ended = len(self._sweep.done) + len(self._sweep.failed)
         title = f"{ended} of {self._sweep.planned} jobs ended"
         table = Table(*HEAD, title=title, title_justify="left", box=None)
-        for slot in sorted(self._running):
+        for slot in sorted(self._running, key=lambda slot: slot.number):
             local = self._running[slot]
             latest = _latest(local.launch.directory)
             cells = [

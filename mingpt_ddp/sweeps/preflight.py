@@ -5,8 +5,6 @@ import logging
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from omegaconf import DictConfig, open_dict, read_write
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
-from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.config.config import flatten
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import count_cores
 from mingpt_ddp.distributed.env import DistEnv, read_env
@@ -32,8 +30,7 @@ from mingpt_ddp.results.runs import is_run
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
-from mingpt_ddp.sweeps.jobs import limits_of
-from mingpt_ddp.sweeps.schedule import check_schedule, has_own_sweeper, plan_slots
+from mingpt_ddp.sweeps.settings import check_settings, has_own_sweeper, plan_slots
 from mingpt_ddp.sweeps.sources import number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 
@@ -52,7 +49,7 @@ class Preflight(Callback):
         random.seed(0)
         with _exit_on_error():
             check_hydra_keys(config)
-            _start(config, read_env(), Sweep.current())
+            _start(config, read_env()).begin()
 
 
 @contextlib.contextmanager
@@ -66,8 +63,8 @@ def _exit_on_error() -> Iterator[None]:
         ProcessExit().user_error(error)
 
 
-def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
-    """Check the sweep, adapt Hydra's configuration, and lock the directory.
+def _start(config: DictConfig, env: DistEnv) -> Sweep:
+    """Check the sweep, lock its directory, and adapt Hydra's configuration.
 
     Raises:
         UserError: the sweep cannot run.
@@ -77,42 +74,45 @@ def _start(config: DictConfig, env: DistEnv, sweep: Sweep) -> None:
     first = jobs[0]
     # disable usage reports if Ray is the launcher
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    sweep.env = env
-    sweep.launcher = str(config.hydra.launcher._target_)
-    sweep.directory = Path(first.run.root, first.run.name or "")
+    own_directory = Path(first.run.root, first.run.name) if first.run.name is not None else None
     objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
-    sweep.settings = check_schedule(config, jobs, env, objective)
+    settings = check_settings(config, jobs, env, objective)
+    is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
     is_ours = has_own_sweeper(config)
-    if is_ours and not sweep.uses_external_launcher:
-        sweep.slots = plan_slots(sweep.settings, jobs, sweep.directory)
-        sweep.settings = replace(sweep.settings, parallel=max(1, len(sweep.slots)))
-    if first.run.name is not None:
-        is_single_run = env.call_on_rank_zero(lambda: is_run(sweep.directory))
+    slots = plan_slots(settings, jobs, own_directory) if is_ours and not is_remote else []
+    if own_directory is not None:
+        is_single_run = env.call_on_rank_zero(lambda: is_run(own_directory))
         check(
             not is_single_run,
             f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
         )
+    directory = own_directory or Path(first.run.root)
+    sweep = Sweep(
+        env=env,
+        settings=settings,
+        directory=directory,
+        planned=number_of_jobs(settings, overrides),
+        is_remote=is_remote,
+        source=source_of(settings, overrides, first, directory, env) if is_ours else None,
+        slots=slots,
+        lock=env.call_on_rank_zero(lambda: acquire_lock(own_directory) if own_directory else None),
+        file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
+    )
     if is_ours:
-        sweep.source = source_of(sweep.settings, overrides, first, sweep.directory, env)
-    if first.run.name is not None:
-        sweep.lock = env.call_on_rank_zero(lambda: acquire_lock(sweep.directory))
-        sweep.file = env.call_on_rank_zero(lambda: SweepFile(sweep.directory)) or sweep.file
-    sweep.planned = number_of_jobs(sweep.settings, overrides)
-    if is_ours:
-        env.call_on_rank_zero(partial(_begin, sweep, first))
-    log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), sweep.directory)
+        env.call_on_rank_zero(lambda: _keep(sweep))
+    log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         for_jobs = config.hydra.overrides.hydra
         if objective is not LOSS:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
             for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
         for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
-        config.hydra.sweep.dir = str(sweep.directory)
+        config.hydra.sweep.dir = str(directory)
+    return sweep
 
 
-def _begin(sweep: Sweep, first: Config) -> None:
+def _keep(sweep: Sweep) -> None:
     """Write what the sweep keeps from its first start on."""
-    sweep.limits = limits_of(first)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
     if sweep.trials is not None:

@@ -16,10 +16,8 @@ from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.storage.run_dir import RunStatus, read_result
-from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.live_table import LiveTable
-from mingpt_ddp.sweeps.local_job import LocalJob, conclude_local, prepare_local
-from mingpt_ddp.sweeps.progress import attempts, jobs_left
+from mingpt_ddp.sweeps.local_workers import LocalJob, conclude_local, prepare_local
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.training.start.checked_config import checked_config
@@ -43,11 +41,11 @@ class Scheduler:
         self._sweep = sweep
         self._source = source
         self._compose = compose
-        self._left = jobs_left(sweep, source)
+        self._left = sweep.jobs_left(source)
         self._forwarder = SignalForwarder()
-        self._table = LiveTable(sweep)
+        self._running: dict[Slot, LocalJob] = {}
+        self._table = LiveTable(sweep, self._running)
         self._codes: list[int] = []  # of jobs that a signal ended
-        self._running: set[Path] = set()  # directories of jobs
 
     def run(self) -> None:
         """Run all jobs; exit if a signal ends the sweep before the last one."""
@@ -79,7 +77,7 @@ class Scheduler:
 
     async def _run_job(self, number: int, slot: Slot) -> None:
         """Run a job, and again while it fails and retries are left."""
-        for _ in attempts(self._sweep, number):
+        for _ in self._sweep.attempts(number):
             try:
                 await self._attempt(number, slot)
                 return
@@ -87,13 +85,12 @@ class Scheduler:
                 if self._is_interrupted:
                     return
             except RunError as error:  # its result lacks an objective
-                job = Job(number, self._source.label(number))
-                self._sweep.record_failed(job, str(error), USER_ERROR)
+                self._sweep.record_failed(self._source.job(number), str(error), USER_ERROR)
                 return
 
     async def _attempt(self, number: int, slot: Slot) -> None:
         prepared = self._prepare(number, slot)
-        while isinstance(prepared, LocalJob) and prepared.launch.directory in self._running:
+        while isinstance(prepared, LocalJob) and self._has_running(prepared.launch.directory):
             log.info("job %d waits: another job has the same values", number + 1)
             async with self._changed:
                 await self._changed.wait()
@@ -102,15 +99,17 @@ class Scheduler:
             prepared = self._prepare(number, slot)
         if not isinstance(prepared, LocalJob):
             return
-        self._running.add(prepared.launch.directory)
+        self._running[slot] = prepared
         try:
-            with self._table.row(slot.number, prepared):
-                ended = await run_workers(
-                    prepared.launch, prepared.env, prepared.started_at, self._forwarder
-                )
+            ended = await run_workers(
+                prepared.launch, prepared.env, prepared.started_at, self._forwarder
+            )
             self._conclude(prepared, ended)
         finally:
-            self._running.remove(prepared.launch.directory)
+            del self._running[slot]
+
+    def _has_running(self, directory: Path) -> bool:
+        return any(local.launch.directory == directory for local in self._running.values())
 
     def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
         """Return the job to start, or the objective of one that is complete.
@@ -130,7 +129,7 @@ class Scheduler:
         except Exception as error:
             if not isinstance(error, UserError):
                 error = ConfigError(explain(error))
-            job = Job(number, self._source.label(number))
+            job = self._source.job(number)
             raise sweep.record_failed(job, str(error), USER_ERROR) from error
 
     def _conclude(self, local: LocalJob, ended: Ended) -> None:

@@ -1,14 +1,13 @@
-"""A sweep: the state that its jobs share, and the report at its end."""
+"""A sweep: what its start has found, and which of its jobs have ended since."""
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
@@ -24,15 +23,10 @@ from mingpt_ddp.distributed.exit import (
 from mingpt_ddp.distributed.launch.channels import Report
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
-from mingpt_ddp.results.objective import (
-    BITS_PER_BYTE,
-    LOSS,
-    Objective,
-)
+from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, Objective
 from mingpt_ddp.storage.run_dir import run_directory, with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
-from mingpt_ddp.sweeps.job import Job
-from mingpt_ddp.sweeps.jobs import look_up
+from mingpt_ddp.sweeps.job import Job, look_up
 from mingpt_ddp.sweeps.sources import Source
 
 if TYPE_CHECKING:
@@ -43,54 +37,44 @@ log = logging.getLogger(__name__)
 # of a job: its run.name, its objective if it is complete, why it has failed for good
 Known = tuple[str, float | None, str | None]
 RunOnRankZero = Callable[[Callable[[], Known]], Known]
-# Hydra creates the callback and calls jobs without arguments
-_current: ContextVar["Sweep"] = ContextVar("sweep")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Sweep:
-    """The state of the sweep whose jobs this process runs or launches.
+    """The sweep whose jobs this process runs or launches.
 
-    Without a launcher, of a single job.
+    With no job planned, of a run alone, or of a job that an external launcher has sent.
     """
 
     env: DistEnv = field(default_factory=DistEnv)
     settings: SweepConfig = field(default_factory=SweepConfig)
     directory: Path = Path()  # of all jobs, or run.root
-    launcher: str = ""  # the class of Hydra's launcher
     planned: int = 0  # jobs
+    is_remote: bool = False  # other processes run the jobs, count them and log their errors
     lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
-    source: Source | None = None  # None: other processes run the jobs
+    source: Source | None = None  # None: another sweeper of Hydra's says what the jobs are
     slots: list[Slot] = field(default_factory=list)  # of jobs that run at a time; []: in turn
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
-    limits: dict[str, Any] = field(default_factory=dict)  # of the first job
     done: dict[int, Path] = field(default_factory=dict)  # directories, by number of the job
     n_done_before: int = 0  # of these, completed by an earlier start
     failed: dict[int, str] = field(default_factory=dict)  # labels, by number of the job
     exit_code: int = 0
-    _names: dict[str, str] = field(default_factory=dict)  # of directories, by label of the job
+    _names: dict[int, str] = field(default_factory=dict)  # of directories, by number of the job
 
     @staticmethod
     def current() -> "Sweep":
-        """Return the active sweep, or a new one in a process started by an external launcher."""
-        return _current.get(None) or Sweep()
+        """Return the sweep that this process has started, or that of a run alone."""
+        return _current.get(_ALONE)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Make this the current sweep; then shut down Ray, whose processes survive os._exit."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
-            if "ray" in sys.modules:
-                sys.modules["ray"].shutdown()
+    def begin(self) -> None:
+        """Make this the current sweep: Hydra creates its callback and calls jobs without it."""
+        _current.set(self)
 
     @property
     def objective(self) -> Objective:
         """What the jobs return.
 
-        `_start` has decided it, in this process or in the one of an external launcher.
+        The start of the sweep has decided it, in this process or in that of an external launcher.
         """
         return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
 
@@ -98,10 +82,6 @@ class Sweep:
     def trials(self) -> "Trials | None":
         """Return what becomes of the trials of a study, on rank zero; None without one."""
         return None if self.source is None else self.source.trials
-
-    def failed_before(self, number: int) -> str | None:
-        """Return why a job has failed for good; None if it has not."""
-        return None if self.trials is None else self.trials.failed_before(number)
 
     @property
     def is_over(self) -> bool:
@@ -113,6 +93,68 @@ class Sweep:
         """Return whether no other job starts."""
         most = self.settings.max_failures
         return most is not None and len(self.failed) > most
+
+    @property
+    def directories(self) -> list[Path]:
+        """Return what to report: the sweep's own directory, or those of the complete jobs."""
+        if self.lock:
+            return [self.directory]
+        return list(dict.fromkeys(self.done.values()))
+
+    def jobs_left(self, source: Source) -> Iterator[int]:
+        """Yield the numbers of the jobs to run; count those that have ended for good.
+
+        Stop after too many failures.
+        """
+        for number in range(self.planned):
+            if self.has_too_many_failures:
+                log.warning(
+                    "no other job starts: %d failed, sweep.max_failures=%d",
+                    len(self.failed),
+                    self.settings.max_failures,
+                )
+                return
+            if not self._has_ended_before(number, source):
+                yield number
+
+    def _has_ended_before(self, number: int, source: Source) -> bool:
+        """Count a job that has ended as its study says, or failed; return whether it has.
+
+        Several ranks ask rank zero once the job has its process group.
+        """
+        if self.trials is None or self.env.world_size > 1:
+            return False
+        directory = self.trials.ended_in(number)
+        if directory is not None:
+            self.done[number] = directory
+            self.n_done_before += 1
+            log.info("%s: already complete", directory)
+            return True
+        job = source.job(number)
+        reason = self._end_failed(job)
+        if reason is not None:
+            self.failed[number] = job.label
+            log.info("%s has failed before: %s", job.label, reason)
+        return reason is not None
+
+    def attempts(self, number: int) -> Iterator[None]:
+        """Yield for each time that a job may start, the first and `sweep.retries`."""
+        retries = self.settings.retries
+        yield
+        for retry in range(1, retries + 1):
+            if self._end_failed(Job(number, self.failed[number])) is not None:
+                return  # as often, with earlier starts
+            log.warning("job %d: retry %d of %d", number + 1, retry, retries)
+            del self.failed[number]  # not yet
+            yield
+
+    def _end_failed(self, job: Job) -> str | None:
+        """End the trial of a job that has failed too often; return why it has, else None."""
+        failure = self.file.failures.get(job.label)
+        if self.trials is None or failure is None or failure.count <= self.settings.retries:
+            return None
+        self.trials.fail(job.number)
+        return failure.reason
 
     def start_job(
         self, config: Config, run_on_rank_zero: RunOnRankZero
@@ -133,13 +175,13 @@ class Sweep:
         def known() -> Known:
             name, value = look_up(config, swept, objective)
             if self.trials is not None:
-                self.trials.match(job.number, run_directory(with_run_name(config, name)))
-            return name, value, self.failed_before(job.number)
+                self.trials.open(job.number, run_directory(with_run_name(config, name)))
+            return name, value, None if value is not None else self._end_failed(job)
 
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
         directory = run_directory(config)
-        self._names[job.label] = directory.name
+        self._names[job.number] = directory.name
         if value is not None:
             self.n_done_before += directory not in self.done.values()
             self.record_done(job, directory)
@@ -166,7 +208,7 @@ class Sweep:
 
     def report_of(self, job: Job) -> Report | None:
         """Return the function that judges the evaluations of a job; None if nothing does."""
-        if self.source is None or not self.source.has_study:
+        if self.source is None or not self.settings.is_study:
             return None
         return partial(self._judge, job.number)
 
@@ -187,15 +229,15 @@ class Sweep:
             exit_code: of this process if the job ends it.
         """
         if value is not None:
-            if self.launcher:
+            if self.planned:
                 self.record_done(Job.current(), directory)
-            if not signalled or not self.launcher or self.is_over:
+            if not signalled or self.is_over:
                 return value
         self.interrupted(exit_code)
 
     def interrupted(self, exit_code: int) -> NoReturn:
         """Say how to resume, and exit."""
-        if self.launcher:
+        if self.planned:
             self.env.call_on_rank_zero(lambda: report_directories(self.directories))
             log.info(
                 "sweep: %d of %d jobs done; rerun the same command to resume",
@@ -215,9 +257,9 @@ class Sweep:
         self.done[job.number] = directory
 
     def _keep_done(self, job: Job, directory: Path) -> None:
+        self.file.succeed(job.label)
         if self.trials is not None:
             self.trials.finish(job.number, directory)
-        self.file.succeed(job.label)
 
     def record_failed(self, job: Job, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
@@ -230,26 +272,47 @@ class Sweep:
         name = f"job {job.number + 1}: " if self.slots else ""  # among the lines of others
         log.error("%s%s", name, message)
         if self.source is not None:
-            self.file.fail(job.label, self._names.get(job.label), message)
-        if self.trials is not None:
-            self.trials.fail(job.number, message)
-
-    @property
-    def uses_external_launcher(self) -> bool:
-        """Return whether other processes run the jobs, count them and log their errors."""
-        return bool(self.launcher) and hydra_utils.is_external(self.launcher)
-
-    @property
-    def directories(self) -> list[Path]:
-        """Return what to report: the sweep's own directory, or those of the complete jobs."""
-        if self.lock:
-            return [self.directory]
-        return list(dict.fromkeys(self.done.values()))
+            self.file.fail(job.label, self._names.get(job.number), message)
+        self._end_failed(job)
 
     def finish(self) -> None:
         """On rank zero, print the table, write the page and exit with an error if jobs failed."""
-        if self.launcher:
-            self.env.call_on_rank_zero(self._report)
+        if self.planned:
+            self.env.call_on_rank_zero(self._finish)
+
+    def _finish(self) -> None:
+        report_directories(self.directories)
+        unwritten = self._print_table()
+        if self.is_remote:
+            for error in self.failed.values():
+                exit_process(JobError(error), FAILURE)
+            if unwritten is not None:
+                ProcessExit().user_error(unwritten)
+            exit_process(None, 0)
+        count = len(self.done) + len(self.failed)
+        log.info(
+            "sweep: %s, %d already complete, %d failed",
+            counted(count, "job"),
+            self.n_done_before,
+            len(self.failed),
+        )
+        if unwritten is not None and not self.failed:
+            ProcessExit().user_error(unwritten)
+        if unwritten is not None:
+            log.error("%s", unwritten)
+        if not self.failed:
+            return
+        again = "rerun the same command to retry"
+        if self.trials is not None:
+            again = "raise sweep.retries to retry"
+        if count < self.planned:
+            left = self.planned - count
+            again = f"{left} have not started; raise sweep.max_failures, or {again}"
+        which = "; ".join(dict.fromkeys(self.failed.values()))
+        summary = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
+        if self.exit_code == FAILURE:
+            exit_process(summary, FAILURE)
+        ProcessExit().user_error(summary)
 
     def _print_table(self) -> OutputError | None:
         """Write the page of the jobs and print their table; return why it cannot be printed.
@@ -260,7 +323,7 @@ class Sweep:
 
         try:
             with contextlib.suppress(SystemExit):  # of a closed pipe
-                if self.directories and (self.done or self.uses_external_launcher):
+                if self.directories and (self.done or self.is_remote):
                     echo(report(self.directories, self.directory / PAGE))
         except OutputError as error:
             return error
@@ -268,32 +331,6 @@ class Sweep:
             log.warning("%s", error)
         return None
 
-    def _report(self) -> None:
-        report_directories(self.directories)
-        unwritten = self._print_table()
-        failed = [*self.failed.values()]
-        if self.uses_external_launcher and failed:
-            exit_process(JobError(failed[0]), FAILURE)
-        if self.uses_external_launcher:
-            if unwritten is not None:
-                ProcessExit().user_error(unwritten)
-            exit_process(None, 0)
-        count = len(self.done) + len(failed)
-        jobs = counted(count, "job")
-        log.info("sweep: %s, %d already complete, %d failed", jobs, self.n_done_before, len(failed))
-        if unwritten is not None and not failed:
-            ProcessExit().user_error(unwritten)
-        if unwritten is not None:
-            log.error("%s", unwritten)
-        if not failed:
-            return
-        which = "; ".join(dict.fromkeys(failed))
-        again = "rerun the same command to retry"
-        if self.trials is not None:
-            again = "raise sweep.retries to retry"
-        if count < self.planned:
-            again = f"{self.planned - count} have not started; raise sweep.max_failures, or {again}"
-        summary = JobError(f"{len(failed)} of {count} failed: {which}; {again}")
-        if self.exit_code == FAILURE:
-            exit_process(summary, FAILURE)
-        ProcessExit().user_error(summary)
+
+_ALONE = Sweep()  # of a run that is no job of this process
+_current: ContextVar[Sweep] = ContextVar("sweep")

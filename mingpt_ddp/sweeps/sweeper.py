@@ -1,6 +1,7 @@
 """Run the jobs of a sweep: in turn, in batches of an external launcher, or several at a time."""
 
 import contextlib
+import itertools
 import logging
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,7 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.errors import JobError
 from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
-from mingpt_ddp.sweeps.job import Job
-from mingpt_ddp.sweeps.jobs import job_name
-from mingpt_ddp.sweeps.progress import attempts, jobs_left
+from mingpt_ddp.sweeps.job import job_name
 from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
@@ -50,10 +49,10 @@ def run_jobs(
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )
-    if sweep.uses_external_launcher and source.has_study:
+    if sweep.is_remote and sweep.settings.is_study:
         _run_batches(sweep, source, launcher, partial(compose, context, config))
-    elif sweep.uses_external_launcher:
-        _run_grid(source, launcher, max_batch_size or source.total)
+    elif sweep.is_remote:
+        _run_grid(sweep, source, launcher, max_batch_size or sweep.planned)
     else:
         _run_in_turn(sweep, source, launcher)
 
@@ -65,19 +64,19 @@ def _write_multirun(directory: Path, config: DictConfig) -> None:
 
 def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
     """Run one job after the other, in this process or by a parent of workers."""
-    for number in jobs_left(sweep, source):
+    for number in sweep.jobs_left(source):
         overrides = source.overrides(number)
-        for _ in attempts(sweep, number):
+        for _ in sweep.attempts(number):
             (returned,) = launcher.launch([overrides], initial_job_idx=number)
             with contextlib.suppress(JobError):  # recorded
                 _ = returned.return_value  # raises the error of a job that has failed
                 break
 
 
-def _run_grid(source: Source, launcher: Launcher, size: int) -> None:
+def _run_grid(sweep: Sweep, source: Source, launcher: Launcher, size: int) -> None:
     """Give an external launcher batches of the jobs of a grid."""
-    jobs = [source.overrides(number) for number in range(source.total)]
-    for first in range(0, source.total, size):
+    jobs = [source.overrides(number) for number in range(sweep.planned)]
+    for first in range(0, sweep.planned, size):
         for returned in launcher.launch(jobs[first : first + size], initial_job_idx=first):
             _ = returned.return_value  # raises the error of a job that has failed
 
@@ -89,16 +88,13 @@ def _run_batches(
     compose: Compose,
 ) -> None:
     """Run batches of `sweep.parallel` trials in other processes; the next one waits for all."""
-    left = [*jobs_left(sweep, source)]
-    size = int(sweep.settings.parallel)
-    for first in range(0, len(left), size):
-        numbers = left[first : first + size]
+    left = sweep.jobs_left(source)
+    while numbers := [*itertools.islice(left, int(sweep.settings.parallel))]:
         batch = [source.overrides(number) for number in numbers]
         results = launcher.launch(batch, initial_job_idx=numbers[0])
         for number, words, returned in zip(numbers, batch, results, strict=True):
-            cfg = compose(number, words)
-            job = Job.current()
-            job_config = checked_config(cfg)
+            job = source.job(number)
+            job_config = checked_config(compose(number, words))
             name = job_name(job_config, hydra_utils.swept_overrides())
             directory = run_directory(with_run_name(job_config, name))
             if returned.status is JobStatus.COMPLETED and read_result(directory):

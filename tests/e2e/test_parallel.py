@@ -53,8 +53,10 @@ def succeed(command: list[str], cwd: Path) -> str:
     return done.stdout
 
 
-def failures(directory: Path) -> dict[str, dict]:
-    return json.loads((directory / "sweep.json").read_text())["failures"]
+def failures(directory: Path) -> list[list[str]]:
+    """Return the job and the reason of each failure."""
+    lines = map(json.loads, (directory / "failures.jsonl").read_text().splitlines())
+    return [[line["job"], line["reason"]] for line in lines]
 
 
 def until(job: Job, condition, what: str) -> None:
@@ -229,8 +231,9 @@ def test_a_failing_job_of_several(tmp_path):
     assert "job 2: retry 1 of 1" in lines
     assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines
     assert "job error: 1 of 3 failed: optimizer.lr=1e+30; rerun the same command to retry" in lines
-    failure = failures(tmp_path / SWEEP)["optimizer.lr=1e+30"]
-    assert failure["count"] == 2 and failure["reason"].startswith("training error: step ")
+    (first, reason), again = failures(tmp_path / SWEEP)
+    assert first == "optimizer.lr=1e+30" and reason.startswith("training error: step ")
+    assert again == [first, reason]
     assert list(statuses(tmp_path / SWEEP).values()).count("complete") == 2
 
 
@@ -242,7 +245,7 @@ def test_no_job_starts_after_too_many_failures(tmp_path):
     reason = "config error: model.n_embd=24 must be divisible by model.n_head=16"
     assert f"\njob 6: {reason}" in done.stdout
     label = "model.n_embd=24, run.seed=1, model.n_head=16"
-    assert failures(tmp_path / SWEEP)[label]["reason"] == reason
+    assert failures(tmp_path / SWEEP) == [[label, reason]]
     assert "no other job starts: 1 failed, sweep.max_failures=0" in done.stdout
     assert f"job error: 1 of 6 failed: {label}; 2 have not started;" in done.stdout
     assert "Traceback" not in done.stdout

@@ -43,6 +43,11 @@ class SweepConfig:
         "min_early_stopping_rate: 0, bootstrap_count: 0}, null: the step of the first evaluation",
     )
 
+    @property
+    def is_study(self) -> bool:
+        """Whether the evaluations of the jobs are recorded: by a search, or for a pruner."""
+        return self.sampler is not None or self.pruner != "none"
+
     def __post_init__(self) -> None:
         check(bool(self.objectives), "sweep.objectives is empty; name a number of result.json")
         several = len(self.objectives) > 1 and self.pruner != "none"

@@ -1,13 +1,15 @@
-"""The pruners of a sweep by name, and their decisions in words."""
+"""The decisions of the pruners of a sweep, and these in words."""
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import counted
 from mingpt_ddp.results.optuna_library import no_warnings, optuna
+from mingpt_ddp.sweeps.search.methods import pruner_settings
 from mingpt_ddp.sweeps.search.optuna_trials import (
     FrozenTrial,
     StudyDirection,
@@ -15,34 +17,9 @@ from mingpt_ddp.sweeps.search.optuna_trials import (
     directions,
     in_memory,
 )
-from mingpt_ddp.sweeps.search.samplers import Setting, Table, with_defaults
 
-PRUNERS: Table = {
-    "none": {},
-    "median": {
-        "n_startup_trials": Setting(5),
-        "n_warmup_steps": Setting(0),
-        "interval_steps": Setting(1, lowest=1),
-        "n_min_trials": Setting(1, lowest=1),
-    },
-    "asha": {
-        "min_resource": Setting(None, lowest=1),  # the step of the first evaluation of all
-        "reduction_factor": Setting(3, lowest=2),
-        "min_early_stopping_rate": Setting(0),
-        "bootstrap_count": Setting(0),
-    },
-}
 RUNG = "completed_rung_"  # begins Optuna's attribute of a trial for a rung that it has reached
 BEST_PART = {2: "half", 3: "third", 4: "quarter", 5: "fifth"}
-
-
-def check_pruner(name: str, given: Mapping[str, Any]) -> None:
-    """Check the settings of a pruner.
-
-    Raises:
-        ConfigError: one is unknown or invalid.
-    """
-    with_defaults(PRUNERS, "pruner", name, given)
 
 
 @dataclass(frozen=True)
@@ -62,9 +39,7 @@ class Pruning:
     a rung and the decision about it would change that.
     """
 
-    name: str
-    given: Mapping[str, Any]
-    objective: str
+    sweep: SweepConfig
     first_evaluation: int  # the step of the first one of all
 
     def decide(
@@ -86,22 +61,22 @@ class Pruning:
             is_pruned = self._pruner().prune(study, study.trials[-1])
         if not is_pruned:
             return None
-        if self.name == "median":
+        if self.sweep.pruner == "median":
             return Pruned(step, self._why_median(others, reports, step), None)
         return self._because_of_asha(study.trials, step)
 
     @property
     def _direction(self) -> list[StudyDirection]:
-        return directions([self.objective])
+        return directions(self.sweep.objectives)
 
     def _settings(self) -> dict[str, Any]:
-        settings = with_defaults(PRUNERS, "pruner", self.name, self.given)
-        if self.name == "asha":
+        settings = asdict(pruner_settings(self.sweep))
+        if self.sweep.pruner == "asha":
             settings["min_resource"] = settings["min_resource"] or max(self.first_evaluation, 1)
         return settings
 
     def _pruner(self) -> optuna.pruners.BasePruner:
-        if self.name == "median":
+        if self.sweep.pruner == "median":
             return optuna.pruners.MedianPruner(**self._settings())
         return optuna.pruners.SuccessiveHalvingPruner(**self._settings())
 
@@ -111,7 +86,7 @@ class Pruning:
             state=trial.state,
             value=0.0 if trial.state == TrialState.COMPLETE else None,
             intermediate_values=dict(reports or trial.intermediate_values),
-            system_attrs=self._rungs(trial) if self.name == "asha" else {},
+            system_attrs=self._rungs(trial) if self.sweep.pruner == "asha" else {},
         )
 
     def _rungs(self, trial: FrozenTrial) -> dict[str, float]:
@@ -138,7 +113,7 @@ class Pruning:
         is_max = self._direction == [StudyDirection.MAXIMIZE]
         best = max(reports.values()) if is_max else min(reports.values())
         side = "below" if is_max else "above"
-        name = self.objective.removeprefix("-")
+        name = self.sweep.objectives[0].removeprefix("-")
         title = {"val_loss": "validation loss"}.get(name, name)
         return (
             f"{title} {_text(best)} is {side} the median {_text(statistics.median(known))} of "

@@ -1,5 +1,8 @@
 """The space of a search: Hydra's sweep overrides as Optuna's distributions."""
 
+import contextlib
+import itertools
+import json
 import math
 from decimal import Decimal
 from typing import Any
@@ -17,6 +20,8 @@ from hydra.errors import HydraException
 
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.results.optuna_library import no_warnings, optuna
+from mingpt_ddp.storage.records import finite
+from mingpt_ddp.sweeps.checks import expand
 from mingpt_ddp.sweeps.search.optuna_trials import BaseDistribution
 
 CategoricalDistribution = optuna.distributions.CategoricalDistribution
@@ -40,6 +45,30 @@ def search_space(overrides: list[Override]) -> dict[str, BaseDistribution]:
         for key, override in by_key.items()
         if override.is_sweep_override()
     }
+
+
+def grid(overrides: list[Override]) -> tuple[list[dict[str, Any]], dict[str, BaseDistribution]]:
+    """Return the values of each job of a grid, and for Optuna's tools those of each key.
+
+    Args:
+        overrides: those that are swept.
+    """
+    pairs = [list(map(_key_and_value, expand(override))) for override in overrides]
+    space: dict[str, BaseDistribution] = {}
+    for (key, first), *others in pairs:
+        choices = dict.fromkeys([first, *(value for _, value in others)])
+        space[key] = CategoricalDistribution([*choices])
+    return list(map(dict, itertools.product(*pairs))), space
+
+
+def _key_and_value(word: str) -> tuple[str, Any]:
+    """Return the key of an override, and its value; as text unless it is a number."""
+    key, _, text = word.partition("=")
+    with contextlib.suppress(ValueError):
+        number = json.loads(text)
+        if finite(number) is not None:
+            return key, number
+    return key, text
 
 
 def override_text(key: str, value: Any) -> str:

@@ -6,10 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
-from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.sweeps.search.pruners import check_pruner
-from mingpt_ddp.sweeps.search.samplers import check_sampler
 
 ANOTHER = "choose another run.name"
 
@@ -28,15 +25,6 @@ class Header:
 
 
 HEADERS: TypeAdapter[Header] = TypeAdapter(Header)
-
-
-def check_settings(settings: SweepConfig) -> None:
-    given = settings.sampler_settings or {}
-    if settings.sampler is None:
-        check(not given, "sweep.sampler_settings needs a sampler: set sweep.sampler too")
-    else:
-        check_sampler(settings.sampler, given)
-    check_pruner(settings.pruner, settings.pruner_settings or {})
 
 
 def check_same_study(old: Header, new: Header) -> None:

@@ -158,8 +158,8 @@ def test_the_rows_of_a_sweep(tmp_path):
     fake_run(tmp_path / "a", {"optimizer.lr": 0.1, "run.seed": 2}, val_loss=3.0)
     fake_run(tmp_path / "b", {"optimizer.lr": 0.2}, None, 1.0, steps=60)
     fake_run(tmp_path / "c", {"optimizer.lr": 0.3}, val_loss=2.0, bits_per_byte=1.5)
-    failure = {"directory": "b", "count": 1, "reason": "no memory"}
-    (tmp_path / "sweep.json").write_text(json.dumps({"failures": {"lr=0.2": failure}}))
+    failure = {"job": "lr=0.2", "directory": "b", "reason": "no memory"}
+    (tmp_path / "failures.jsonl").write_text(json.dumps(failure) + "\n")
     rows = mingpt_ddp.rows(tmp_path)
     assert [list(row.values()) for row in rows] == [
         ["c", f"{tmp_path}/c", "complete", 1337, None, 0.3, 100, 2.0, 61.5, 1.5, 1.5],

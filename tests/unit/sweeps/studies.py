@@ -43,7 +43,7 @@ def run_job(study: Study, number: int) -> None:
             study.finish(number, TrialState.PRUNED, [], f"job-{number}")
             return
     if number == 3:
-        study.fail(number, "exit code 1")
+        study.fail(number)
         return
     results = [loss(values)] if one_objective(study) else [loss(values), float(values["n"])]
     study.finish(number, TrialState.COMPLETE, results, f"job-{number}")

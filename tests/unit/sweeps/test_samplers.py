@@ -13,9 +13,9 @@ import warnings
 import pytest
 
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
+from mingpt_ddp.sweeps.search.methods import PRUNERS, SAMPLERS
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState, optuna
-from mingpt_ddp.sweeps.search.pruners import PRUNERS
-from mingpt_ddp.sweeps.search.samplers import SAMPLERS, rounded, seed_of
+from mingpt_ddp.sweeps.search.samplers import rounded, seed_of
 from tests.unit.sweeps.studies import open_study, run_all
 
 Float = optuna.distributions.FloatDistribution
@@ -34,19 +34,20 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize(("table", "cls"), CLASSES, ids=lambda each: getattr(each, "__name__", ""))
-def test_every_setting_of_this_optuna_is_known(table, cls):
+@pytest.mark.parametrize(("settings", "cls"), CLASSES, ids=lambda each: each.__name__)
+def test_every_setting_of_this_optuna_is_known(settings, cls):
     known = inspect.signature(cls.__init__).parameters.keys() - NOT_OFFERED
-    assert known == table.keys()
+    assert known == {field.name for field in dataclasses.fields(settings)}
 
 
 def test_the_reference_has_every_setting_with_its_default():
     metadata = {field.name: field.metadata for field in dataclasses.fields(SweepConfig)}
-    for what, tables in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
+    for what, methods in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
         described = metadata[f"{what}_settings"]["description"]
-        for name, table in tables.items():
-            defaults = [f"{key}: {json.dumps(setting.default)}" for key, setting in table.items()]
-            assert not table or f"{name}: {{{', '.join(defaults)}}}" in described
+        for name, settings in methods.items():
+            fields = dataclasses.fields(settings)
+            defaults = [f"{field.name}: {json.dumps(field.default)}" for field in fields]
+            assert not defaults or f"{name}: {{{', '.join(defaults)}}}" in described
 
 
 @pytest.mark.parametrize(

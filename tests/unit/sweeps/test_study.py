@@ -17,7 +17,7 @@ from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError, RunError
 from mingpt_ddp.results.analysis.front import read_goals
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
-from mingpt_ddp.sweeps.search.space import search_space
+from mingpt_ddp.sweeps.search.space import grid, search_space
 from mingpt_ddp.sweeps.search.study import Study
 from tests.unit.sweeps.studies import (
     SWEPT,
@@ -99,16 +99,14 @@ def test_two_objectives(tmp_path, sampler):
 def test_optuna_reads_the_study_after_each_change(tmp_path):
     directory = tmp_path / "a b?c%20#'d"
     directory.mkdir()
-    study = open_study(directory, pruner="median", retries=1)
+    study = open_study(directory, pruner="median")
     assert study.values(0) == load(directory)[0].params
     study.report(0, 5, 2.0)
     study.report(0, 6, float("nan"))
     study.finish(0, TrialState.COMPLETE, [float("nan")], job="job-0")
     study.values(1)
-    study.fail(1, "exit code 1")
-    assert study.state(1) == TrialState.RUNNING, "a retry is left"
-    study.fail(1, "exit code 2")
-    assert study.state(1) == TrialState.FAIL and len(study.failures(1)) == 2
+    study.fail(1)
+    assert study.state(1) == TrialState.FAIL
     study.reopen(1)
     assert study.state(1) == TrialState.RUNNING
     study.values(2)
@@ -153,17 +151,15 @@ def test_a_search_of_an_earlier_version_is_refused(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_limits_may_grow_and_a_success_forgets_failures(tmp_path):
-    """Of one retry, and none at the start after it: a kill does not take that for a failure."""
-    study = open_study(tmp_path, retries=1)
+def test_limits_may_grow(tmp_path):
+    study = open_study(tmp_path)
     study.values(0)
-    study.fail(0, "exit code 1")
     study.report(0, 10, 2.0)
     study.finish(0, TrialState.COMPLETE, [2.0], "job-0")
     study = open_study(tmp_path)
     study.reopen(0)
     study = open_study(tmp_path)
-    assert study.state(0) == TrialState.RUNNING and study.failures(0) == []
+    assert study.state(0) == TrialState.RUNNING
     study.report(0, 20, 1.0)
     study.finish(0, TrialState.COMPLETE, [1.0], "job-0")
     (trial,) = load(tmp_path)
@@ -207,7 +203,7 @@ def test_maximized_objectives_prune_below_the_median(tmp_path):
     assert study.report(2, 1, 0.1) == (
         "accuracy 0.1000 is below the median 0.5500 of 2 jobs at step 1"
     )
-    study.fail(2, "exit code 1")
+    study.fail(2)
     study.values(3)
     assert "(not finite) is below" in str(study.report(3, 1, float("nan")))
 
@@ -227,61 +223,51 @@ def test_asha_keeps_the_best_third(tmp_path):
     assert study.report(1, 60, 1.5) == "not among the best third of 2 jobs at rung 2, step 60"
 
 
-def test_a_grid_may_change(tmp_path):
-    def open_grid(*values: float, **settings) -> Study:
-        listed = [{"lr": value, "betas": "[1,2]"} for value in values]
-        study = Study(tmp_path, SweepConfig(**settings), {}, listed)
-        study.begin()
-        return study
+def open_grid(directory, **swept: str) -> Study:
+    listed, space = grid(parse(*(f"{key}={values}" for key, values in swept.items())))
+    study = Study(directory, SweepConfig(pruner="median"), space)
+    study.begin()
+    for number, values in enumerate(listed):
+        study.number_of(f"job-{number}", values)
+    return study
 
-    study = open_grid(0.1, 0.2)
-    assert study.values(1) == {"lr": 0.2, "betas": "[1,2]"}
-    study.finish(1, TrialState.COMPLETE, [1.0], "job-1")
-    study = open_grid(0.05, 0.2, 0.1)
-    states = [study.state(number).name for number in range(3)]
-    assert states == ["WAITING", "COMPLETE", "WAITING"]
-    assert study.values(0)["lr"] == 0.05
-    trials = load(tmp_path)
-    assert [trial.params["lr"] for trial in trials] == [0.2, 0.05]
-    assert trials[0].state.name == "COMPLETE"
+
+def test_the_values_of_a_grid_are_what_optuna_can_hold(tmp_path):
+    open_grid(tmp_path, lr="0.1,1e-3,0.001", betas="[1,2],[3,4]", kind="a,b")
+    first, *others = load(tmp_path)
+    assert len(others) == 11 and first.params == {"lr": 0.1, "betas": "[1,2]", "kind": "a"}
+    assert first.distributions["lr"].choices == (0.1, 0.001)
+    assert first.distributions["betas"].choices == ("[1,2]", "[3,4]")
 
 
 def test_a_job_has_one_record_whatever_keys_of_its_grid_vary(tmp_path):
     """Otherwise a pruner would count it twice."""
-
-    def open_grid(*listed: dict[str, float]) -> Study:
-        study = Study(tmp_path, SweepConfig(pruner="median"), {}, listed)
-        study.begin()
-        return study
-
-    study = open_grid({"lr": 1}, {"lr": 2})
+    study = open_grid(tmp_path, lr="1,2")
     for number in range(2):
-        study.values(number)
         study.report(number, 10, 2.0 - number)
         study.finish(number, TrialState.COMPLETE, [2.0 - number], f"job-{number}")
-    grid = [{"lr": 2, "n": 4}, {"lr": 2, "n": 4.0}, {"lr": 3, "n": 4}, {"lr": 1, "n": 4}]
-    study = open_grid(*grid)
-    for number in range(4):
-        study.values(number)  # as of jobs that begin at a time
-    for number, job in enumerate(("job-1", "job-1", "job-2", "job-0")):
-        study.match(number, job)
-    for each in (study, open_grid(*grid)):
-        states = [each.state(number).name for number in range(4)]
-        assert states == ["COMPLETE", "COMPLETE", "RUNNING", "COMPLETE"]
-        assert [each.values(number)["lr"] for number in range(4)] == [2, 2, 3, 1]
+    listed, space = grid(parse("lr=2,3,1", "n=4,4.0"))
+    for _ in range(2):
+        study = Study(tmp_path, SweepConfig(pruner="median"), space)
+        study.begin()
+        jobs = ("job-1", "job-1", "job-2", "job-2", "job-0", "job-0")
+        found = [study.number_of(*each) for each in zip(jobs, listed, strict=True)]
+        assert found == [1, 1, 2, 2, 0, 0]
+        states = [study.state(number).name for number in range(4)]
+        assert states == ["COMPLETE", "COMPLETE", "RUNNING", "WAITING"]
     trials = load(tmp_path)
-    assert [trial.params for trial in trials] == [grid[3], grid[0], grid[2]]
+    assert [trial.params for trial in trials] == [{"lr": 1}, {"lr": 2}, {"lr": 3, "n": 4}]
     assert [trial.intermediate_values for trial in trials] == [{10: 2.0}, {10: 1.0}, {}]
 
 
 REFUSED = [
     ({"sampler_settings": {"n_startup_trial": 1}}, "did you mean"),
-    ({"sampler_settings": {"n_startup_trials": -1}}, "at least 0"),
-    ({"sampler_settings": {"n_startup_trials": True}}, "whole number"),
-    ({"sampler_settings": {"multivariate": 1}}, "true or false"),
+    ({"sampler_settings": {"n_startup_trials": -1}}, "greater than or equal to 0"),
+    ({"sampler_settings": {"n_startup_trials": True}}, "must be a valid integer"),
+    ({"sampler_settings": {"multivariate": 1}}, "must be a valid boolean"),
     ({"sampler": "random", "sampler_settings": {"a": 1}}, "has no settings"),
     ({"pruner": "asha", "pruner_settings": {"rungs": 1}}, "use one of min_resource"),
-    ({"pruner": "asha", "pruner_settings": {"min_resource": 0}}, "at least 1"),
+    ({"pruner": "asha", "pruner_settings": {"min_resource": 0}}, "greater than or equal to 1"),
     ({"pruner_settings": {"n_min_trials": 1}}, "has no settings"),
     ({"seed": 2}, "sweep.seed=2 was 1"),
     ({"objectives": ("-val_loss",)}, "sweep.objectives=-val_loss was val_loss"),
@@ -298,9 +284,8 @@ def test_refused_in_one_line(tmp_path, settings, message):
     assert not list(tmp_path.iterdir()), "nothing is written before begin()"
     first.begin()
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    listed = [{"lr": 1}] if settings["sampler"] is None else None
     with pytest.raises(ConfigError) as caught:
-        Study(tmp_path, SweepConfig(**settings), space, listed, {"lr": 0.1})
+        Study(tmp_path, SweepConfig(**settings), space, {"lr": 0.1})
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 

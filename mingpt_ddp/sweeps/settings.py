@@ -1,4 +1,4 @@
-"""When the jobs of a sweep run: the checks of `sweep.*`, and the slots of concurrent jobs."""
+"""The keys of `sweep`: their checks, and the slots of jobs that run at a time."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from mingpt_ddp.distributed.launch.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError, command
 from mingpt_ddp.results.objective import LOSS, Objective
 from mingpt_ddp.storage.sweep_file import SweepFile
-from mingpt_ddp.sweeps.sources import is_study
 
 BITS = ("bits_per_byte", "bits_per_char")
 # numbers of result.json
@@ -42,7 +41,7 @@ def has_own_sweeper(config: DictConfig) -> bool:
     return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
-def check_schedule(
+def check_settings(
     config: DictConfig, jobs: list[Config], env: DistEnv, objective: Objective
 ) -> SweepConfig:
     """Check the keys of `sweep` against the machine and the rest of the command.
@@ -65,7 +64,7 @@ def check_schedule(
     launcher = str(config.hydra.launcher._target_)
     is_remote = hydra_utils.is_external(launcher)
     _check_sweeper(config, settings, is_remote)
-    if is_study(settings):
+    if settings.is_study:
         _check_study(jobs[0])
     if is_remote:
         _check_remote(settings, launcher.rpartition(".")[2])
@@ -79,13 +78,13 @@ def check_schedule(
 def _check_sweeper(config: DictConfig, settings: SweepConfig, is_remote: bool) -> None:
     """Check the sweeper that has been chosen, and its key that only external launchers need."""
     has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
-    gives_batches = is_remote and not is_study(settings)
+    gives_batches = is_remote and not settings.is_study
     check(
         not has_batches or gives_batches or not has_own_sweeper(config),
         "hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how many jobs run",
     )
     check(
-        has_own_sweeper(config) or (not is_study(settings) and settings.parallel == 1),
+        has_own_sweeper(config) or (not settings.is_study and settings.parallel == 1),
         "sweep.sampler, sweep.pruner and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
         f"{config.hydra.sweeper._target_}",
     )
@@ -150,7 +149,7 @@ def _check_remote(settings: SweepConfig, launcher: str) -> None:
         f"sweep.parallel=auto is for jobs of this machine, not of {launcher}; give a number",
     )
     check(
-        is_study(settings) or settings.parallel == 1,
+        settings.is_study or settings.parallel == 1,
         f"sweep.parallel={settings.parallel}: {launcher} gets all jobs of a grid at once, and its "
         "own settings say how many run; leave sweep.parallel out",
     )
@@ -161,11 +160,11 @@ def _check_remote(settings: SweepConfig, launcher: str) -> None:
     )
 
 
-def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> list[Slot]:
+def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None) -> list[Slot]:
     """Return the slots of the jobs that run at a time; none if they run in turn.
 
     Args:
-        directory: of the sweep, which keeps the cores of a job.
+        directory: of the sweep, which keeps the cores of a job; None: it has none of its own.
 
     Raises:
         ConfigError: this machine has too few GPUs or cores.
@@ -196,5 +195,5 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path) -> li
             f"sweep.parallel={n} needs {n * ranks} GPUs, {ranks} for a job, and this machine "
             f"has {len(gpus)}; choose at most {len(gpus) // ranks}, or trainer.device=cpu"
         )
-    kept = SweepFile(directory).cores if jobs[0].run.name else None
+    kept = SweepFile(directory).cores
     return divide(n, cores(), kept or max(1, count_cores() // n), gpus)

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
-from mingpt_ddp.sweeps.jobs import look_up
+from mingpt_ddp.sweeps.job import look_up
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,15 @@ from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group import rendezvous
+from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
-from mingpt_ddp.storage.run_dir import SWEEP
+from mingpt_ddp.storage.run_dir import FAILURES, SWEEP
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile
-from mingpt_ddp.sweeps import schedule
+from mingpt_ddp.sweeps import settings
+from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.live_table import LiveTable
-from mingpt_ddp.sweeps.schedule import check_schedule, plan_slots
+from mingpt_ddp.sweeps.settings import check_settings, plan_slots
 from mingpt_ddp.sweeps.sources import source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 
@@ -45,7 +47,7 @@ def configure(tmp_path):
 
 def check(config: Config, launcher: str = LOCAL, env: DistEnv = ALONE, objective=LOSS):
     targets = {"launcher": {"_target_": launcher}, "sweeper": {"_target_": SWEEPER}}
-    return check_schedule(OmegaConf.create({"hydra": targets}), [config], env, objective)
+    return check_settings(OmegaConf.create({"hydra": targets}), [config], env, objective)
 
 
 def test_bits_per_byte_replace_the_loss_unless_the_command_names_an_objective(configure):
@@ -89,7 +91,7 @@ def machine(monkeypatch):
 
     def machine(cores: int, gpus: int) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-        monkeypatch.setattr(schedule, "visible_gpus", lambda: [str(i) for i in range(gpus)])
+        monkeypatch.setattr(settings, "visible_gpus", lambda: [str(i) for i in range(gpus)])
 
     return machine
 
@@ -154,22 +156,23 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
     file.fail("lr=1", "lr=1-abcd", "first")
     file.fail("lr=1", "lr=1-abcd", "second")
     file.fail("lr=2", None, "third")
-    assert SweepFile(tmp_path).failures == [
-        Failure("lr=1", "lr=1-abcd", 2, "second"),
-        Failure("lr=2", "None", 1, "third"),
-    ]
+    path = tmp_path / FAILURES
+    path.write_bytes(path.read_bytes() + b'{"job": "lr=1", "reas')  # of a killed process
+    expected = [Failure("lr=1", "lr=1-abcd", 2, "second"), Failure("lr=2", "None", 1, "third")]
+    assert [*SweepFile(tmp_path).failures.values()] == [*file.failures.values()] == expected
     file.succeed("lr=1")
-    assert [failure.label for failure in SweepFile(tmp_path).failures] == ["lr=2"]
+    assert [*SweepFile(tmp_path).failures] == [*file.failures] == ["lr=2"]
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[", "[]", '{"cores": "2", "threads": [1], "failures": 3}', '{"failures": {"a": 1}}'],
+    ["", "[", "[]", '{"cores": "2", "threads": [1]}', '{"job": 1}\n{"reason": 2}\n[3]\n\xff'],
 )
 def test_a_damaged_file_counts_as_none(content, tmp_path):
-    (tmp_path / SWEEP).write_text(content)
+    for name in (SWEEP, FAILURES):
+        (tmp_path / name).write_text(content)
     file = SweepFile(tmp_path)
-    assert (file.cores, file.failures) == (None, [])
+    assert (file.cores, file.failures) == (None, {})
     assert file.threads(1, 2) == 2
 
 
@@ -177,7 +180,8 @@ def test_an_unnamed_sweep_writes_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = SweepFile(None)
     file.keep_cores(2)
-    assert file.cores == 2
+    file.fail("lr=1", None, "why")
+    assert file.cores == 2 and file.failures
     assert not [*tmp_path.iterdir()]
 
 
@@ -187,10 +191,10 @@ def test_rank_zero_sends_the_overrides_of_a_job(monkeypatch, configure, tmp_path
     store = HashStore()
     connect = lambda env, job, timeout_s: PrefixStore(f"{job}", store)  # noqa: E731
     monkeypatch.setattr(rendezvous, "open_store", connect)
-    settings = SweepConfig(sampler="random", trials=2)
+    searched = SweepConfig(sampler="random", trials=2)
     swept = OverridesParser.create().parse_overrides(["optimizer.lr=choice(1,2)", "run.seed=3"])
     zero, other = (
-        source_of(settings, swept, configure(), tmp_path, DistEnv(rank=rank, world_size=2))
+        source_of(searched, swept, configure(), tmp_path, DistEnv(rank=rank, world_size=2))
         for rank in (0, 1)
     )
     assert other.trials is None and zero.trials is not None
@@ -198,7 +202,7 @@ def test_rank_zero_sends_the_overrides_of_a_job(monkeypatch, configure, tmp_path
     for number in (0, 1):
         overrides = zero.overrides(number)
         assert overrides == zero.trials.overrides(number) == other.overrides(number)
-        assert zero.label(number) == other.label(number) == overrides[1]
+        assert zero.job(number) == other.job(number) == Job(number, overrides[1])
         assert overrides[0] == "run.seed=3"
 
 
@@ -206,25 +210,26 @@ def test_the_jobs_of_a_grid_are_in_the_order_of_the_command(configure, tmp_path)
     words = ["optimizer.lr=1,2", "run.seed=3"]
     swept = OverridesParser.create().parse_overrides(words)
     grid = source_of(SweepConfig(), swept, configure(), tmp_path, ALONE)
-    assert [grid.overrides(number) for number in range(grid.total)] == [
+    assert [grid.overrides(number) for number in range(2)] == [
         ["optimizer.lr=1", "run.seed=3"],
         ["optimizer.lr=2", "run.seed=3"],
     ]
-    assert [grid.label(number) for number in (0, 1)] == ["optimizer.lr=1", "optimizer.lr=2"]
+    assert [grid.job(number).label for number in (0, 1)] == ["optimizer.lr=1", "optimizer.lr=2"]
     alone = source_of(SweepConfig(), swept[1:], configure(), tmp_path, ALONE)
-    assert (alone.total, alone.label(0)) == (1, "the only job")
+    assert alone.job(0) == Job(0, "the only job")
 
 
 def test_the_live_table_shows_the_last_values(tmp_path):
     lines = [{"step": 10, "train_loss": 3.0}, {"step": 20, "val_loss": 2.5, "note": "a"}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3')  # being written
-    table = LiveTable(Sweep(planned=3))
     job = SimpleNamespace(number=1, label="optimizer.lr=1")
     local = SimpleNamespace(job=job, launch=SimpleNamespace(directory=tmp_path), started_at=0.0)
-    with table.row(0, local):
-        drawn = table.draw()
-        assert drawn.title == "0 of 3 jobs ended"
-        cells = [str(next(iter(column.cells))) for column in drawn.columns]
-        assert cells[:5] == ["2", "optimizer.lr=1", "20", "3.0000", "2.5000"]
+    running = {Slot(0, ()): local}
+    table = LiveTable(Sweep(planned=3), running)
+    drawn = table.draw()
+    assert drawn.title == "0 of 3 jobs ended"
+    cells = [str(next(iter(column.cells))) for column in drawn.columns]
+    assert cells[:5] == ["2", "optimizer.lr=1", "20", "3.0000", "2.5000"]
+    running.clear()
     assert table.draw().row_count == 0
