@@ -104,12 +104,6 @@ class Journal:
         with self.written():
             self._storage.set_trial_intermediate_value(self._id(number), step, value)
 
-    def set_of_study(self, key: str, value: Any) -> None:
-        """Append an attribute of the study."""
-        assert self._study is not None
-        with self.written():
-            self._study.set_user_attr(key, value)
-
     def set(self, number: int, key: str, value: Any) -> None:
         """Append an attribute of a running trial."""
         with self.written():

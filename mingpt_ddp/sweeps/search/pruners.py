@@ -40,7 +40,7 @@ class Pruning:
     """
 
     sweep: SweepConfig
-    first_evaluation: int  # the step of the first one of all
+    first_evaluation: int  # the step of the first one of the first trial that has one
 
     def decide(
         self, trials: Sequence[FrozenTrial], judged: FrozenTrial, step: int, value: float

@@ -33,7 +33,6 @@ from mingpt_ddp.sweeps.search.study_checks import (
 )
 
 EARLIER = "trials.jsonl"  # the record of earlier versions
-FIRST = "first_evaluation"  # attribute of the study: the step of the first one of all
 
 
 class Study:
@@ -146,16 +145,14 @@ class Study:
         """Record the end of a complete or pruned trial.
 
         Args:
-            values: of the objectives, if it is complete.
+            values: of the objectives, finite, if it is complete.
             job: the name of its directory.
         """
         trial = self.trial(number)
-        pairs = zip(values, self._directions, strict=True) if values else ()
-        plain = [comparable(value, direction) for value, direction in pairs]
         if state == TrialState.PRUNED and trial.last_step is not None:
-            plain = [trial.intermediate_values[trial.last_step]]
-        self._journal.set(trial.number, "job", job)
-        self._journal.end(trial.number, state, plain or None)
+            values = [trial.intermediate_values[trial.last_step]]
+        self._journal.set(number, "job", job)
+        self._journal.end(number, state, values or None)
 
     def fail(self, number: int) -> None:
         """End a trial that has failed."""
@@ -178,12 +175,9 @@ class Study:
 
     def _judge(self, trial: FrozenTrial, step: int, value: float) -> dict[str, Any] | None:
         """Return the decision to prune a trial, which has been recorded; None: it goes on."""
-        first = self._journal.attributes.get(FIRST)
-        if first is None:
-            first = step
-            self._journal.set_of_study(FIRST, step)
-        pruning = Pruning(self._settings, first)
-        decision = pruning.decide(self._journal.trials(), trial, step, value)
+        trials = self._journal.trials()
+        first = next((min(t.intermediate_values) for t in trials if t.intermediate_values), step)
+        decision = Pruning(self._settings, first).decide(trials, trial, step, value)
         if decision is None:
             return None
         self._journal.set(trial.number, "pruned", asdict(decision))

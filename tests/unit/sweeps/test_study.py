@@ -103,20 +103,20 @@ def test_optuna_reads_the_study_after_each_change(tmp_path):
     assert study.values(0) == load(directory)[0].params
     study.report(0, 5, 2.0)
     study.report(0, 6, float("nan"))
-    study.finish(0, TrialState.COMPLETE, [float("nan")], job="job-0")
+    study.finish(0, TrialState.COMPLETE, [3.0], job="job-0")
     study.values(1)
     study.fail(1)
     assert study.state(1) == TrialState.FAIL
     study.reopen(1)
     assert study.state(1) == TrialState.RUNNING
     study.values(2)
-    study.finish(1, TrialState.COMPLETE, [float("-inf")], job="job-1")
+    study.finish(1, TrialState.COMPLETE, [2.0], job="job-1")
     copied = tmp_path / "copy"  # a study is found under another name of its directory
     shutil.copytree(directory, copied)
     for each in (directory, copied):
         trials = load(each)
         assert [trial.state.name for trial in trials] == ["COMPLETE", "COMPLETE", "RUNNING"]
-        assert trials[0].value == float("inf") and trials[0].user_attrs == {"job": "job-0"}
+        assert trials[0].value == 3.0 and trials[0].user_attrs == {"job": "job-0"}
         assert trials[0].intermediate_values == {5: 2.0, 6: float("inf")}
     assert open_study(copied, pruner="median").values(2) == study.values(2)
 
