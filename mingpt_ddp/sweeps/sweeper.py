@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.errors import JobError
 from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
 from mingpt_ddp.sweeps.job import job_name
@@ -68,6 +69,7 @@ def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
         overrides = source.overrides(number)
         for _ in sweep.attempts(number):
             (returned,) = launcher.launch([overrides], initial_job_idx=number)
+            logs.to_console(sweep.env)  # which the job has closed
             with contextlib.suppress(JobError):  # recorded
                 _ = returned.return_value  # raises the error of a job that has failed
                 break

@@ -232,6 +232,7 @@ def test_a_search_whose_trials_all_fail(tmp_path):
     done = call(command, tmp_path)
     assert done.returncode == 2
     assert "sweep: 2 jobs, 0 already complete, 2 failed" in done.stdout
+    assert "\nno other job starts: 2 failed, sweep.max_failures=1\n" in done.stdout
     assert "2 have not started" in done.stdout
     assert "config error" not in done.stdout
     done = call([*command, "sweep.max_failures=null"], tmp_path)
