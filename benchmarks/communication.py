@@ -50,7 +50,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
 
     from mingpt_ddp.torch_internals import time_communication
 
-    runtime = trainer.context.runtime
+    runtime = trainer.runtime
     shared = runtime.strategy.maybe_no_sync, runtime.group.all_gather_async
     alone = (
         lambda model, last: model.no_sync(),
@@ -87,10 +87,8 @@ def worker_main(plan: dict[str, Any]) -> None:
     def fit(self: Any) -> Any:
         self.train_step.warm_up()
         found = measure(self, plan["steps"], plan["blocks"])
-        Path(plan["out"], f"rank{self.context.runtime.group.rank}.json").write_text(
-            json.dumps(found)
-        )
-        self.context.runtime.group.barrier()
+        Path(plan["out"], f"rank{self.runtime.group.rank}.json").write_text(json.dumps(found))
+        self.runtime.group.barrier()
         self.metrics.close()
         return trainer.Outcome(RunStatus.PREEMPTED, {})
 

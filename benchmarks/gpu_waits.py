@@ -29,7 +29,7 @@ EVALUATION, STAGING, DECODING, LOGGING = "evaluation", "staging", "decoding", "l
 PERMITTED = {
     (SCALED_STEP, "distributed/strategies/base.py", "update"): "GradScaler reads the overflow",
     (EVALUATION, "tasks/language_model.py", "total"): "once: the tables of the tokens' lengths",
-    (EVALUATION, "training/evaluation/evaluator.py", "_measure"): "once per split: reads the sums",
+    (EVALUATION, "training/evaluation/evaluator.py", "_means"): "once per split: reads the sums",
     (
         STAGING,
         "snapshots/write/async_writer.py",

@@ -53,7 +53,7 @@ def trainable(model, optimizer, ema: float | None = None) -> Trainable:
     """Return a model and its optimizer as a run trains them."""
     average = WeightAverage(model, ema)
     runtime = SimpleNamespace(device=torch.device("cpu"))
-    return Trainable(model, optimizer, average, count_parameters(model), Actions(runtime))
+    return Trainable(model, optimizer, average, count_parameters(model), Actions(None, runtime))
 
 
 def text_task(

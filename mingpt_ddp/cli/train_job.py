@@ -159,21 +159,14 @@ def train(cfg: DictConfig) -> float:
 
         files = hydra_utils.hydra_artifacts(cfg)
         typed = hydra_utils.typed_keys()
-        report = reporter() or sweep.report_of(Job.current())
+        judge = reporter() or sweep.report_of(Job.current())
         with notifying(config, env):
-            metrics = train_run(config, runtime, files, signals, started_at, typed, report)
+            metrics = train_run(config, runtime, files, signals, started_at, typed, judge)
         return _finish_job(config, runtime, sweep, signals, metrics)
     except JobError:  # from a sweep's local workers, already recorded
         raise
-    except UserError as error:
-        if not (hydra_utils.is_multirun() and exits.failed_on_all_ranks(error)):
-            exits.user_error(error)
-        failure = sweep.record_failed(Job.current(), str(error), USER_ERROR)
     except Exception as error:
-        if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
-            exits.failure(error)
-        exits.log_traceback("the job failed", error)
-        failure = sweep.record_failed(Job.current(), f"error: {exits.describe(error)}", FAILURE)
+        failure = _fail_job(error, exits, sweep)
     finally:
         # the signal handlers outlive the job and would keep it in memory, as would `failure`
         exits.group = runtime = None
@@ -181,6 +174,21 @@ def train(cfg: DictConfig) -> float:
     gc.collect()
     # outside the handlers: a context would keep the model in memory through its traceback
     raise failure
+
+
+def _fail_job(error: Exception, exits: ProcessExit, sweep: Sweep) -> JobError:
+    """Record that this job of a sweep has failed, and return the error to raise.
+
+    Exit outside of a sweep, and where the other ranks may not have failed in the same way.
+    """
+    if isinstance(error, UserError):
+        if not (hydra_utils.is_multirun() and exits.failed_on_all_ranks(error)):
+            exits.user_error(error)
+        return sweep.record_failed(Job.current(), str(error), USER_ERROR)
+    if not (hydra_utils.is_multirun() and exits.env.world_size == 1):
+        exits.failure(error)
+    exits.log_traceback("the job failed", error)
+    return sweep.record_failed(Job.current(), f"error: {exits.describe(error)}", FAILURE)
 
 
 def _check(cfg: DictConfig) -> tuple[Config, DistEnv]:

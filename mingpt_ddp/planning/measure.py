@@ -54,7 +54,7 @@ def measure(runtime: Runtime, task: Task, size: int) -> Measured:
     task = copy.copy(task)
     trainer = replace(task.config.trainer, batch_size=size, micro_batch_size=size)
     task.config = replace(task.config, trainer=trainer)
-    with refuse_out_of_memory(runtime, f"a micro-batch of {size}"):
+    with refuse_out_of_memory(task.config, runtime, f"a micro-batch of {size}"):
         return _measure(runtime, task)
 
 

@@ -127,7 +127,7 @@ def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) 
     newest = None
     if config.run.init_from is not None:
         urls = snapshot_urls(config, run_directory(config))
-        newest, _ = newest_snapshot(config, [SnapshotStore(url) for url in urls])
+        newest = newest_snapshot(config, [SnapshotStore(url) for url in urls])
     return warm_start(config, newest and newest.state, typed, runtime.group)
 
 

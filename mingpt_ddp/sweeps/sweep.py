@@ -20,7 +20,7 @@ from mingpt_ddp.distributed.exit import (
     exit_process,
     signal_exit_code,
 )
-from mingpt_ddp.distributed.launch.channels import Report
+from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, Objective
@@ -206,7 +206,7 @@ class Sweep:
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
 
-    def report_of(self, job: Job) -> Report | None:
+    def report_of(self, job: Job) -> Judge | None:
         """Return the function that judges the evaluations of a job; None if nothing does."""
         if self.source is None or not self.settings.is_study:
             return None

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.device.device import is_out_of_memory
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
@@ -14,7 +15,7 @@ FIRST_STEPS = 2
 
 
 @contextmanager
-def refuse_out_of_memory(runtime: Runtime, what: str) -> Iterator[None]:
+def refuse_out_of_memory(config: Config, runtime: Runtime, what: str) -> Iterator[None]:
     """Raise an error as a ConfigError if there is too little memory in this context.
 
     Args:
@@ -29,9 +30,9 @@ def refuse_out_of_memory(runtime: Runtime, what: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         changes = ["lower trainer.micro_batch_size"]
-        if not runtime.strategy.config.trainer.activation_checkpointing:
+        if not config.trainer.activation_checkpointing:
             changes.append("set trainer.activation_checkpointing=true")
-        if _could_shard(runtime):
+        if _could_shard(config, runtime):
             changes.append("set ddp.strategy=fsdp")
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
@@ -40,13 +41,11 @@ def refuse_out_of_memory(runtime: Runtime, what: str) -> Iterator[None]:
         ) from error
 
 
-def _could_shard(runtime: Runtime) -> bool:
+def _could_shard(config: Config, runtime: Runtime) -> bool:
     """Return whether ddp.strategy=fsdp would divide the model over the ranks."""
     group = runtime.group
-    strategy = runtime.strategy
-    if group.world_size == 1 or group.tensor_size > 1 or strategy.shards_model:
+    if group.world_size == 1 or group.tensor_size > 1 or runtime.strategy.shards_model:
         return False
-    config = strategy.config
     with suppress(ConfigError):
         check_strategy(replace(config, ddp=replace(config.ddp, strategy="fsdp")), group.world_size)
         return True

@@ -8,7 +8,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import CHOSEN
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.env import process_start_time
-from mingpt_ddp.distributed.launch.channels import Report
+from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
@@ -46,7 +46,7 @@ def train_run(
     signals: SignalHandler | None = None,
     started_at: float | None = None,
     typed: Container[str] = (),
-    judge: Report | None = None,
+    judge: Judge | None = None,
 ) -> dict[str, float] | None:
     """Train to the limits of `config`, from the newest snapshot if there is one.
 

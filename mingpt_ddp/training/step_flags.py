@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,8 +12,7 @@ from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 
-@dataclass(frozen=True)
-class StepFlags:
+class StepFlags(NamedTuple):
     """What a rank sends; and what all ranks receive: of any rank, but where it says otherwise."""
 
     interrupted: bool = False  # by a signal
@@ -34,7 +33,7 @@ def send_flags(
         names: of the losses and metrics of the step.
     """
     names = tuple(sorted(names))
-    values = [*astuple(flags), _digest(names)]
+    values = [*flags, _digest(names)]
     receive = group.all_gather_async(torch.tensor(values, dtype=torch.float64))
 
     def receive_flags() -> StepFlags:

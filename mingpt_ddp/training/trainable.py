@@ -87,4 +87,4 @@ def build_trainable(
     optimizer = build_optimizer(model, config.optimizer)
     runtime.strategy.configure(optimizer)
     average = WeightAverage(model, config.trainer.ema)
-    return Trainable(model, optimizer, average, parameters, Actions(runtime))
+    return Trainable(model, optimizer, average, parameters, Actions(config, runtime))

@@ -23,7 +23,7 @@ from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Run
-from mingpt_ddp.training.validation import Validation
+from mingpt_ddp.training.validation import Decision, Validation
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,6 @@ class Trainer:
                 self.train_step.length.fix(flags.steps, step)
             self.state.step = step
             self._finish()
-            is_last = step == self.steps
             self.metrics.step_done(step, self.train_step.length.known_steps)
             if not flags.saving:
                 self.saves.take_result()
@@ -111,16 +110,14 @@ class Trainer:
                 self.saves.copies.check(step)
             if self._is_due(trainer.log_every):
                 self._log()
-            end = RunStatus.PREEMPTED if flags.interrupted else None
-            improved = False
-            if end is None and self._is_due(trainer.eval_every):
-                evaluated = self.validation.evaluate()
-                improved = evaluated.improved
-                end = evaluated.end
-            end = end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
+            decision = Decision(end=RunStatus.PREEMPTED)
+            if not flags.interrupted:
+                decision = self._evaluate()
+            end = decision.end
+            is_last = step == self.steps
             if end is None and not is_last and self._is_due(trainer.sample_every):
                 self.validation.log_sample()
-            self._save(end, improved, flags.save_is_due)
+            self._save(decision, flags.save_is_due)
             self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
         return self._end(end or RunStatus.COMPLETE)
 
@@ -147,23 +144,28 @@ class Trainer:
         if step not in self._first_steps:
             return nullcontext()
         size = self.train_step.plan.micro_batch_size
-        return refuse_out_of_memory(self.runtime, f"a micro-batch of {size}")
+        return refuse_out_of_memory(self.config, self.runtime, f"a micro-batch of {size}")
 
     def _finish_resumed_step(self) -> RunStatus | None:
-        """Evaluate the resumed step if a signal interrupted that; then prune, stop and save."""
+        """Evaluate the resumed step if a signal interrupted that; save it if that changes it."""
         if self.state.step == 0:
             return None
-        is_last = self.state.step == self.steps
-        evaluated = (
-            self.validation.evaluate() if self._is_due(self.config.trainer.eval_every) else None
-        )
-        end = evaluated.end if evaluated else None
-        end = end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
-        has_ended = (is_last or end is not None) and end is not RunStatus.PREEMPTED
-        if has_ended or (evaluated and evaluated.improved):
+        decision = self._evaluate()
+        is_last = decision.end is not None or self.state.step == self.steps
+        has_ended = is_last and decision.end is not RunStatus.PREEMPTED
+        if has_ended or decision.improved:
             # if the step is saved already, this only deletes what retention need not keep
             self.saves.save()
-        return end
+        return decision.end
+
+    def _evaluate(self) -> Decision:
+        """Evaluate this step if that is due; the pruner and trainer.patience may end the run."""
+        is_last = self.state.step == self.steps
+        decision = Decision()
+        if self._is_due(self.config.trainer.eval_every):
+            decision = self.validation.evaluate()
+        end = decision.end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
+        return Decision(decision.improved, end)
 
     def _train(self, step: int) -> StepFlags | None:
         """Train one step unless it is to be skipped; return None after a rollback."""
@@ -300,13 +302,13 @@ class Trainer:
             self.anomaly.check(state.step, state.train_loss, metrics["train/grad_norm"])
             self.observers.hooks.call("step", state.step, metrics)
 
-    def _save(self, end: RunStatus | None, improved: bool, is_due: bool) -> None:
+    def _save(self, decision: Decision, is_due: bool) -> None:
         """Save this step if it ends the run, improves on the best, or a snapshot is due."""
         self._finish()
-        is_last = end is not None or self.state.step == self.steps
-        if end is RunStatus.PREEMPTED:
+        is_last = decision.end is not None or self.state.step == self.steps
+        if decision.end is RunStatus.PREEMPTED:
             self.saves.save_on_preemption(self.observers.signals.elapsed())
-        elif improved or is_last:
+        elif decision.improved or is_last:
             self.saves.save()
         else:
             self.saves.maybe_save(is_due)

@@ -51,7 +51,7 @@ class Validation:
         if state.val_step == state.step:
             return Decision()
         with self.metrics.meter.paused():
-            metrics = self._measure("val")
+            metrics = self._metrics_of("val")
         if metrics is None:
             return Decision(end=RunStatus.PREEMPTED)
         loss = metrics["loss"]
@@ -99,7 +99,7 @@ class Validation:
 
     def test(self) -> dict[str, float] | None:
         """Evaluate the test split, if there is one; return None if a signal interrupted that."""
-        metrics = self._measure("test")
+        metrics = self._metrics_of("test")
         if metrics:
             self.metrics.log_evaluation(self.state.step, "test", metrics)
         return metrics
@@ -111,7 +111,7 @@ class Validation:
             text = self.evaluator.sample(self.run.trainable.model, self.state.step)
         self.metrics.log_sample(self.state.step, text)
 
-    def _measure(self, split: str) -> dict[str, float] | None:
+    def _metrics_of(self, split: str) -> dict[str, float] | None:
         """Return the metrics of a split; None if a signal interrupted the evaluation."""
         signals = self.observers.signals
         self.run.runtime.group.set_activity(f"evaluating after step {self.state.step}")

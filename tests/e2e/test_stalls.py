@@ -214,7 +214,7 @@ def patch(anomaly):
     steps = []
     def find_in_step(self, loss, grad_norm):
         steps.append(loss)
-        group = self.context.runtime.group
+        group = self.run.runtime.group
         if len(steps) == 9 and group.rank == 1:
             time.sleep(1)
             group.set_activity(group.heartbeat["activity"])

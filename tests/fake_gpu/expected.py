@@ -115,7 +115,7 @@ def _in_evaluation(case: Case) -> list[Wait]:
         ),
         Wait(
             "evaluate",
-            "read in training/evaluation/evaluator.py _measure",
+            "read in training/evaluation/evaluator.py _means",
             6 * (own > 0),
             "four sums and two counts, once for a split",
         ),

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 
 # Judge an evaluation, of a step and its metrics by name: why the run is to end; None: it goes on.
-Report: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
+Judge: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
 REPORTS = "MINGPT_DDP_REPORTS"  # of a worker: the descriptor of rank zero; on other ranks -1
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # with the metrics of an evaluation
 MAX_CONSOLE_BYTES = 1 << 13
@@ -42,7 +42,7 @@ class WorkerEnds:
             os.environ[REPORTS] = str(descriptor)
 
 
-def reporter() -> Report | None:
+def reporter() -> Judge | None:
     """Return the function that asks the launcher, on rank zero; None if nobody judges the run."""
     text = os.environ.pop(REPORTS, None)
     if text is None:
@@ -61,7 +61,7 @@ def reporter() -> Report | None:
 class Channels:
     """The launcher's ends of the channels to the workers of one attempt."""
 
-    def __init__(self, report: Report | None, has_console: bool) -> None:
+    def __init__(self, report: Judge | None, has_console: bool) -> None:
         """
         Args:
             report: judges the evaluations; None: there is no such channel.

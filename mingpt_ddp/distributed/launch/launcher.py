@@ -24,7 +24,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import canonical_threads
 from mingpt_ddp.distributed.env import STARTED_AT, DistEnv, worker_environ
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
-from mingpt_ddp.distributed.launch.channels import Channels, Report
+from mingpt_ddp.distributed.launch.channels import Channels, Judge
 from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server, stop_server
 from mingpt_ddp.distributed.launch.local_store import LocalStore
 from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
@@ -53,7 +53,7 @@ class Launch:
     config: Config
     overrides: list[str]  # the command line that composes `config`
     directory: Path  # the run's
-    report: Report | None = None  # called with each evaluation; None: the run reports none
+    report: Judge | None = None  # called with each evaluation; None: the run reports none
     slot: Slot | None = None  # of a job of several at a time; None: this machine and console
     threads: int | None = None  # of each worker; None: the cores, divided
 

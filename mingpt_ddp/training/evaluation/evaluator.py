@@ -41,7 +41,7 @@ class Evaluator:
             ConfigError: the first evaluation does not fit into memory.
             CodeError: there are too many metrics to record, or no loss.
         """
-        fits = refuse_out_of_memory(self.runtime, "the first evaluation")
+        fits = refuse_out_of_memory(self.task.config, self.runtime, "the first evaluation")
         with nullcontext() if self._has_run else fits, torch.no_grad():
             metrics = self._run(model, name, stop)
         self._has_run = True
@@ -54,7 +54,7 @@ class Evaluator:
         for other, split in self.splits.items():
             if split is None or not (other == name or other.startswith(f"{name}_")):
                 continue
-            measured = self._measure(model, split, stop)
+            measured = self._means(model, split, stop)
             if measured is None:
                 return None
             prefix = "" if other == name else other.removeprefix(f"{name}_") + "_"
@@ -66,7 +66,7 @@ class Evaluator:
             raise CodeError(f"the task {task}: the loss of the split {name} has no items")
         return metrics
 
-    def _measure(
+    def _means(
         self, model: nn.Module, split: Split, stop: Callable[[], bool]
     ) -> dict[str, float] | None:
         """Return the metrics of a split: batch i is computed by copy i mod copies of the model."""

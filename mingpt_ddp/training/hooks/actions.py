@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, relative_path
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.data.rng import seed_everything
@@ -84,7 +85,10 @@ class Actions:
     """The hooks of this run, called in the order in which the file registers them."""
 
     def __init__(
-        self, runtime: Runtime, registered: Iterable[tuple[str, Any]] | None = None
+        self,
+        config: Config,
+        runtime: Runtime,
+        registered: Iterable[tuple[str, Any]] | None = None,
     ) -> None:
         """
         Args:
@@ -93,10 +97,12 @@ class Actions:
         Raises:
             CodeError: a hook takes other arguments, or two with state have the same name.
         """
+        self.config = config
         self.runtime = runtime
-        found = BUILDERS["action"].items() if registered is None else registered
+        if registered is None:
+            registered = BUILDERS["action"].items()
         with attribute_errors_to_user_code():
-            self.actions = [Action.new(key, hook) for key, hook in found]
+            self.actions = [Action.new(key, hook) for key, hook in registered]
         for action in self.actions:
             check_takes(action.hook, ARGUMENTS[action.event], action.label)
         names = set[str]()
@@ -167,7 +173,7 @@ class Actions:
             raise ConfigError(
                 "TrainStep.discard with a hook that has state needs trainer.on_nonfinite=skip"
             )
-        policy = self.runtime.strategy.config.trainer.on_nonfinite
+        policy = self.config.trainer.on_nonfinite
         if policy != "stop" or self.runtime.scaler.is_enabled():  # which skips steps by itself
             self._before = {name: tensor.clone() for name, tensor in self.state().items()}
 
@@ -236,12 +242,11 @@ class Actions:
         """
         group = self.runtime.group
         before = group.heartbeat
-        seed = self.runtime.strategy.config.run.seed
         found: dict[str, Mean] = {}
         for action in self._of(event):
             activity = f"in a hook of @acts({event!r}), {before['activity']}"
             group.set_activity(activity, self.runtime.strategy.waits_in_passes)
-            seed_everything(action.name, seed, step)
+            seed_everything(action.name, self.config.run.seed, step)
             with attribute_errors_to_user_code():
                 returned = action.hook(*values)
             means = as_means(returned or {}, action.label)

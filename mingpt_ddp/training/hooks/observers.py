@@ -8,7 +8,7 @@ from typing import Any
 
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.launch.channels import Report
+from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 
@@ -47,5 +47,5 @@ class Observers:
 
     hooks: Hooks
     outboxes: list[Outbox]  # of the trackers, on rank zero
-    judge: Report | None  # of a job of a sweep, on rank zero; None: nothing may prune the run
+    judge: Judge | None  # of a job of a sweep, on rank zero; None: nothing may prune the run
     signals: SignalHandler

@@ -78,7 +78,7 @@ class _Trial:
         Raises:
             CodeError, ConfigError: as `check_actions`.
         """
-        first = Actions(self.runtime, [(key, hook)])
+        first = Actions(self.task.config, self.runtime, [(key, hook)])
         [action] = first.actions
         if action.has_state and not self.holds_all_weights:
             raise ConfigError(
@@ -91,7 +91,7 @@ class _Trial:
             return outcome  # it may take long
         saved = {name: tensor.clone() for name, tensor in first.state().items()}
         end = self._call(first, action, 2)
-        second = Actions(self.runtime, [(key, hook)])
+        second = Actions(self.task.config, self.runtime, [(key, hook)])
         if sha256_of_tensors(second.state()) != fresh:
             raise CodeError(
                 f"{action.label} would not resume exactly: its first state depends on an earlier "

@@ -1,6 +1,7 @@
 """Checks before anything is written: the directories, the recorded batch, and the memory."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
-from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
@@ -30,10 +31,15 @@ class Recorded:
     """What the snapshot that a run resumes from has recorded, without its tensors."""
 
     step: int
-    batch_size: int  # trainer.batch_size
-    micro_batch_size: int
-    source: str | None  # the URL that run.resume names, if the run has no snapshot of its own
-    state: Any  # the content of its state.json, untrusted but for its train state
+    state: dict[str, Any]  # the content of its state.json, untrusted but for the following
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.state["config"]["trainer"]["batch_size"])
+
+    @property
+    def micro_batch_size(self) -> int:
+        return int(self.state["micro_batch_size"])
 
     @property
     def train_state(self) -> TrainState:
@@ -67,14 +73,17 @@ def read_recorded(
     """
 
     def read() -> dict[str, Any] | None:
-        newest, source = newest_snapshot(config, stores)
-        return None if newest is None else asdict(_recorded(newest, source))
+        newest = newest_snapshot(config, stores, KINDS)
+        if newest is None:
+            return None
+        _check(newest)
+        return {"step": newest.step, "state": newest.state}
 
     found = group.run_on_rank_zero(read)
     return None if found is None else Recorded(**found)
 
 
-def _recorded(newest: Snapshot, source: str | None) -> Recorded:
+def _check(newest: Snapshot) -> None:
     try:
         batch = newest.state["config"]["trainer"]["batch_size"]
         micro = newest.state["micro_batch_size"]
@@ -85,26 +94,25 @@ def _recorded(newest: Snapshot, source: str | None) -> Recorded:
         raise SnapshotError(
             f"the snapshot of step {newest.step} has an invalid state: {error}"[:300]
         ) from error
-    return Recorded(newest.step, batch, micro, source, newest.state)
 
 
 def newest_snapshot(
-    config: Config, stores: list[SnapshotStore]
-) -> tuple[Snapshot | None, str | None]:
-    """Read the state of the snapshot that the run resumes from, without tensors.
+    config: Config, stores: list[SnapshotStore], kinds: Sequence[str] = ()
+) -> Snapshot | None:
+    """Read the state of the snapshot that the run resumes from, if there is one.
 
     Raises as `read_recorded` does.
 
-    Returns:
-        The snapshot, if there is one, and the URL that run.resume names if it is not the run's own.
+    Args:
+        kinds: of the tensors to read, which may be damaged, if it is that of run.resume.
     """
     directory = run_directory(config)
-    stores = readable_stores(stores, directory, config.run.source)
+    source = config.run.source
+    stores = readable_stores(stores, directory, source)
     own = [store.newest_state() for store in stores]
     newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
     check_none_newer(stores, directory, newest.step if newest else 0)
-    source = config.run.source if newest is None else None
-    return (newest, None) if source is None else (load(source, kinds=()), source)
+    return load(source, kinds) if source and newest is None else newest
 
 
 def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:

@@ -23,7 +23,6 @@ from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
 from mingpt_ddp.snapshots.manager import SnapshotManager
-from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
@@ -174,9 +173,8 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
 
     def check_source() -> None:
         check_records(task, hydra_files, is_new=recorded is None)
-        if recorded is not None and recorded.source is not None:
-            snapshot = load(recorded.source)
-            check_state(snapshot.step, snapshot.state, task)
+        if recorded is not None:
+            check_state(recorded.step, recorded.state, task)
         if inputs.warm is not None:
             inputs.warm.check(task)
 

@@ -216,7 +216,7 @@ class _Trial:
     def __init__(self, runtime: Runtime, task: Task, loader: _TrialLoader) -> None:
         self.runtime = runtime.alone()
         self.trainable = replace(
-            build_trainable(self.runtime, task), actions=Actions(self.runtime, ())
+            build_trainable(self.runtime, task), actions=Actions(task.config, self.runtime, ())
         )
         micro_batches = len(loader.batch)
         plan = BatchPlan(micro_batches, 1, world_size=1)

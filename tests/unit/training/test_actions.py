@@ -66,9 +66,12 @@ def test_the_state_of_a_discarded_step_is_discarded(policy, tmp_path, monkeypatc
     assert state["total"].isfinite()
 
 
+CONFIG = config_of("trainer.max_steps=10", "model.n_layer=1")
+
+
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return Runtime(config_of("trainer.max_steps=10", "model.n_layer=1"), DistEnv())
+    return Runtime(CONFIG, DistEnv())
 
 
 def change(actions: Actions, step: int, values: list[float]) -> None:
@@ -79,7 +82,7 @@ def change(actions: Actions, step: int, values: list[float]) -> None:
 
 def test_a_discarded_step_without_a_copy_is_refused_where_it_matters(runtime):
     """With trainer.on_nonfinite=stop the run ends: there is no copy to go back to."""
-    actions = Actions(runtime, [("gradients x", Noted)])
+    actions = Actions(CONFIG, runtime, [("gradients x", Noted)])
     change(actions, 1, [1.0])
     actions.discard()
     with pytest.raises(ConfigError, match=r"needs trainer\.on_nonfinite=skip"):
@@ -88,8 +91,8 @@ def test_a_discarded_step_without_a_copy_is_refused_where_it_matters(runtime):
 
 def test_a_snapshot_of_other_hooks(runtime):
     """Without the state of a hook, that begins anew; also after a rollback."""
-    saved = Actions(runtime, [("update x", Noted)])
-    actions = Actions(runtime, [("gradients x", Noted)])
+    saved = Actions(CONFIG, runtime, [("update x", Noted)])
+    actions = Actions(CONFIG, runtime, [("gradients x", Noted)])
     change(actions, 1, [1.0])
     assert actions.load(saved.state()) == [
         "no state of the hook gradients Noted, which begins with its first one",
@@ -97,7 +100,7 @@ def test_a_snapshot_of_other_hooks(runtime):
     ]
     assert actions.actions[0].hook.steps == []
     with pytest.raises(CodeError, match=r"Noted of .* another hook has this name"):
-        Actions(runtime, [("update x", Noted), ("update y", Noted)])
+        Actions(CONFIG, runtime, [("update x", Noted), ("update y", Noted)])
 
 
 def test_random_numbers_of_a_hook_are_keyed(runtime):
@@ -106,7 +109,7 @@ def test_random_numbers_of_a_hook_are_keyed(runtime):
     def noise(step: int, gradients: dict[str, Tensor]) -> None:
         drawn.append(float(torch.rand(())))
 
-    actions = Actions(runtime, [("gradients x", noise)])
+    actions = Actions(CONFIG, runtime, [("gradients x", noise)])
     for step in (1, 2, 1):
         change(actions, step, [1.0])
     assert drawn[0] == drawn[2] != drawn[1]

@@ -11,19 +11,19 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.device.device import is_out_of_memory
-from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.training.memory import refuse_out_of_memory
 
 TOO_MUCH = 1 << 50  # bytes: no machine has them
 
 
-def runtime_of(*overrides: str, ranks: int = 1, shards_model: bool = False) -> Runtime:
+def refuse(*overrides: str, ranks: int = 1, shards_model: bool = False):
+    """Return the context of a step of a run on rank 1."""
     config = from_mapping(configure(*overrides))
-    strategy = SimpleNamespace(config=config, shards_model=shards_model)
+    strategy = SimpleNamespace(shards_model=shards_model)
     size = config.ddp.tensor_parallel
     group = SimpleNamespace(rank=1, world_size=ranks, tensor_size=size)
-    return SimpleNamespace(strategy=strategy, group=group)
+    return refuse_out_of_memory(config, SimpleNamespace(strategy=strategy, group=group), "a step")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def runtime_of(*overrides: str, ranks: int = 1, shards_model: bool = False) -> R
 def test_a_failed_allocation_is_refused(allocate):
     with (
         pytest.raises(ConfigError, match=r"^config error: a step does not fit .* of rank 1; lower"),
-        refuse_out_of_memory(runtime_of(), "a step"),
+        refuse(),
     ):
         allocate()
 
@@ -58,7 +58,7 @@ def test_which_errors_are_of_memory(error, expected):
     assert is_out_of_memory(error) is expected
     with (
         pytest.raises(ConfigError if expected else type(error)),
-        refuse_out_of_memory(runtime_of(), "a step"),
+        refuse(),
     ):
         raise error
 
@@ -83,7 +83,7 @@ FSDP = "set ddp.strategy=fsdp"
 def test_what_helps(overrides, state, expected):
     with (
         pytest.raises(ConfigError) as refused,
-        refuse_out_of_memory(runtime_of(*overrides, **state), "a step"),
+        refuse(*overrides, **state),
     ):
         raise torch.OutOfMemoryError("CUDA out\nof memory")
     assert str(refused.value) == (

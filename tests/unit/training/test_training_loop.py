@@ -281,7 +281,7 @@ def test_a_step_that_is_due_or_improves_is_saved():
 )
 def test_which_save_follows_which_end(end, step, improved, expected):
     trainer, parts = trainer_of(state=TrainState(step=step))
-    trainer._save(end, improved, "is due")
+    trainer._save(Decision(improved, end), "is due")
     assert parts.saves.mock_calls == [expected]
 
 

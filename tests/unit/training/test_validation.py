@@ -54,7 +54,7 @@ def validation_of(
         config=config,
         state=state or TrainState(step=4),
         runtime=SimpleNamespace(group=parts.group),
-        trainable=SimpleNamespace(model="model", average=average, actions=Actions(None, ())),
+        trainable=SimpleNamespace(model="model", average=average, actions=Actions(None, None, ())),
     )
     observers = Observers(parts.hooks, [], parts.judge, SimpleNamespace(signal_name=None))
     return Validation(run, parts.metrics, parts.saves, parts.evaluator, observers), parts
