@@ -6,15 +6,10 @@ from typing import Any
 
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name, step_of
+from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.read.load import find_steps, load
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.write.ledger import (
-    Hashes,
-    Ledger,
-    Record,
-    digest_settings,
-    hash_snapshot,
-)
+from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
 
 SHOWN = 8  # snapshots that an error lists
 

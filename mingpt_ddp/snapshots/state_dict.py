@@ -1,7 +1,5 @@
 """Model and optimizer state as named tensors: what a snapshot holds, and how to load it."""
 
-import hashlib
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,19 +12,6 @@ from mingpt_ddp.snapshots.staging_buffer import DTYPES
 # numbers in optimizer state, stored as tensors
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 CHECKED = (torch.optim.AdamW, torch.optim.SGD, Muon)  # whose state is known; not that of users
-
-
-def sha256_of_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of names, shapes, types and bytes, in the order of the names.
-
-    It depends neither on the device of a tensor nor on its strides.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(content.numpy().data)
-    return digest.hexdigest()
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:

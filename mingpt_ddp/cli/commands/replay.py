@@ -25,8 +25,9 @@ from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo, echo_error
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
+from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.write.ledger import LEDGER, Hashes, Ledger, hash_snapshot
+from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
 from mingpt_ddp.storage.code_identity import difference_of, recorded_code
 
 CONFIRMED = 0

@@ -204,8 +204,8 @@ def _settings(trials: dict[str, list[Trial]]) -> list[Setting]:
 def _digests(trials: dict[str, list[Trial]]) -> dict[Path, str]:
     """Return the SHA-256 of the last weights and optimizer states, by run directory."""
     from mingpt_ddp.snapshots.format import WEIGHT_KINDS
+    from mingpt_ddp.snapshots.hashes import hash_snapshot
     from mingpt_ddp.snapshots.read.load import load
-    from mingpt_ddp.snapshots.write.ledger import hash_snapshot
 
     digests = {}
     for trial in itertools.chain(*trials.values()):

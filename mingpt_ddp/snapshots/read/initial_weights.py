@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json
-from mingpt_ddp.snapshots.read import transformers_import
+from mingpt_ddp.snapshots.hashes import sha256_of_tensors
+from mingpt_ddp.snapshots.huggingface.model_files import model_values, our_tensors
+from mingpt_ddp.snapshots.huggingface.tokenizer_files import read_tokenizer
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.read.load_model import read_model_spec
-from mingpt_ddp.snapshots.state_dict import sha256_of_tensors
 from mingpt_ddp.snapshots.tensor_index import check_memory, decode
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
@@ -91,9 +92,9 @@ def _read(storage: Storage, url: str) -> InitialWeights:
     tensors = _read_tensors(storage)
     if "model_type" not in values:
         return _of_export(values, tensors)
-    model, sizes = transformers_import.model_values(values)
-    tokenizer = transformers_import.read_tokenizer(storage, names)
-    return _of_text(model, sizes, tokenizer, transformers_import.our_tensors(tensors))
+    model, sizes = model_values(values)
+    tokenizer = read_tokenizer(storage, names)
+    return _of_text(model, sizes, tokenizer, our_tensors(tensors))
 
 
 def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:

@@ -20,9 +20,10 @@ from mingpt_ddp.distributed.group.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
 from mingpt_ddp.snapshots.format import kind_of
+from mingpt_ddp.snapshots.hashes import Hashes, describe_tensors, hash_lines
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.write.ledger import Hashes, Ledger, describe_tensors, hash_lines_by_kind
+from mingpt_ddp.snapshots.write.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
@@ -108,26 +109,11 @@ class AsyncSave(threading.Thread):
 
     def run(self) -> None:
         group = self.runtime.group
-        on_rank_zero = group.env.call_on_rank_zero
         try:
             group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
-            record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
             for store in self.stores:
-                begin = partial(store.begin, self.step)
-                write = partial(store.write_files, self.step, self._contents)
-                commit = partial(store.commit, self.step, record=record)
-                try:
-                    group.io.run_on_rank_zero(begin)
-                    group.io.decide_on_rank_zero(write, commit)
-                except OSError as error:
-                    self.failure = self.failure or StoreFailure(store.url, error)
-                    # free a full disk; a failing object store would fail the deletion too
-                    if store.storage.local:
-                        with contextlib.suppress(OSError):
-                            on_rank_zero(partial(store.clear, self.step))
-                else:
-                    on_rank_zero(partial(self.apply_retention, store))
-                    self.url = store.url
+                self._write(store)
+                if self.url is not None:
                     break
         except Exception as error:  # SnapshotManager.wait raises it on the training thread
             self.error = error
@@ -142,6 +128,25 @@ class AsyncSave(threading.Thread):
             self.staged.set()
             group.is_writing = False
             self.duration_s = time.monotonic() - self.started_at
+
+    def _write(self, store: SnapshotStore) -> None:
+        """Write the snapshot to a store and commit it, or keep the error of the first store."""
+        io = self.runtime.group.io
+        on_rank_zero = self.runtime.group.env.call_on_rank_zero
+        record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
+        write = partial(store.write_files, self.step, self._contents)
+        try:
+            io.run_on_rank_zero(partial(store.begin, self.step))
+            io.decide_on_rank_zero(write, partial(store.commit, self.step, record=record))
+        except OSError as error:
+            self.failure = self.failure or StoreFailure(store.url, error)
+            # free a full disk; a failing object store would fail the deletion too
+            if store.storage.local:
+                with contextlib.suppress(OSError):
+                    on_rank_zero(partial(store.clear, self.step))
+            return
+        on_rank_zero(partial(self.apply_retention, store))
+        self.url = store.url
 
     def _stage(self) -> dict[str, memoryview | bytes]:
         """Copy the tensors to host memory, on a separate CUDA stream per GPU.
@@ -198,7 +203,7 @@ class AsyncSave(threading.Thread):
         """
         if self.capture.held is not None:
             self._refuse_damage(staged)
-        self._hashes = hash_lines_by_kind(each["lines"] for each in staged)
+        self._hashes = hash_lines(each["lines"] for each in staged)
 
     def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:
         where = f"in the snapshot of step {self.step}"

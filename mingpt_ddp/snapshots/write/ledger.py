@@ -14,25 +14,15 @@ import hashlib
 import json
 import logging
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from mingpt_ddp.config.config import LIMITS, decides_bits
 from mingpt_ddp.errors import reason
-from mingpt_ddp.snapshots.format import (
-    KINDS,
-    TENSOR_KINDS,
-    Snapshot,
-    directory_name,
-    step_of,
-)
-from mingpt_ddp.snapshots.staging_buffer import DTYPES
+from mingpt_ddp.snapshots.format import KINDS, TENSOR_KINDS, directory_name, step_of
+from mingpt_ddp.snapshots.hashes import Hashes
 from mingpt_ddp.storage.lines import append_line, read_lines
 
 log = logging.getLogger(__name__)
@@ -51,46 +41,6 @@ NOT_IN_SETTINGS = (
     "run.init_sha256",
 )
 DIGEST = re.compile("[0-9a-f]{64}")
-Hashes = dict[str, str]  # by kind
-
-
-def describe_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a line for each CPU tensor, or piece of one: its name, type, shape and SHA-256."""
-    lines = []
-    for name, tensor in tensors.items():
-        digest = hashlib.sha256(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        shape = list(tensor.shape)
-        lines.append(f"{name} {DTYPES[tensor.dtype]} {shape} {digest.hexdigest()}")
-    return lines
-
-
-def hash_lines(lines: Iterable[str]) -> str:
-    """Return the SHA-256 of the lines of all tensors of a kind, in any order."""
-    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
-
-
-def hash_lines_by_kind(described: Iterable[Mapping[str, list[str]]]) -> Hashes:
-    """Return the hash of each kind, from the lines that every rank has for its own tensors."""
-    lines = defaultdict[str, list[str]](list)
-    for of_rank in described:
-        for kind, of_kind in of_rank.items():
-            lines[kind] += of_kind
-    return {kind: hash_lines(of_kind) for kind, of_kind in sorted(lines.items())}
-
-
-def hash_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the hash of whole tensors, as the ledger has it."""
-    return hash_lines(describe_tensors(tensors))
-
-
-def hash_snapshot(snapshot: Snapshot) -> Hashes:
-    """Return the hashes of a snapshot that was read as a whole."""
-    hashes = {}
-    for kind in TENSOR_KINDS:
-        tensors = getattr(snapshot, kind)
-        if tensors or kind in KINDS:
-            hashes[kind] = hash_tensors(tensors)
-    return hashes
 
 
 def digest_settings(state: Mapping[str, Any]) -> str:
@@ -109,7 +59,7 @@ def digest_settings(state: Mapping[str, Any]) -> str:
     }
     if config.get("optimizer", {}).get("schedule_steps") is None:  # the length of the schedules
         limits = {key: state.get("config", {}).get("trainer", {}).get(key) for key in LIMITS}
-        # the steps of minutes are not known at the begin, where no rate depends on them
+        # the steps of minutes are not known at the start, where no rate depends on them
         settings["steps"] = limits if limits["max_minutes"] else state.get("steps")
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
-from mingpt_ddp.snapshots.state_dict import sha256_of_tensors
+from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 from mingpt_ddp.tasks.outputs import COUNT, SUM
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.hooks.actions import Action, Actions

@@ -18,6 +18,7 @@ from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.optim.lr_schedule import check_schedule
 from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 from mingpt_ddp.snapshots.staging_buffer import encode_header, header_of
 from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task, check_metrics
@@ -271,6 +272,4 @@ class _Trial:
 
     def digest(self) -> list[str]:
         """Return the SHA-256 of every bit of the state, by kind."""
-        return [
-            state_dict.sha256_of_tensors(tensors) for tensors in self.trainable.tensors().values()
-        ]
+        return [sha256_of_tensors(tensors) for tensors in self.trainable.tensors().values()]

@@ -2,7 +2,7 @@ import hashlib
 
 import torch
 
-from mingpt_ddp.snapshots.state_dict import sha256_of_tensors
+from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 
 
 def test_sha256_is_of_names_shapes_types_and_bytes():

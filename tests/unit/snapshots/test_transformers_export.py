@@ -19,12 +19,9 @@ from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.exports.transformers_export import (
-    MODELING,
-    tokenizer_json,
-    transformers_files,
-)
+from mingpt_ddp.snapshots.exports.transformers_export import MODELING, transformers_files
 from mingpt_ddp.snapshots.format import Snapshot
+from mingpt_ddp.snapshots.huggingface.tokenizer_files import tokenizer_json
 
 # Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
 # characters, and what tokenizers and JSON treat as special.

@@ -9,8 +9,7 @@ import pytest
 from mingpt_ddp.data.tokenizers.bpe import train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.snapshots.exports.transformers_export import padding, tokenizer_json
-from mingpt_ddp.snapshots.read.transformers_import import read_tokenizer
+from mingpt_ddp.snapshots.huggingface.tokenizer_files import padding, read_tokenizer, tokenizer_json
 from mingpt_ddp.storage.urls import open_storage
 
 

@@ -26,9 +26,9 @@ from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.planning.plan import make_plan
+from mingpt_ddp.snapshots.huggingface.model_files import NAMES
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
-from mingpt_ddp.snapshots.read.transformers_import import NAMES
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import read_result, run_name
 from mingpt_ddp.training.run import train_run

@@ -1,0 +1,195 @@
+"""The tokenizer of a directory of transformers, there and back."""
+
+import json
+from typing import Any
+
+from mingpt_ddp.data.tokenizers.bpe import BYTE_NAMES
+from mingpt_ddp.data.tokenizers.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+)
+from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME, EXACT
+from mingpt_ddp.errors import SnapshotError
+from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, load_json
+from mingpt_ddp.storage.storage import Storage
+
+PADDING_BYTE = BYTE_NAMES[0xFF]  # UTF-8 never has this byte
+ANY_CHARACTER = r"[\s\S]"  # line feeds too
+BYTE_LEVEL: dict[str, Any] = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": True,
+    "use_regex": True,
+}
+
+
+def padding(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return what tokenizer_config.json says of the token that pads texts.
+
+    It is one of the model's, which has no row more, and must not change any text. transformers
+    drops a special token from what it decodes, and takes its name in a text for the token, unless
+    split_special_tokens is set.
+    """
+    state = tokenizer.state()
+    special = [*special_tokens(tokenizer)]
+    if special:  # as for GPT-2; prefer one that is meant for it
+        named = [name for name in special if "pad" in name.lower()]
+        is_text = {} if tokenizer.end is None else {"split_special_tokens": True}
+        return {"pad_token": (named or special)[0], **is_text}
+    # tokenizer_json declares it; the empty map keeps transformers from making it special
+    if "vocabulary" in state:
+        return {"pad_token": state["vocabulary"][-1:], "added_tokens_decoder": {}}
+    return {"pad_token": PADDING_BYTE, "split_special_tokens": True}
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the ids of the special tokens by name.
+
+    Characters and bytes have at most the one that ends a document.
+    """
+    if not isinstance(tokenizer, BPETokenizer):
+        return {} if tokenizer.end is None else {END_NAME: tokenizer.end}
+    added = json.loads(tokenizer.json).get("added_tokens") or ()
+    return {token["content"]: token["id"] for token in added if token.get("special")}
+
+
+def tokenizer_json(tokenizer: Tokenizer) -> bytes:
+    """Return a tokenizer of the `tokenizers` library with the same tokens.
+
+    Raises:
+        SnapshotError: the vocabulary is not text.
+    """
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.json.encode()
+    special = [
+        {"id": i, "content": name, **EXACT, "special": True}
+        for name, i in special_tokens(tokenizer).items()
+    ]
+    if tokenizer.name == "byte":
+        byte_level = {**BYTE_LEVEL, "use_regex": False}
+        ids = {name: i for i, name in enumerate(BYTE_NAMES)}
+        model = {"type": "BPE", "vocab": ids, "merges": []}
+        return _tokenizer_file(special, byte_level, byte_level, model)
+    vocabulary = tokenizer.state()["vocabulary"]
+    try:
+        vocabulary.encode()
+    except UnicodeEncodeError as error:
+        raise SnapshotError(
+            "the snapshot has an invalid state: its vocabulary has half a character"
+        ) from error
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": ANY_CHARACTER},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    last = {  # see `padding`
+        "id": len(vocabulary) - 1,
+        "content": vocabulary[-1:],
+        "special": False,
+        **EXACT,
+    }
+    names = [*vocabulary]
+    if tokenizer.end is not None:
+        names.insert(tokenizer.end, END_NAME)
+    ids = {name: i for i, name in enumerate(names)}
+    # No token has the empty name, so that a character that the model does not know is an error.
+    model = {"type": "WordLevel", "vocab": ids, "unk_token": ""}
+    return _tokenizer_file(special or [last], split, {"type": "Fuse"}, model)
+
+
+def _tokenizer_file(
+    added: list[dict[str, Any]],
+    pre_tokenizer: dict[str, Any],
+    decoder: dict[str, Any],
+    model: dict[str, Any],
+) -> bytes:
+    unused = ("truncation", "padding", "normalizer", "post_processor")
+    return json_file(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            **dict.fromkeys(unused),
+            "pre_tokenizer": pre_tokenizer,
+            "decoder": decoder,
+            "model": model,
+        }
+    )
+
+
+def json_file(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=1) + "\n").encode()
+
+
+def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
+    """Return the tokenizer of the directory; None if there is none.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is not one of characters, bytes or byte-level BPE.
+    """
+    if "tokenizer.json" in names:
+        text = storage.read("tokenizer.json", MAX_STATE_BYTES).decode()
+        values = load_json(text.encode())
+        if values["model"]["type"] == "WordLevel":  # an export of ours
+            return _of_characters(values["model"]["vocab"])
+        text = _without_padding(text, values)
+    elif {"vocab.json", "merges.txt"} <= {*names}:
+        lines = storage.read("merges.txt", MAX_STATE_BYTES).decode().split("\n")
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        vocab = load_json(storage.read("vocab.json", MAX_STATE_BYTES))
+        model = {"type": "BPE", "vocab": vocab, "merges": merges}
+        values = {
+            "version": "1.0",
+            "model": model,
+            "pre_tokenizer": BYTE_LEVEL,
+            "decoder": BYTE_LEVEL,
+        }
+        if END_NAME in vocab:  # the files do not say that it is special
+            end = {"id": vocab[END_NAME], "content": END_NAME, "special": True, **EXACT}
+            values["added_tokens"] = [end]
+        text = json.dumps(values)
+    else:
+        return None
+    tokenizer = BPETokenizer(text)
+    is_bytes = tokenizer.tokens[:256] == [bytes([byte]) for byte in range(256)]
+    others = tokenizer.tokens[256:]
+    if is_bytes and others in ([], [END_NAME.encode()]):
+        return ByteTokenizer(has_end=bool(others))
+    return tokenizer
+
+
+def _of_characters(vocab: dict[str, Any]) -> CharTokenizer:
+    """Return the tokenizer of a vocabulary of single characters, and of END_NAME if it has one.
+
+    Args:
+        vocab: ids by token.
+    """
+    character_of = {i: END if name == END_NAME else name for name, i in vocab.items()}
+    has_words = any(len(character) != 1 for character in character_of.values())
+    if has_words or character_of.keys() != {*range(len(vocab))}:
+        raise ValueError("tokenizer.json has words; characters, bytes and byte-level BPE are known")
+    return CharTokenizer("".join(character_of[i] for i in range(len(vocab))))
+
+
+def _without_padding(text: str, values: dict[str, Any]) -> str:
+    """Return a tokenizer.json without the added token for padding.
+
+    transformers saves the padding of an export so, though its name is that of a byte.
+
+    Args:
+        values: of the text.
+    """
+    added = values.get("added_tokens") or []
+    if not added:
+        return text
+    vocab = values["model"].get("vocab", {})
+    others = []
+    for token in added:
+        name_and_id = (token["content"], token["id"])
+        if name_and_id != (PADDING_BYTE, vocab.get(PADDING_BYTE)):
+            others.append(token)
+    if len(others) == len(added):
+        return text
+    return json.dumps({**values, "added_tokens": others})
