@@ -27,7 +27,15 @@ from mingpt_ddp.errors import (
     StorageUnusableError,
     UserError,
 )
-from mingpt_ddp.snapshots.format import HOOKS, KINDS, STATE, TENSOR_KINDS, Snapshot, encode_json
+from mingpt_ddp.snapshots.format import (
+    HOOKS,
+    KINDS,
+    STATE,
+    TENSOR_KINDS,
+    WEIGHT_KINDS,
+    Snapshot,
+    encode_json,
+)
 from mingpt_ddp.snapshots.read.load import load, readable_stores
 from mingpt_ddp.snapshots.read.shard_reader import read_shards
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
@@ -40,7 +48,7 @@ from mingpt_ddp.snapshots.write.shard_plan import ShardPlan, TensorsByKind
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
 
-# what no restart mends
+# of a storage that stays unusable until someone mends it
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 QUICK_S = 1.0  # a faster save is awaited when the next one is due
 
@@ -115,33 +123,27 @@ class SnapshotManager:
             if found is None:
                 return None
             check(found.step, found.state)
-            return {"step": found.step, "state": found.state, "own": is_own}
+            values = {"step": found.step, "state": found.state, "index": found.index}
+            return {"values": values, "is_own": is_own}
 
         meta = group.run_on_rank_zero(find)
         if meta is None:
             return None
-        step = meta["step"]
-        self.last_step = step if meta["own"] else None
-        hooks = group.broadcast_tensors(found.hooks if found else None)
-        if not whole:
-            index = group.broadcast_json(found and found.index)
-            return Snapshot(step, {}, {}, meta["state"], hooks=hooks, index=index)
-        model = group.broadcast_tensors(found.model if found else None)
-        optimizer = group.broadcast_tensors(found.optimizer if found else None)
-        ema = group.broadcast_tensors(found.ema if found else None)
-        return Snapshot(step, model, optimizer, meta["state"], ema, hooks)
+        tensors: dict[str, Any] = {}
+        for kind in TENSOR_KINDS:
+            tensors[kind] = group.broadcast_tensors(getattr(found, kind) if found else None)
+        snapshot = Snapshot(**meta["values"], **tensors)
+        self.last_step = snapshot.step if meta["is_own"] else None
+        return snapshot
 
     def read_shards(self, snapshot: Snapshot, model: nn.Module, optimizer: Optimizer) -> Snapshot:
         """Return the snapshot with this rank's tensors of model and optimizer. A collective."""
         if snapshot.index is not None:
             return read_shards(self.runtime, snapshot, model, optimizer)
-        split = self.runtime.strategy.split_tensors
-        return replace(
-            snapshot,
-            model=split(snapshot.model, model),
-            optimizer=split(snapshot.optimizer, model),
-            ema=split(snapshot.ema, model),
-        )
+        own: dict[str, Any] = {}
+        for kind in WEIGHT_KINDS:
+            own[kind] = self.runtime.strategy.split_tensors(getattr(snapshot, kind), model)
+        return replace(snapshot, **own)
 
     def _newest_of(self, stores: list[SnapshotStore], whole: bool) -> Snapshot | None:
         """Read the newest undamaged snapshot of several stores; None if there is none.

@@ -144,16 +144,8 @@ class StoreReader:
         except (ValueError, RuntimeError) as error:  # valid digests, but not our file
             reason = ascii(str(error))[1:-1]
             raise CorruptSnapshotError(f"cannot be parsed: {reason[:200]}") from error
-        weights = tensors["model"] or tensors["ema"]  # the latter if the model alone is read
-        return Snapshot(
-            step,
-            weights,
-            tensors["optimizer"],
-            state,
-            tensors["ema"],
-            tensors[layout.HOOKS],
-            index,
-        )
+        tensors["model"] = tensors["model"] or tensors["ema"]  # if the model alone is read
+        return Snapshot(step=step, state=state, index=index, **tensors)
 
     def _read_tensors(self, step: int, files: Files) -> dict[str, dict[str, Tensor]]:
         """Return the tensors by kind and name.

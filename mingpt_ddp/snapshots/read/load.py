@@ -111,12 +111,15 @@ def find_steps(
         StorageUnavailableError: a store does not respond within ANSWER_TIMEOUT_S.
     """
     named = step_in(url)
-    found = list[tuple[SnapshotStore, list[int]]]()
     url = url.rstrip("/") or url
-    locations: Iterable[str] = candidate_urls(url, follow)
     if named:
         parent, only = named
         locations = [parent.url]
+        elsewhere = []
+    else:
+        locations = [*candidate_urls(url, follow)]
+        elsewhere = [each for each in candidate_urls(url) if each not in locations]
+    found = list[tuple[SnapshotStore, list[int]]]()
 
     def list_steps(store: SnapshotStore) -> None:
         store.storage.set_deadline(ANSWER_TIMEOUT_S)
@@ -129,8 +132,6 @@ def find_steps(
 
     errors = _ask_each(locations, url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
-    looked_at = {*candidate_urls(url, follow)}
-    elsewhere = [each for each in candidate_urls(url) if not named and each not in looked_at]
     where = redact(", ".join(elsewhere))
     hint = f"the run also has some at {where}; add follow=true to include them"
     if not found:
@@ -162,15 +163,23 @@ def load(
     if named := step_in(url):
         store, number = named
         return _read_first([store], number, kinds, whole)
+    return _read_newest(url, kinds, whole)
+
+
+def _read_newest(url: str, kinds: Sequence[str], whole: bool) -> Snapshot:
+    """Read the newest undamaged snapshot of the stores at a URL.
+
+    Raises:
+        SnapshotError: there is none.
+    """
     found: Snapshot | None = None
 
     def read_newer(store: SnapshotStore) -> None:
         nonlocal found
-        if found is not None and max(store.steps(), default=0) <= found.step:
-            return
-        newest = store.read_latest(kinds, whole)
-        if newest is not None and (found is None or newest.step > found.step):
-            found = newest
+        if found is None or max(store.steps(), default=0) > found.step:
+            newest = store.read_latest(kinds, whole)
+            if newest is not None and (found is None or newest.step > found.step):
+                found = newest
 
     errors = _ask_each(candidate_urls(url), url, read_newer)
     _raise_or_log(errors, found is not None)
