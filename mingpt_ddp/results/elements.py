@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-Row = list[tuple[str, str]]  # titles and cells, the same titles in each row of a table
+Cells = dict[str, str]  # a row of a table by title, the same titles in each row
 
 
 def bullets(texts: list[str]) -> str:
@@ -17,17 +17,16 @@ def grid(figures: str) -> str:
     return figures and f'<div class="plots">{figures}</div>'
 
 
-def used_columns(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+def used_columns(rows: list[Cells]) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the cells of a table, without the columns that no row has."""
-    columns = []
-    for column in zip(*rows, strict=True):
-        if any(cell not in ("", "-") for _, cell in column):
-            columns.append(column)
-    titles = [column[0][0] for column in columns]
-    return titles, [[column[index][1] for column in columns] for index in range(len(rows))]
+    titles = []
+    for title in rows[0] if rows else ():
+        if any(row[title] not in ("", "-") for row in rows):
+            titles.append(title)
+    return titles, [[row[title] for title in titles] for row in rows]
 
 
-def table(rows: list[Row], links: Sequence[str] = ()) -> str:
+def table(rows: list[Cells], links: Sequence[str] = ()) -> str:
     """Return a table that can be sorted by each column, and scrolls; "" without rows.
 
     Args:

@@ -3,11 +3,14 @@
 import json
 import re
 import time
+from collections import Counter
 
 from mingpt_ddp import errors
 from mingpt_ddp.results.runs import Row, Value
 
 LONGEST = 60  # characters of a value or a name
+# last parts of keys that say too little, or are titles of other columns
+UNCLEAR = {"name", "path", "n", "sd", "status", "step", "faults", "time", "job", "directory"}
 BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
 WORDS = {
     "lr": "learning rate",
@@ -33,11 +36,11 @@ def duration(seconds: float | None) -> str:
 def short_names(keys: list[str]) -> dict[str, str]:
     """Return the last part of each dotted key, or the whole key if the last part is ambiguous."""
     last = [key.rpartition(".")[2] for key in keys]
-    unclear = {"name", "path", *(name for name in last if last.count(name) > 1)}
+    unclear = UNCLEAR | {name for name, count in Counter(last).items() if count > 1}
     return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
 
 
-def named_values(row: Row, keys: list[str]) -> list[str]:
+def assignments(row: Row, keys: list[str]) -> list[str]:
     """Return `name=value` of each of these keys that the row has."""
     names = short_names(keys)
     return [f"{names[key]}={shown(row.config[key])}" for key in keys if key in row.config]

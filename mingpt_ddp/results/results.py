@@ -26,6 +26,7 @@ class Results:
 
     jobs: list[Job]  # best first
     groups: list[Group]  # best first; each job alone if there are no replicates
+    recipes: list[Group]  # the same, by recipe in any case
     keys: list[str]  # the parameters in which the groups differ
     notes: list[str]  # on their comparison
     front: Front | None = None  # of a search with other objectives than what ranks the jobs
@@ -95,7 +96,7 @@ def read_results(directories: Sequence[Path]) -> Results:
     front = Front(goals, front_of(groups, goals)) if goals else None
     laws = scalings(recipes)
     importance = importances(groups, keys)
-    return Results(jobs, groups, keys, notes, front, importance, laws, [*directories])
+    return Results(jobs, groups, recipes, keys, notes, front, importance, laws, [*directories])
 
 
 def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Failure]]:

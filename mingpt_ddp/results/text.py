@@ -3,7 +3,7 @@
 from mingpt_ddp.errors import command, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.analysis.front import Front
-from mingpt_ddp.results.elements import Row, used_columns
+from mingpt_ddp.results.elements import Cells, used_columns
 from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown, words
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import LOSS
@@ -25,9 +25,9 @@ def table(results: Results, is_run: bool) -> str:
     starred = [] if is_run else results.starred
     rows = []
     for index, group in enumerate(results.groups):
-        star = ("", "*" if index in starred else "")
-        columns = columns_of(results, group, keys[:COLUMNS], short=True)
-        rows.append([star, *columns, ("job", cut(group.name))])
+        star = "*" if index in starred else ""
+        cells = cells_of(results, group, keys[:COLUMNS], short=True)
+        rows.append({"": star, **cells, "job": cut(group.name)})
     head, body = used_columns(rows)
     lines = table_lines([head, *body], left=(head.index("status"), len(head) - 1))
     if len(keys) > COLUMNS:
@@ -58,8 +58,8 @@ def _best_lines(results: Results, best: Group | None) -> list[str]:
     return lines
 
 
-def columns_of(results: Results, group: Group, keys: list[str], *, short: bool) -> Row:
-    """Format a row, as titles and cells: of a group of replicates, or of a job if there are none.
+def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) -> Cells:
+    """Format a row by title: of a group of replicates, or of a job if there are none.
 
     Of a group with replicates it has the mean objective with its interval, deviation and number of
     seeds, the median speed, and faults and times of all jobs added up.
@@ -70,28 +70,29 @@ def columns_of(results: Results, group: Group, keys: list[str], *, short: bool) 
     objective = results.objective
     names = short_names(results.keys)
     in_words = str if short else words
-    found = [(objective.column if short else objective.title, _value(group))]
+    cells = {objective.column if short else objective.title: _value(group)}
     time = "time"
     if results.has_replicates:
-        found.append(("± 95%", fixed(group.latest.half_width, ".4f")))
-        found.append(("sd", fixed(group.latest.deviation, ".4f")))
-        found.append(("n", _count(group)))
+        cells["± 95%"] = fixed(group.latest.half_width, ".4f")
+        cells["sd"] = fixed(group.latest.deviation, ".4f")
+        cells["n"] = _count(group)
         time = "total time"
-    found.append(("status", shown(group.status)))
+    cells["status"] = shown(group.status)
     for key in keys:
+        title = cut(in_words(names[key]))
         cell = shown(group.config[key]) if key in group.config else "-"
-        found.append((cut(in_words(names[key])), cell))
-    found.append(("step", _steps(group)))
-    found.append((f"{results.jobs[0].unit}/s", fixed(group.speed, ",.0f")))
-    found.append(("faults", fixed(group.faults, "d")))
-    found.append((time, duration(group.seconds) or "-"))
+        cells[key if title in cells else title] = cell
+    cells["step"] = _steps(group)
+    cells[f"{results.jobs[0].unit}/s"] = fixed(group.speed, ",.0f")
+    cells["faults"] = fixed(group.faults, "d")
+    cells[time] = duration(group.seconds) or "-"
     if objective is not LOSS:
         loss = group.estimate_of(lambda job: job.val_loss).mean
-        found.append((LOSS.column if short else LOSS.title, fixed(loss, ".4f")))
+        cells[LOSS.column if short else LOSS.title] = fixed(loss, ".4f")
     for goal in results.front.goals if results.front else []:
         if goal.name != objective.series:
-            found.append((cut(in_words(goal.name)), fixed(goal.of(group), ".6g")))
-    return found
+            cells[cut(in_words(goal.name))] = fixed(goal.of(group), ".6g")
+    return cells
 
 
 def _value(group: Group) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mingpt_ddp.errors import command
-from mingpt_ddp.results.formats import cut, named_values
-from mingpt_ddp.results.groups import Group, replicates, seed_of
+from mingpt_ddp.results.formats import assignments, cut
+from mingpt_ddp.results.groups import Group, seed_of
 from mingpt_ddp.results.runs import Job, by_objective, grouped, identity, varying
 from mingpt_ddp.results.stats.significance import (
     LEVEL,
@@ -19,6 +19,7 @@ from mingpt_ddp.results.stats.significance import (
 )
 
 KEYS_IN_NAME = 3
+MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
 PART = "trainer.eval_steps"  # of the validation split; null: all of it
 
 
@@ -50,16 +51,18 @@ class Comparison:
         return self.difference is not None and self.p < LEVEL
 
 
-def settings_of(jobs: list[Job], directories: list[Path], by_code: bool = False) -> list[Setting]:
+def settings_of(
+    groups: list[Group], directories: list[Path], by_code: bool = False
+) -> list[Setting]:
     """Return the settings: jobs that differ in `run.seed` alone, the best first.
 
     Directories with the same recipe are settings of their own if they have trained the same seeds
     (the code or the machine differs), or if there is nothing else to compare.
 
     Args:
+        groups: as `replicates` returns them.
         by_code: versions of the code are settings of their own, whatever their directories.
     """
-    groups = replicates(jobs)
     keys = varying(groups)
 
     def part_of(job: Job) -> str | Path | None:
@@ -133,6 +136,9 @@ def _are_settings(parts: Collection[list[Job]], is_only: bool) -> bool:
 
 def _why_incomparable(one: Setting, other: Setting) -> str | None:
     """Return why nothing can be said about the difference; None if there is a test."""
+    if other.complete < 2:
+        why = "one seed, which says nothing about chance" if other.complete else "no complete job"
+        return f"it has {why}; {MORE_SEEDS}"
     if one.config.get(PART) != other.config.get(PART):
         return (
             f"they were measured on different parts of the validation split ({PART}); "
@@ -143,7 +149,7 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
 
 def _label(group: Group, keys: list[str], part: Path | str | None) -> str:
     """Return the values that distinguish a group, or its name; and its part, if given."""
-    words = named_values(group, keys)
+    words = assignments(group, keys)
     text = cut(group.name)
     if 0 < len(words) <= KEYS_IN_NAME:
         text = ", ".join(words)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mingpt_ddp.results.formats import brief, cut, named_values
+from mingpt_ddp.results.formats import assignments, brief, cut
 from mingpt_ddp.results.groups import Group, Recipe, recipe
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, grouped, known, number, varying
@@ -54,6 +54,11 @@ class Scaling:
     ys: list[float]
     law: PowerLaw
     measured: Objective
+
+    def points(self, count: int) -> list[float]:
+        """Return so many values of x, equally far apart on a logarithmic axis."""
+        low, high = min(self.xs), max(self.xs)
+        return [low * (high / low) ** (index / (count - 1)) for index in range(count)]
 
     @property
     def sentence(self) -> str:
@@ -113,4 +118,4 @@ def _rest(group: Group, axis: Axis) -> Recipe:
 
 
 def _setting(group: Group, keys: list[str]) -> str:
-    return cut(", ".join(named_values(group, keys)))
+    return cut(", ".join(assignments(group, keys)))

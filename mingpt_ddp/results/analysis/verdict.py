@@ -11,6 +11,7 @@ from mingpt_ddp.distributed.exit import echo_error
 from mingpt_ddp.errors import RunError, command, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.analysis.compare import (
+    MORE_SEEDS,
     Comparison,
     Setting,
     compare,
@@ -19,13 +20,12 @@ from mingpt_ddp.results.analysis.compare import (
 )
 from mingpt_ddp.results.experiments import append, root_of
 from mingpt_ddp.results.formats import fixed
-from mingpt_ddp.results.groups import replicates
+from mingpt_ddp.results.groups import Group, replicates
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
 from mingpt_ddp.results.runs import Job, read_jobs
-from mingpt_ddp.results.stats.significance import Difference
+from mingpt_ddp.results.stats.significance import PAIRED, Difference
 
-MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
 MOST_DECIMALS = 8
 
 
@@ -40,12 +40,12 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
         RunError: a directory holds no run, or there is one setting only.
     """
     jobs = read_jobs(directories)
-    settings = settings_of(jobs, directories, by_code)
+    groups = replicates(jobs)
+    settings = settings_of(groups, directories, by_code)
     if len(settings) < 2:
-        have_codes = replicates(jobs)[0].codes > 1
         raise RunError(
             "there is one setting to compare; name runs that differ in more than run.seed"
-            + (", or write by=code" if have_codes and not by_code else "")
+            + (", or write by=code" if groups[0].codes > 1 and not by_code else "")
         )
     comparisons = compare(settings)
     pairs = pairs_of(settings)
@@ -76,13 +76,14 @@ def to_text(
     return printable("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
-def sentences(jobs: list[Job], directories: list[Path], most: int) -> list[str]:
+def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
     """Return what a comparison shows of the best settings against the first; [] of one setting.
 
     Args:
+        groups: as `replicates` returns them.
         most: comparisons that have a sentence.
     """
-    settings = settings_of(jobs, directories)
+    settings = settings_of(groups, directories)
     if len(settings) < 2:
         return []
     comparisons = compare(settings)
@@ -109,12 +110,7 @@ def sentence(comparison: Comparison) -> str:
     other = comparison.other.label
     found = comparison.difference
     if found is None:
-        what = f"nothing can be said of {other} against {best}"
-        if not comparison.other.complete:
-            return f"{what}: it has no complete job; {MORE_SEEDS}"
-        if comparison.other.complete == 1:
-            return f"{what}: it has one seed, which says nothing about chance; {MORE_SEEDS}"
-        return f"{what}: {comparison.why}"
+        return f"nothing can be said of {other} against {best}: {comparison.why}"
     if comparison.is_better:
         return f"{best} is better than {other} by {_amount(found, comparison.p)}"
     return f"no difference shown between {best} and {other}: {_amount(found, comparison.p)}"
@@ -125,11 +121,10 @@ def _amount(found: Difference, p: float) -> str:
     half = (found.high - found.low) / 2
     decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
     mean, half_width, low, high = (
-        f"{value:.{decimals}f}" for value in (found.mean, half, found.low, found.high)
+        f"{value:.{decimals}f}" for value in (found.difference, half, found.low, found.high)
     )
-    seeds = f"{found.n[0]} and {found.n[1]} seeds"
-    if found.is_paired:
-        seeds = f"{found.n[0]} paired seeds"
+    ours, theirs = found.seeds
+    seeds = f"{ours} paired seeds" if found.test == PAIRED else f"{ours} and {theirs} seeds"
     chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
     return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
 
@@ -199,18 +194,8 @@ def to_numbers(
 
 
 def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
-    common: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
-    common["sentence"] = sentence(comparison)
-    found = comparison.difference
-    if found is None:
-        return common
-    return {
-        **common,
-        "difference": found.mean,
-        "low": found.low,
-        "high": found.high,
-        "p": found.p,
-        "p_corrected": comparison.p,
-        "test": "paired t" if found.is_paired else "Welch",
-        "seeds": [*found.n],
-    }
+    numbers: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
+    numbers["sentence"] = sentence(comparison)
+    if comparison.difference:
+        numbers |= {**asdict(comparison.difference), "p_corrected": comparison.p}
+    return numbers

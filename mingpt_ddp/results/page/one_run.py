@@ -57,8 +57,8 @@ def timings(plots: Plots, ranks: dict[str, RankEvents]) -> str:
         figures += plots.series(curves, TIMINGS[tag])
     rows = []
     for rank, events in ranks.items():
-        medians = [(f"median of {TIMINGS[tag]}", _median(events, tag)) for tag in tags]
-        rows.append([("rank", rank), *medians])
+        medians = {f"median of {TIMINGS[tag]}": _median(events, tag) for tag in tags}
+        rows.append({"rank": rank, **medians})
     return f"<p>{legend_of([*marks.values()])}</p>{grid(figures)}{table(rows)}"
 
 
@@ -83,15 +83,14 @@ def restarts(job: Job) -> str:
     """List the starts, and what the log says of restarts, warnings and errors."""
     rows = []
     for index, record in enumerate(job.history.attempts, start=1):
-        step = fixed(number(record.get("step")), ".0f")
-        ranks = fixed(number(record.get("world_size")), ".0f")
-        began = when(number(record.get("start")))
-        rows.append(
-            [("attempt", str(index)), ("began", began), ("after step", step), ("ranks", ranks)]
-        )
-    rows = rows if len(rows) > 1 else []
-    lines = "\n".join(_log_events(job.directory / "main.rank0.log"))
-    return table(rows) + (f"<p>From the log:</p><pre>{escape(lines)}</pre>" if lines else "")
+        row = {"attempt": str(index), "began": when(number(record.get("start")))}
+        row["after step"] = fixed(number(record.get("step")), ".0f")
+        row["ranks"] = fixed(number(record.get("world_size")), ".0f")
+        rows.append(row)
+    html = table(rows) if len(rows) > 1 else ""
+    if lines := "\n".join(_log_events(job.directory / "main.rank0.log")):
+        html += f"<p>From the log:</p><pre>{escape(lines)}</pre>"
+    return html
 
 
 def _log_events(path: Path) -> list[str]:

@@ -19,14 +19,14 @@ from mingpt_ddp.errors import command, counted
 from mingpt_ddp.results.analysis.verdict import sentences
 from mingpt_ddp.results.elements import bullets, grid, table
 from mingpt_ddp.results.formats import cut, duration, fixed, shown, when, words
-from mingpt_ddp.results.groups import Group, singles
+from mingpt_ddp.results.groups import Group, recipe, singles
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.page import one_run
 from mingpt_ddp.results.page.figures import DRAWN, SERIES, Mark, mean_curve, parameters
 from mingpt_ddp.results.page.plots import Plots, legend_of
 from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
-from mingpt_ddp.results.text import columns_of, front_line, with_interval
+from mingpt_ddp.results.text import cells_of, front_line, with_interval
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 IMPORTANCE = (
@@ -50,7 +50,7 @@ def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -
     """
     plots = Plots(results)
     drawn = sorted(results.keys, key=lambda key: -results.importance.get(key, 0.0))[:DRAWN]
-    verdict = sentences(results.jobs, results.directories, MOST_SENTENCES)
+    verdict = sentences(results.recipes, results.directories, MOST_SENTENCES)
     unread = results.unread
     sections = {
         "Result" if results.only_job else "Best configuration": _best(plots, results),
@@ -131,7 +131,7 @@ def _numbers(job: Job) -> str:
     for key in job.result:
         value = _number(job, key)
         if value is not None:
-            rows.append([("what", cut(words(str(key)))), ("value", fixed(value, ".6g"))])
+            rows.append({"what": cut(words(str(key))), "value": fixed(value, ".6g")})
     return table(rows)
 
 
@@ -199,8 +199,8 @@ def _tables(results: Results, page: Path) -> dict[str, str]:
 def _table(results: Results, ranks: list[str], links: Sequence[str] = ()) -> str:
     rows = []
     for rank, group in zip(ranks, results.groups, strict=True):
-        columns = columns_of(results, group, results.keys, short=False)
-        rows.append([("#", rank), *columns, ("directory", cut(group.name))])
+        cells = cells_of(results, group, results.keys, short=False)
+        rows.append({"#": rank, **cells, "directory": cut(group.name)})
     return table(rows, links)
 
 
@@ -217,11 +217,10 @@ def _settings(jobs: list[Job]) -> str:
     first = jobs[0].config
     if not first:
         return ""
-    rest = [{(key, identity(value)) for key, value in job.config.items()} for job in jobs]
-    same = set.intersection(*rest)
+    same = set.intersection(*(set(recipe(job, job.config)) for job in jobs))
     config = {key: value for key, value in first.items() if (key, identity(value)) in same}
-    sizes = {_number(job, "parameters") for job in jobs}
     facts = [f"{word} {shown(config[key])}" for key, word in FIXED.items() if key in config]
+    sizes = {_number(job, "parameters") for job in jobs}
     facts += [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
     codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
     facts += [f"code {code}" for code in codes if len(codes) == 1]

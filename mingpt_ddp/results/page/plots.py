@@ -23,7 +23,7 @@ from mingpt_ddp.results.page.figures import (
     points,
 )
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, known, number
+from mingpt_ddp.results.runs import Job, grouped, known, number
 
 LACKING = -0.16  # share of the axis of a parameter that a row lacks
 LAW_POINTS = 60
@@ -187,21 +187,17 @@ class Plots:
 
         Both axes are logarithmic: there the law without an offset is a straight line.
         """
-        if not self._results.laws:
-            return ""
-        import numpy as np  # as the fit has done
-
-        traces: dict[str, list[dict[str, Any]]] = {}
-        for law in self._results.laws:
-            on_axis = traces.setdefault(label(words(law.axis.name)), [])
-            mark = Mark(SERIES[len(on_axis) // 2], label(law.setting))
-            xs = np.geomspace(min(law.xs), max(law.xs), LAW_POINTS).tolist()
-            on_axis.append(mark.line(xs, map(law.law.at, xs), hovertemplate=POINT_HOVER))
-            dots = {"mode": "markers", "marker": {"color": mark.colour, "size": 8}}
-            on_axis.append(mark.line(law.xs, law.ys, hovertemplate=POINT_HOVER, **dots))
         figures = ""
-        for name, drawn in traces.items():
-            figures += self._draw(drawn, axis(name, **LOG), axis(self._title, **LOG))
+        for name, laws in grouped(self._results.laws, lambda law: law.axis.name).items():
+            traces = []
+            for colour, law in zip(SERIES, laws, strict=False):
+                mark = Mark(colour, label(law.setting))
+                dots = {"mode": "markers", "marker": {"color": colour, "size": 8}}
+                xs = law.points(LAW_POINTS)
+                traces.append(mark.line(xs, map(law.law.at, xs), hovertemplate=POINT_HOVER))
+                traces.append(mark.line(law.xs, law.ys, hovertemplate=POINT_HOVER, **dots))
+            x, y = (axis(title, **LOG) for title in (label(words(name)), self._title))
+            figures += self._draw(traces, x, y)
         return figures
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import brentq, minimize_scalar, nnls
 
 from mingpt_ddp.results.stats.intervals import student_t
 
@@ -69,6 +68,8 @@ def fit(xs: Sequence[float], ys: Sequence[float]) -> PowerLaw | None:
     span = distinct[-1] / distinct[0]
     if not MIN_SPAN <= span <= MAX_SPAN or y.max() / y.min() > MAX_SPAN:
         return None
+    from scipy.optimize import brentq, minimize_scalar, nnls  # half a second, for a law alone
+
     has_offset = len(distinct) > MIN_DISTINCT
     weights = y.max() / y  # squares of tiny losses would overflow
 

@@ -8,6 +8,7 @@ from mingpt_ddp.results.stats.intervals import CONFIDENCE
 
 LEVEL = 1 - CONFIDENCE  # how often settings without a difference may be called different
 MIN_PAIRS = 3
+PAIRED = "paired t"
 # Relative to the values: a smaller spread is rounding, and no measure of chance.
 ROUNDING = 1e-12
 Values = Mapping[str, float]  # of a setting, by seed
@@ -17,12 +18,12 @@ Values = Mapping[str, float]  # of a setting, by seed
 class Difference:
     """How much larger the mean of one setting is than that of another."""
 
-    mean: float
+    difference: float
     low: float  # of the 95% interval
     high: float
     p: float  # two-sided: how often chance alone makes a difference as large
-    n: tuple[int, int]  # seeds of each setting that were used
-    is_paired: bool
+    test: str  # PAIRED, or Welch
+    seeds: tuple[int, int]  # of each setting, that were used
 
 
 def are_paired(one: Values, other: Values) -> bool:
@@ -65,18 +66,12 @@ def difference(one: Values, other: Values) -> Difference:
 
     ours, theirs = _samples(one, other)
     if are_paired(one, other):
-        test = stats.ttest_rel(theirs, ours)
+        name, test = PAIRED, stats.ttest_rel(theirs, ours)
     else:
-        test = stats.ttest_ind(theirs, ours, equal_var=False)
-    interval = test.confidence_interval(CONFIDENCE)
-    return Difference(
-        mean=statistics.fmean(theirs) - statistics.fmean(ours),
-        low=float(interval.low),
-        high=float(interval.high),
-        p=float(test.pvalue),
-        n=(len(ours), len(theirs)),
-        is_paired=are_paired(one, other),
-    )
+        name, test = "Welch", stats.ttest_ind(theirs, ours, equal_var=False)
+    mean = statistics.fmean(theirs) - statistics.fmean(ours)
+    low, high = map(float, test.confidence_interval(CONFIDENCE))
+    return Difference(mean, low, high, float(test.pvalue), name, (len(ours), len(theirs)))
 
 
 def _samples(one: Values, other: Values) -> tuple[list[float], list[float]]:

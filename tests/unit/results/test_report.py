@@ -295,6 +295,7 @@ def test_values_are_brief():
     assert plain(sources) != plain(others) and plain(sources) == plain([*sources])
     keys = ["optimizer.lr", "model.name", "a.x", "b.x"]
     assert list(short_names(keys).values()) == ["lr", "model.name", "a.x", "b.x"]
+    assert short_names(["my.step"]) == {"my.step": "my.step"}, "another column has this title"
 
 
 def test_decades_are_logarithmic():

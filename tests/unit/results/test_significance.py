@@ -26,9 +26,9 @@ def test_pairs_by_hand():
     """Differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, t = 4.3027 with 2 degrees of freedom."""
     found = difference(values(1.0, 2.0, 3.0), values(1.1, 2.2, 3.3))
     half = 4.302653 * 0.1 / math.sqrt(3)
-    assert found.is_paired
-    assert found.n == (3, 3)
-    assert found.mean == pytest.approx(0.2)
+    assert found.test == "paired t"
+    assert found.seeds == (3, 3)
+    assert found.difference == pytest.approx(0.2)
     assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-6)
     t = 0.2 / (0.1 / math.sqrt(3))
     assert found.p == pytest.approx(1 - t / math.sqrt(t * t + 2)), "Student's t of 2 degrees"
@@ -41,9 +41,9 @@ def test_welch_by_hand():
     squares = statistics.variance(one.values()) / 4, statistics.variance(other.values()) / 3
     freedom = sum(squares) ** 2 / (squares[0] ** 2 / 3 + squares[1] ** 2 / 2)
     half = stats.t.isf(0.025, freedom) * math.sqrt(sum(squares))
-    assert not found.is_paired
-    assert found.n == (4, 3)
-    assert found.mean == pytest.approx(2.4 - 1.15)
+    assert found.test == "Welch"
+    assert found.seeds == (4, 3)
+    assert found.difference == pytest.approx(2.4 - 1.15)
     assert (found.low, found.high) == pytest.approx((1.25 - half, 1.25 + half))
 
 
@@ -69,7 +69,7 @@ def test_seeds_that_are_not_in_both_are_not_paired():
     one = {"1": 1.0, "2": 2.0, "3": 3.0, "4": 100.0}
     other = {"3": 3.3, "2": 2.2, "1": 1.1, "5": -100.0}
     found = difference(one, other)
-    assert (found.mean, found.n) == (pytest.approx(0.2), (3, 3))
+    assert (found.difference, found.seeds) == (pytest.approx(0.2), (3, 3))
 
 
 @pytest.mark.parametrize(
