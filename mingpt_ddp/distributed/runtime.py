@@ -40,6 +40,7 @@ class Runtime:
             job: index of the job in a sweep; every job has its own process group.
         """
         self.began_at = time.monotonic()  # to join
+        self.config = config
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
         self.device = device_of_rank(config.trainer, config.ddp, env)
@@ -54,7 +55,6 @@ class Runtime:
         Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
         self.group.connect(self.device, config.ddp)
         self.strategy = build_strategy(config, self.device, self.group, self.compiles)
-        self.strategy.dtype = self.dtype
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +68,6 @@ class Runtime:
             state: of the snapshot that the run resumes from, untrusted; None without one.
         """
         self.precision = precision_of_run(config, self.device, state)
-        self.strategy.dtype = self.dtype
 
     def _new_scaler(self, init_scale: float = 2.0**16) -> torch.amp.GradScaler:
         is_enabled = self.precision == "fp16"
@@ -80,15 +79,13 @@ class Runtime:
         It has the same device and precision, and a loss scaler of its own; no call is a collective,
         and nothing is compiled.
         """
-        config = self.strategy.config
-        ddp = for_one_rank(config.ddp)
+        ddp = for_one_rank(self.config.ddp)
         alone = copy.copy(self)
+        alone.config = replace(self.config, ddp=ddp)
         alone.scaler = self._new_scaler(init_scale=1.0)  # its few steps must not overflow
         alone.compiles = False
         alone.group = ProcessGroup(DistEnv(), ddp, job=0)
-        alone.strategy = SingleStrategy(
-            replace(config, ddp=ddp), self.device, alone.group, compiles=False
-        )
+        alone.strategy = SingleStrategy(alone.config, self.device, alone.group, compiles=False)
         return alone
 
     def close(self) -> None:
@@ -121,9 +118,9 @@ class Runtime:
                 "strategy": self.strategy.name,
                 "tensor_parallel": self.group.tensor_size,
                 "transport": self.group.transport,
-                "comm_hook": self.strategy.config.ddp.comm_hook,
+                "comm_hook": self.config.ddp.comm_hook,
             }
-        return environment | {"reduction": self.strategy.config.ddp.reduction}
+        return environment | {"reduction": self.config.ddp.reduction}
 
     def now(self) -> float:
         """Return the time in seconds, once the GPU has done what is queued on its stream.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.strategies.tensor_split import is_dtensor, local_tensor
+from mingpt_ddp.models.dtensor import is_dtensor, local_tensor
 from mingpt_ddp.torch_internals import for_each
 
 KINDS = ("weights", "gradients", "update")

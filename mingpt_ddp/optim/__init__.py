@@ -12,6 +12,7 @@ from torch import nn
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError
+from mingpt_ddp.models.dtensor import is_dtensor
 from mingpt_ddp.optim.muon import Muon
 
 
@@ -51,7 +52,7 @@ def _adamw(model: nn.Module, config: AdamWConfig) -> torch.optim.Optimizer:
 
 def _sgd(model: nn.Module, config: SGDConfig) -> torch.optim.Optimizer:
     groups = decay_groups(model, config.weight_decay)
-    is_sharded = any(hasattr(p, "device_mesh") for p in model.parameters())
+    is_sharded = any(map(is_dtensor, model.parameters()))
     return torch.optim.SGD(
         groups,
         lr=config.lr,

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,8 @@ MIN_ASPECT_FOR_GRAM = 2
 
 # Elements of all matrices. Below that, the all_gather takes as long as the work that it saves.
 MIN_NUMEL_TO_SHARD = 1 << 17
+
+Waiting: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 def polar_express(matrices: Tensor) -> Tensor:
@@ -138,6 +140,23 @@ def _group(
     }
 
 
+@runtime_checkable
+class DividesWork(Protocol):
+    """An optimizer that may divide each step over ranks.
+
+    All must then call `step` together, with the same gradients.
+    """
+
+    def divide_work(self, rank: int, world_size: int, waiting: Waiting, one_by_one: bool) -> None:
+        """Divide the steps to come.
+
+        Args:
+            waiting: a context around a collective.
+            one_by_one: compute each matrix by itself; a batch of another size would have other last
+                bits.
+        """
+
+
 class Muon(torch.optim.AdamW):
     """Muon for matrices, then AdamW's own step for the parameters that still have gradients."""
 
@@ -156,17 +175,18 @@ class Muon(torch.optim.AdamW):
             fused=True,
         )
         self.momentum = config.momentum
-        # Set to shard each step over ranks; all must call `step` together, with the same gradients.
-        self.rank = 0
-        self.world_size = 1
-        self.one_by_one = False  # a batch of another size would have other last bits
-        # A context around a collective.
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.divide_work(rank=0, world_size=1, waiting=nullcontext, one_by_one=False)
         self.parts: dict[nn.Parameter, int] = {}
         for module in model.modules():
             for parameter in module.parameters(recurse=False):
                 self.parts[parameter] = getattr(module, "parts", 1)
         leave_overflow_to_scaler(self)  # AdamW's kernel would skip the step, Muon's would not
+
+    def divide_work(self, rank: int, world_size: int, waiting: Waiting, one_by_one: bool) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.waiting = waiting
+        self.one_by_one = one_by_one
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -26,6 +26,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.process_group import check_ranks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
+from mingpt_ddp.distributed.strategies.base import DIVIDED, STATE
 from mingpt_ddp.distributed.strategies.single import for_one_rank
 from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel
 from mingpt_ddp.errors import ConfigError
@@ -45,9 +46,6 @@ from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 
 WRITTEN = 1 << 25  # bytes, to measure a disk
 WORLD_SIZES = (1, 2, 4, 8)
-STATE = ("weights", "optimizer", "average", "gradients")  # of a rank, besides activations
-# The parts of the state that the ranks of a strategy divide.
-DIVIDED = {"zero1": ("optimizer",), "fsdp": STATE, "hsdp": STATE}
 
 
 @dataclass(frozen=True)

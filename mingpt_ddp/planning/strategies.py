@@ -10,6 +10,7 @@ from math import ceil
 from torch import Tensor
 
 from mingpt_ddp.config.keys.schema import StrategyName
+from mingpt_ddp.distributed.strategies.base import DIVIDED
 from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
 from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
@@ -30,18 +31,26 @@ class Strategy:
     name: str
     key: StrategyName  # ddp.strategy
     has_buckets: bool = False  # of gradients, which stay allocated
-    has_owners: bool = False  # each parameter is updated by one rank
-    divides_rows: bool = False  # of everything, and gathers them
     shares_muon: bool = False  # the ranks divide its matrices
+
+    @property
+    def divides_rows(self) -> bool:
+        """Return whether the ranks divide the rows of everything, and gather them."""
+        return "weights" in DIVIDED.get(self.key, ())
+
+    @property
+    def has_owners(self) -> bool:
+        """Return whether each parameter is updated by one rank."""
+        return self.key in DIVIDED and not self.divides_rows
 
 
 STRATEGIES = (
     Strategy("single", "single"),
     Strategy("ddp", "ddp", has_buckets=True, shares_muon=True),
     Strategy("manual", "manual", shares_muon=True),
-    Strategy("zero1", "zero1", has_buckets=True, has_owners=True),
-    Strategy("fsdp", "fsdp", divides_rows=True),
-    Strategy("hsdp", "hsdp", divides_rows=True),
+    Strategy("zero1", "zero1", has_buckets=True),
+    Strategy("fsdp", "fsdp"),
+    Strategy("hsdp", "hsdp"),
     Strategy("tensor_parallel", "auto"),
 )
 

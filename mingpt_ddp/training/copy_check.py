@@ -7,6 +7,7 @@ import logging
 
 from mingpt_ddp.distributed.group.copies import checksums, copy_name, find_difference
 from mingpt_ddp.errors import DamageError
+from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.snapshots.write.shard_plan import TensorsByKind
 from mingpt_ddp.training.trainable import Run
 
@@ -45,7 +46,7 @@ class CopyCheck:
         own = {}
         for kind, named in tensors.items():
             for name, tensor in named.items():
-                part = strategy.local(tensor)
+                part = local_tensor(tensor)
                 own[copy_name(kind, name, part, strategy.part)] = part
         return checksums(own)
 

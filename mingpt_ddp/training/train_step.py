@@ -16,6 +16,7 @@ from mingpt_ddp.distributed.device.compile import replays_graphs
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
+from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task
@@ -59,9 +60,8 @@ class TrainStep:
         # of the configuration: loading the optimizer's state replaces its groups
         self.weight_decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         self.parameters = list(self.model.parameters())
-        if runtime.compiles:
-            self.strategy.graphs = replays_graphs(self.config, self.model, plan)
-        self.parallel_model = self.strategy.wrap(self.model)
+        graphs = runtime.compiles and replays_graphs(self.config, self.model, plan)
+        self.parallel_model = self.strategy.wrap(self.model, graphs)
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
         self.actions = trainable.actions
@@ -113,7 +113,7 @@ class TrainStep:
         if limit is not None:
             for parameter in self.parameters:
                 if parameter.grad is not None:
-                    self.strategy.local(parameter.grad).clamp_(-limit, limit)
+                    local_tensor(parameter.grad).clamp_(-limit, limit)
         return norm
 
     def update(self, step: int) -> float:
@@ -231,6 +231,6 @@ class TrainStep:
         for name, parameter in self.model.named_parameters():
             if parameter.grad is None:
                 continue
-            if not torch.isfinite(self.strategy.local(parameter.grad)).all():
+            if not torch.isfinite(local_tensor(parameter.grad)).all():
                 return f"{self.strategy.describe_gradient(name)} in micro-batch {micro.index}"
         return ""

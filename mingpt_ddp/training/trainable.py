@@ -83,7 +83,7 @@ def build_trainable(
     if config.trainer.activation_checkpointing:
         apply_activation_checkpointing(model)
     parameters = count_parameters(model)
-    model = runtime.strategy.prepare(model)
+    model = runtime.strategy.prepare(model, runtime.dtype)
     optimizer = build_optimizer(model, config.optimizer)
     runtime.strategy.configure(optimizer)
     average = WeightAverage(model, config.trainer.ema)

@@ -86,7 +86,7 @@ def run_mutant(name: str) -> dict[str, Any]:
 def dataparallel_step() -> None:
     """Let nn.DataParallel split a batch over the GPUs of this process."""
     with fake_rank(config_of([*Case().overrides(), "ddp.strategy=dp"]), 1) as runtime:
-        build_run(runtime.strategy.config, runtime, VOCABULARY).train(1)
+        build_run(runtime.config, runtime, VOCABULARY).train(1)
 
 
 def synchronized_batchnorm() -> None:

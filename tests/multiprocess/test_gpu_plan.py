@@ -14,8 +14,8 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.strategies.tensor_split import local_tensor
 from mingpt_ddp.metrics.gpus import Machine
+from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.planning.gpu_plan import make_gpu_plan
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_step import TrainStep

@@ -30,7 +30,7 @@ def take_steps(config: dict[str, Any], sharded: bool) -> list[Any]:
     optimizer = Muon(model, parsed.optimizer)
     muon.MIN_NUMEL_TO_SHARD = 1
     if sharded:
-        optimizer.rank, optimizer.world_size = runtime.group.rank, runtime.group.world_size
+        runtime.strategy.configure(optimizer)
     done, whole = [], muon.polar_express
     muon.polar_express = lambda stack: done.append(len(stack)) or whole(stack)
     for _ in range(3):

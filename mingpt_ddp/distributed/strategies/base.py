@@ -25,10 +25,14 @@ from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.strategies.sync_batchnorm import synchronize
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import SupportsSeveralDevices, move_model
-from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.models.dtensor import local_tensor
+from mingpt_ddp.optim.muon import DividesWork
 from mingpt_ddp.torch_internals import for_each
 
 T = TypeVar("T")
+STATE = ("weights", "optimizer", "average", "gradients")  # of a rank, besides activations
+# What the ranks divide of it, by ddp.strategy; with the others each has all.
+DIVIDED = {"zero1": ("optimizer",), "fsdp": STATE, "hsdp": STATE}
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
 
 
@@ -37,14 +41,9 @@ class Strategy:
 
     name = "single"
     holds_all_weights = True  # on every rank
-    is_sharded = False  # each rank writes and reads its own part of a snapshot
-    # each rank holds some rows of the weights, and every forward pass is a collective
-    shards_model = False
     shards = 1  # parts of what is sharded
     is_canonical = False  # a step has the same bits on any number of ranks
     allows_several_devices = False  # for the layers of one rank
-    dtype = torch.float32  # of matrix products; the runtime sets it
-    graphs = False  # the compiled model is replayed from CUDA graphs; the step sets it
 
     def __init__(
         self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
@@ -53,11 +52,22 @@ class Strategy:
         self.device = device
         self.group = group
         self.compiles = compiles
+        self.graphs = False  # the compiled model is replayed from CUDA graphs
         self.all_reduce_s = 0.0  # blocking all-reduce of the latest step
         self._shares: dict[str, Tensor] = {}  # of this rank in the step, so far
         self.clock = StepClock(device)
         # the first compiles, the second records CUDA graphs
         self.warmup_passes = WARMUP_PASSES + 1 if compiles else 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether each rank writes and reads its own part of a snapshot."""
+        return self.name in DIVIDED
+
+    @property
+    def shards_model(self) -> bool:
+        """Return whether a rank holds some rows of the weights, and each forward pass gathers."""
+        return "weights" in DIVIDED.get(self.name, ())
 
     @property
     def part(self) -> int:
@@ -83,10 +93,13 @@ class Strategy:
         """Return the bytes for one copy of a model, of which a rank has `memory` bytes."""
         return memory
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return the model on the device, with batch normalization over all ranks if requested.
 
         A collective.
+
+        Args:
+            dtype: of matrix products.
         """
         return self._synchronize_batchnorm(move_model(model, self.device))
 
@@ -96,17 +109,21 @@ class Strategy:
         return synchronize(model, self.device)
 
     def configure(self, optimizer: Optimizer) -> None:
-        """Let Muon divide its work over the ranks, if all update all parameters."""
-        if isinstance(optimizer, Muon) and not self.is_sharded:
-            optimizer.waiting = self.group.waiting
-            optimizer.rank = self.group.rank
-            optimizer.world_size = self.group.world_size
+        """Let an optimizer divide its work over the ranks, if all update all parameters."""
+        if isinstance(optimizer, DividesWork):
+            ranks = 1 if self.is_sharded else self.group.world_size
+            optimizer.divide_work(self.group.rank, ranks, self.group.waiting, self.is_canonical)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return a prepared model for training. All ranks receive the weights of rank zero."""
+    def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
+        """Return a prepared model for training. All ranks receive the weights of rank zero.
+
+        Args:
+            graphs: replay the compiled model from CUDA graphs.
+        """
+        self.graphs = graphs
         if not self.compiles:
             return model
-        return compile_model(model, self.config, self.device, self.graphs)
+        return compile_model(model, self.config, self.device, graphs)
 
     @staticmethod
     def _broadcast_weights(model: nn.Module) -> None:
@@ -250,13 +267,13 @@ class Strategy:
     def clip_grad_norm(self, parameters: list[nn.Parameter], limit: float | None) -> Tensor:
         """Clip the gradients to a global norm, as torch does; return their norm before.
 
-        The rule stands here alone: strategies differ in `total_norm` and in what is `local`.
+        The rule stands here alone: strategies differ in `total_norm`.
         """
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = self.total_norm(gradients)
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            own = [self.local(gradient) for gradient in gradients]
+            own = [local_tensor(gradient) for gradient in gradients]
             for device in dict.fromkeys(gradient.device for gradient in own):  # of one model
                 members = [gradient for gradient in own if gradient.device == device]
                 for_each("mul_", members, factor.to(device))
@@ -269,10 +286,6 @@ class Strategy:
     def describe_gradient(self, name: str) -> str:
         """Return what a message calls the gradient of a parameter before `reduce_gradients`."""
         return f"the gradient of {name}"
-
-    def local(self, tensor: Tensor) -> Tensor:
-        """Return what this rank holds of a gradient."""
-        return tensor
 
     def update(self, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> None:
         """Take an optimizer step; all ranks then have the same weights, or their parts of them.

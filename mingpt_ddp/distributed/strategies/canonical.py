@@ -8,7 +8,6 @@ import time
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
@@ -18,7 +17,6 @@ from mingpt_ddp.distributed.group.reducer import Reducer, build_reducer
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError
-from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.torch_internals import for_each
 
 EXACT_TYPES = (
@@ -95,12 +93,7 @@ class CanonicalStrategy(Strategy):
                 f"{', '.join(sorted(map(str, types)))}; use ddp.reduction=fast"
             )
 
-    def configure(self, optimizer: Optimizer) -> None:
-        super().configure(optimizer)
-        if isinstance(optimizer, Muon):
-            optimizer.one_by_one = True
-
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
         if self.group.world_size > 1:
             self._broadcast_weights(model)
         self._first_buffers = [buffer.clone() for buffer in model.buffers()]

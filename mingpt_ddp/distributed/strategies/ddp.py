@@ -101,12 +101,12 @@ class DDPStrategy(Strategy):
         # seconds in the hook by iteration, of the latest ones: DDP shows an older one's times
         self._hook_s: dict[int, float] = {}
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
         ddp = self.config.ddp
         devices = {parameter.device for parameter in model.parameters()}
         on_one_gpu = self.device.type == "cuda" and devices == {self.device}
         parallel = DDP(
-            super().wrap(model),
+            super().wrap(model, graphs),
             device_ids=[self.device.index] if on_one_gpu else None,
             bucket_cap_mb=ddp.bucket_cap_mb,
             gradient_as_bucket_view=ddp.gradient_as_bucket_view,

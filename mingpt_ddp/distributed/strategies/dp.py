@@ -29,5 +29,5 @@ class DPStrategy(Strategy):
 
     name = "dp"
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
         return _DataParallel(model)

@@ -25,6 +25,7 @@ from mingpt_ddp.distributed.device.device import keep_freed_memory
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models.dtensor import is_dtensor, whole_tensor
 
 # larger blocks of CPU memory may hold gathered weights, which others could not reuse
 GATHERED_BYTES = 1 << 20
@@ -69,8 +70,6 @@ class FSDPStrategy(Strategy):
     """Shard each of `model.blocks`, then the rest of the model as one."""
 
     holds_all_weights = False
-    is_sharded = True
-    shards_model = True
 
     def __init__(self, config: Config, device: torch.device, group: ProcessGroup) -> None:
         """
@@ -103,7 +102,7 @@ class FSDPStrategy(Strategy):
     def model_memory(self, memory: int) -> int:
         return memory * self.shards
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Shard the model, one block at a time moved to the device.
 
         Raises:
@@ -113,7 +112,7 @@ class FSDPStrategy(Strategy):
         model = self._synchronize_batchnorm(model)
         # An evaluation leaves no weights gathered, which would stand in for the shards.
         shard = partial(fully_shard, mesh=self._mesh, reshard_after_forward=True)
-        half = self.dtype if self.dtype != torch.float32 else None  # of the gathered weights
+        half = dtype if dtype != torch.float32 else None  # of the gathered weights
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
         blocks = getattr(model, "blocks", None)
         try:
@@ -140,8 +139,7 @@ class FSDPStrategy(Strategy):
             tensors[name] = whole.cpu()
 
         for name, tensor in model.state_dict().items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            self.group.env.call_on_rank_zero(partial(keep, name, whole))
+            self.group.env.call_on_rank_zero(partial(keep, name, whole_tensor(tensor)))
         return tensors
 
     # Every forward pass gathers weights from all ranks, and every backward pass reduces gradients.
@@ -166,22 +164,18 @@ class FSDPStrategy(Strategy):
         return f"the gradient of {name} (of any rank)"
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
-        norm = super().total_norm(gradients)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def local(self, tensor: Tensor) -> Tensor:
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return whole_tensor(super().total_norm(gradients))
 
     def part_to_write(self, name: str, tensor: Tensor, writer: int) -> tuple[int, Tensor] | None:
-        if isinstance(tensor, DTensor) and tensor.dim() == 0:
-            tensor = tensor.full_tensor()
-        if not isinstance(tensor, DTensor):
+        if tensor.dim() == 0:
+            tensor = whole_tensor(tensor)
+        if not is_dtensor(tensor):
             return super().part_to_write(name, tensor, writer)
         rows = tensor.to_local()
         return (self._first_row(tensor), rows) if len(rows) else None
 
     def assemble(self, own: Tensor, read: Callable[[int, int], Tensor]) -> Tensor:
-        if not isinstance(own, DTensor):
+        if not is_dtensor(own):
             return super().assemble(own, read)
         rows = own.to_local()
         first = self._first_row(own)

@@ -14,9 +14,9 @@ class ManualStrategy(Strategy):
 
     name = "manual"
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
         self._broadcast_weights(model)
-        return super().wrap(model)
+        return super().wrap(model, graphs)
 
     @torch.no_grad()
     def reduce_gradients(self, parameters: list[nn.Parameter]) -> None:

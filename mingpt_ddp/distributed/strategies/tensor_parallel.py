@@ -6,6 +6,7 @@ Gradients are averaged between copies.
 import time
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,7 +14,6 @@ from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.tensor_split import (
     average_gradients,
     gather,
-    local_tensor,
     scatter,
     separate_groups,
     split_model,
@@ -27,9 +27,9 @@ class TensorParallelStrategy(Strategy):
     name = "tensor parallel"
     holds_all_weights = False
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         assert self.group.mesh is not None
-        return split_model(super().prepare(model), self.group.mesh["tensor"])
+        return split_model(super().prepare(model, dtype), self.group.mesh["tensor"])
 
     def configure(self, optimizer: Optimizer) -> None:
         super().configure(optimizer)
@@ -61,6 +61,3 @@ class TensorParallelStrategy(Strategy):
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         return total_norm(gradients, self.group)
-
-    def local(self, tensor: Tensor) -> Tensor:
-        return local_tensor(tensor)

@@ -9,7 +9,6 @@ Source: Shoeybi et al. 2019, "Megatron-LM" (arXiv:1909.08053), by torch's DTenso
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,13 +20,10 @@ from mingpt_ddp.config.keys.model_config import GPTConfig, changed_parts
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models.dtensor import is_dtensor, local_tensor, whole_tensor
 from mingpt_ddp.models.gpt import Block
 from mingpt_ddp.models.parts import MultiHead
 from mingpt_ddp.torch_internals import for_each
-
-if TYPE_CHECKING:
-    # half a second, which other runs need not wait for
-    from torch.distributed.tensor import DTensor
 
 # How many matrices the weight of a layer of this name concatenates; each of them is split.
 FUSED_PARTS = {"qkv": 3}
@@ -116,11 +112,6 @@ def keep_part(model: nn.Module, ranks: int) -> None:
                 layer.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[0].clone())
 
 
-def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Return whether a tensor is torch's DTensor, without importing it."""
-    return hasattr(tensor, "device_mesh")
-
-
 def _parts(name: str) -> int:
     """Return how many matrices the parameter of this name concatenates."""
     for layer, parts in FUSED_PARTS.items():
@@ -142,11 +133,9 @@ def gather(name: str, tensor: Tensor) -> Tensor:
 
     A collective.
     """
-    if not is_dtensor(tensor):
-        return tensor
-    whole: Tensor = tensor.full_tensor()
+    whole = whole_tensor(tensor)
     parts = _parts(name)
-    if parts == 1:
+    if parts == 1 or not is_dtensor(tensor):
         return whole
     ranks = tensor.device_mesh.size()
     return whole.unflatten(0, (ranks, parts, -1)).transpose(0, 1).flatten(0, 2)
@@ -183,11 +172,6 @@ def separate_groups(optimizer: torch.optim.Optimizer) -> None:
                 separate["fused"] = None  # its fused kernel takes no DTensor
             groups.append(separate)
     optimizer.param_groups[:] = groups
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a split tensor, sharing its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def average_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:

@@ -43,7 +43,6 @@ class Zero1Strategy(DDPStrategy):
     """Each parameter has an owner: it alone keeps its state, updates it and broadcasts it."""
 
     name = "zero1"
-    is_sharded = True
     allows_several_devices = False
 
     def __init__(
@@ -54,8 +53,8 @@ class Zero1Strategy(DDPStrategy):
         self._owners: dict[str, int] = {}  # by the name of the parameter
         self._parameters: list[list[nn.Parameter]] = []  # by owner
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        model = super().prepare(model)
+    def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+        model = super().prepare(model, dtype)
         self._owners = assign_owners(model, self.group.world_size)
         self._parameters = [[] for _ in range(self.group.world_size)]
         parameters = dict(model.named_parameters())

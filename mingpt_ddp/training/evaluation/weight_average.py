@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.distributed.strategies.tensor_split import local_tensor
+from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.torch_internals import for_each
 

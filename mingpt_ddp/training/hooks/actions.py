@@ -17,6 +17,7 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import eval_mode
+from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.snapshots.format import HOOKS
 from mingpt_ddp.snapshots.hook_state import pack_state, unpack_states
 from mingpt_ddp.tasks.evaluation import Evaluation
@@ -186,17 +187,16 @@ class Actions:
             self._keep()
         if not self._of("gradients"):
             return {}
-        local = self.runtime.strategy.local
         named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-        return self._shares("gradients", step, {n: local(gradient) for n, gradient in named})
+        gradients = {n: local_tensor(gradient) for n, gradient in named}
+        return self._shares("gradients", step, gradients)
 
     @torch.no_grad()
     def change_weights(self, step: int, model: nn.Module) -> dict[str, Tensor]:
         """Let the hooks change the weights in place; return this rank's shares of metrics."""
         if not self._of("update"):
             return {}
-        local = self.runtime.strategy.local
-        weights = {n: local(p.detach()) for n, p in model.named_parameters()}
+        weights = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
         return self._shares("update", step, weights)
 
     def _shares(self, event: str, step: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

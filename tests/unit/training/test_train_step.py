@@ -381,7 +381,7 @@ def test_groups_have_their_own_share_of_rate_and_decay():
 
 def test_a_model_is_wrapped_and_watched(monkeypatch):
     wrapped, watched = nn.Linear(1, 1), []
-    monkeypatch.setattr(Strategy, "wrap", lambda strategy, model: wrapped)
+    monkeypatch.setattr(Strategy, "wrap", lambda strategy, *each: wrapped)
     monkeypatch.setattr(Strategy, "watch", lambda strategy, *each: watched.append(each))
     model = Table()
     train_step = step_of(model)
