@@ -117,8 +117,8 @@ def effect_of(key: str) -> Effect:
     """
     if key not in KEYS:
         return "training"
-    found: Effect = KEYS[key].metadata["json_schema_extra"]["changes"]
-    return found
+    effect: Effect = KEYS[key].metadata["json_schema_extra"]["changes"]
+    return effect
 
 
 def decides_bits(key: str, value: Any) -> bool:

@@ -59,11 +59,10 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
 
 def _ours(word: str) -> str | None:
     """Return our key for a name of another program."""
-    found = None
     for key, words in other_names().items():
         if word in words.split():
-            found = key
-    return found
+            return key
+    return None
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:

@@ -249,18 +249,18 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
     if path in _files:
         return _register_again(path)
     content = _read_code(path, key)
-    found = hashlib.sha256(content).hexdigest()
-    if sha256 not in (None, found):
+    digest = hashlib.sha256(content).hexdigest()
+    if sha256 not in (None, digest):
         raise ConfigError(
-            f"{key}={path} has SHA-256 {found}, not {key}_sha256={sha256}; set that to null "
+            f"{key}={path} has SHA-256 {digest}, not {key}_sha256={sha256}; set that to null "
             "to use it"
         )
-    module = types.ModuleType(f"_own_{path.stem}_{found[:8]}")
+    module = types.ModuleType(f"_own_{path.stem}_{digest[:8]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses looks it up there
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: files there shadow no installed packages
-    _files[path] = UserFile(found, [])
+    _files[path] = UserFile(digest, [])
     first = len(_entries)
     try:
         # compile, unlike import, writes no __pycache__ to the user's directory
@@ -272,7 +272,7 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
             entry.remove()
         raise
     _files[path].entries.extend(_entries[first:])
-    return found
+    return digest
 
 
 def _register_again(path: Path) -> str:

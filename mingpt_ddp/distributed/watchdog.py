@@ -108,9 +108,9 @@ class Watchdog:
         log.error("rank %d %s:\n%s", self.group.rank, what, stack, extra={"file_only": True})
 
     def _check(self) -> None:
-        found = self._find_hang(self._read_heartbeats())
-        if found is not None:
-            self._store.compare_set(HANG, "", found)
+        reason = self._find_hang(self._read_heartbeats())
+        if reason is not None:
+            self._store.compare_set(HANG, "", reason)
         if self.group.closed.is_set() or not self._store.check([HANG]):
             return
         self._exit_for(self._store.get(HANG).decode())

@@ -85,14 +85,14 @@ class Columns:
         numbers = {}
         are_rows = [True] * len(records)
         for keys, indices in alike.items():
-            found = _numbers(keys, [records[index] for index in indices])
-            if found is None:
+            values = _numbers(keys, [records[index] for index in indices])
+            if values is None:
                 return False
             if MARKERS & {*keys}:
                 for index in indices:
                     are_rows[index] = False
             else:
-                numbers[keys] = found
+                numbers[keys] = values
         before = [*accumulate(are_rows, initial=len(self.steps))]  # rows before each record
         for keys, values in numbers.items():
             rows = array("i", [before[index] for index in alike[keys]])

@@ -150,11 +150,11 @@ class MetricsHistory:
     @property
     def rows(self) -> list[Record]:
         """Return the records with a measurement, by step; None is what is not finite."""
-        found: list[Record] = [{"step": int(step)} for step in self.steps]
+        rows: list[Record] = [{"step": int(step)} for step in self.steps]
         for key, column in self.columns.items():
             for row, value in zip(column.rows, column.values, strict=True):
-                found[row][key] = value if value == value else None  # NaN
-        return sorted(itertools.compress(found, self.counts), key=itemgetter("step"))
+                rows[row][key] = value if value == value else None  # NaN
+        return sorted(itertools.compress(rows, self.counts), key=itemgetter("step"))
 
 
 def read_history(path: Path) -> MetricsHistory:
@@ -248,14 +248,14 @@ def read_since(path: Path, step: int) -> dict[int, Record]:
     Raises:
         OSError: as of `read_backwards`.
     """
-    found: dict[int, Record] = {}
+    records: dict[int, Record] = {}
     for record, counts in _backwards(path):
         at = record["step"]
         if counts and at < step:
             break
         if counts:
-            found[at] = record | found.get(at, {})
-    return found
+            records[at] = record | records.get(at, {})
+    return records
 
 
 def _backwards(path: Path) -> Iterator[tuple[Record, bool]]:

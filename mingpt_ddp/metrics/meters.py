@@ -146,15 +146,15 @@ class Meter:
 
 def means(sums: dict[str, float], steps: int) -> dict[str, float]:
     """Return the mean losses and metrics of an interval by tag, from the sums over its steps."""
-    found = {}
+    metrics = {}
     for name, total in sums.items():
         if name.startswith(SUM):
             metric = name.removeprefix(SUM)
             if count := sums[COUNT + metric]:
-                found[f"train/{metric}"] = total / count
+                metrics[f"train/{metric}"] = total / count
         elif not name.startswith(COUNT):
-            found[f"train/{name}"] = total / steps
-    return found
+            metrics[f"train/{name}"] = total / steps
+    return metrics
 
 
 class Utilization:

@@ -41,9 +41,9 @@ def check_shapes(model: nn.Module, name: str, vocab_size: int, x: Tensor, y: Ten
 
 
 def _check_shape(output: Any, shape: tuple[int, ...], promise: str) -> None:
-    found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-    if found != shape:
-        raise CodeError(f"{promise}, not {found}")
+    actual = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if actual != shape:
+        raise CodeError(f"{promise}, not {actual}")
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
     if not math.isfinite(expected):
         return  # trainer.on_nonfinite handles it in the first steps
 
-    def check_equal(found: Tensor, wanted: Tensor, problem: str) -> None:
-        if not torch.allclose(found.float(), wanted, rtol=0, atol=tolerance):
+    def check_equal(actual: Tensor, wanted: Tensor, problem: str) -> None:
+        if not torch.allclose(actual.float(), wanted, rtol=0, atol=tolerance):
             raise CodeError(f"the model {name} {problem}")
 
     check_equal(

@@ -17,10 +17,10 @@ def _check_target(task: Task, fits: Callable[[Tensor], bool], needed: str) -> No
     sample = task.datasets.val[0]
     try:
         _, y = sample
-        found = torch.as_tensor(y)
+        target = torch.as_tensor(y)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
-    if fits(found):
+        target = torch.empty(0)
+    if fits(target):
         return
     name = task.config.task.name
     label = task.config.data.label

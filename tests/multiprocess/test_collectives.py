@@ -20,7 +20,6 @@ import torch
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.group import shared_locks
 from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.group.shared_locks import check_shared_locks
@@ -96,10 +95,10 @@ def lock_on_two_nodes(runtime: Runtime) -> list[Any]:
     flock = fcntl.flock
     for works in (True, False):
         if not works and runtime.group.rank == 2:
-            shared_locks.fcntl.flock = lambda file, operation: None
+            fcntl.flock = lambda file, operation: None
         check = partial(check_shared_locks, runtime.group, temporary / "none", "data.cache_dir")
         outcomes.append(outcome_of(check)[:2])
-        shared_locks.fcntl.flock = flock
+        fcntl.flock = flock
     left = runtime.group.run_on_rank_zero(lambda: len([*temporary.glob(".partial-*/.lock")]))
     return [*outcomes, left]
 

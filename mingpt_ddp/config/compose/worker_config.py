@@ -8,13 +8,13 @@ from typing import Any, cast
 
 from hydra import compose
 from hydra import main as hydra_main
-from hydra._internal.callbacks import Callbacks
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig
 
+from mingpt_ddp.config.compose.hydra_internals import Callbacks
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, WHITELIST
 
 

@@ -137,7 +137,7 @@ class DataConfig(UserCodeConfig):
         sources = self.sources or []
         val_paths = self.val_paths or {}
         check(
-            not (self.path is None and self.sources is None and self.reader is None),
+            (self.path, self.sources, self.reader) != (None, None, None),
             "data.path is missing; give a text, or several as data.sources",
         )
         if self.path is not None:
@@ -175,15 +175,13 @@ class DataConfig(UserCodeConfig):
                 name.isidentifier() and name.isascii(),
                 f"data.val_paths.{name}: a name is of letters, digits and _",
             )
-        rest = self.train_split + self.test_split < 1
         check(
-            rest,
+            self.train_split + self.test_split < 1,
             f"data.test_split={self.test_split} leaves nothing to validate on; lower it or "
             "data.train_split",
         )
-        is_sha = self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256)
         check(
-            bool(is_sha),
+            self.sha256 is None or bool(re.fullmatch(r"[0-9a-f]{64}", self.sha256)),
             f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null",
         )
         self._check_split_paths()

@@ -80,9 +80,9 @@ class TransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         self.part_configs()
-        divides = self.n_embd % self.n_head == 0
         check(
-            divides, f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}"
+            self.n_embd % self.n_head == 0,
+            f"model.n_embd={self.n_embd} must be divisible by model.n_head={self.n_head}",
         )
 
     def part_configs(self) -> dict[str, PartConfig]:
@@ -141,9 +141,8 @@ class ModernConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        even = self.n_embd // self.n_head % 2 == 0
         check(
-            even,
+            self.n_embd // self.n_head % 2 == 0,
             f"model.n_embd={self.n_embd} over model.n_head={self.n_head} must be even, for "
             "rotary positions",
         )

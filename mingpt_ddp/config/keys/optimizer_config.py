@@ -75,9 +75,9 @@ class OptimizerConfig(UserCodeConfig):
     def __post_init__(self) -> None:
         check_choice("optimizer.schedule", self.schedule, SCHEDULES)
         self.own_schedule()
-        is_known = self.lr_scaling == "none" or self.reference_batch_size is not None
         check(
-            is_known, f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size"
+            self.lr_scaling == "none" or self.reference_batch_size is not None,
+            f"optimizer.lr_scaling={self.lr_scaling} needs optimizer.reference_batch_size",
         )
 
     def own_schedule(self) -> Any:

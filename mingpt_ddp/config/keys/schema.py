@@ -87,9 +87,8 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        fits = self.name is None or re.fullmatch(RUN_NAME, self.name)
         check(
-            bool(fits),
+            self.name is None or bool(re.fullmatch(RUN_NAME, self.name)),
             f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -, or "
             "two with one slash between them: group/name",
         )
@@ -169,16 +168,14 @@ class DDPConfig:
         return int(self.nproc_per_node or 0)
 
     def __post_init__(self) -> None:
-        # a crash, a user's error, storage that is unavailable
-        taken = self.preempted_exit_code in (1, 2, 75)
         check(
-            not taken,
+            # a crash, a user's error, storage that is unavailable
+            self.preempted_exit_code not in (1, 2, 75),
             f"ddp.preempted_exit_code={self.preempted_exit_code} means a failure; use 0, or "
             "143 in pods",
         )
-        both = self.static_graph and self.find_unused_parameters
         check(
-            not both,
+            not (self.static_graph and self.find_unused_parameters),
             "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
         )
         needs_ddp = self.comm_hook != "none" or self.find_unused_parameters
@@ -189,17 +186,17 @@ class DDPConfig:
             "use ddp or zero1",
         )
         check_choice("ddp.comm_hook", self.comm_hook, COMM_HOOKS)
-        alone = self.tensor_parallel == 1 or self.comm_hook == "none"
-        check(alone, f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none")
-        mpi = self.tensor_parallel > 1 and self.backend == "mpi"
         check(
-            not mpi,
+            self.tensor_parallel == 1 or self.comm_hook == "none",
+            f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.comm_hook=none",
+        )
+        check(
+            self.tensor_parallel == 1 or self.backend != "mpi",
             f"ddp.tensor_parallel={self.tensor_parallel} needs ddp.backend=auto, gloo or "
             "nccl, not mpi",
         )
-        half = self.comm_hook in ("fp16", "bf16") and self.backend == "mpi"
         check(
-            not half,
+            self.backend != "mpi" or self.comm_hook not in ("fp16", "bf16"),
             f"ddp.comm_hook={self.comm_hook} needs 16-bit all-reduce, which MPI lacks; use gloo or "
             "nccl",
         )
@@ -241,8 +238,7 @@ class SnapshotConfig:
             if url is None:
                 continue
             check_url(f"snapshot.{name}", url)
-            is_one = "::" not in url
-            check(is_one, f"snapshot.{name}={url} must be one URL, not a chain of them")
+            check("::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them")
         if self.path and self.fallback_path:
             check(
                 _normalized(self.path) != _normalized(self.fallback_path),
@@ -271,9 +267,8 @@ class TrackerConfig:
     )
 
     def __post_init__(self) -> None:
-        fits = re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)
         check(
-            bool(fits),
+            bool(re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)),
             f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
             "_ / @ -",
         )

@@ -50,9 +50,8 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         check(bool(self.objectives), "sweep.objectives is empty; name a number of result.json")
-        several = len(self.objectives) > 1 and self.pruner != "none"
         check(
-            not several,
+            len(self.objectives) == 1 or self.pruner == "none",
             f"sweep.pruner={self.pruner} works with one objective; "
             "set sweep.pruner=none, or one of sweep.objectives",
         )

@@ -105,15 +105,13 @@ class TrainerConfig:
     )
 
     def __post_init__(self) -> None:
-        measured = self.patience is None or self.eval_every is not None
         check(
-            measured,
+            self.patience is None or self.eval_every is not None,
             f"trainer.patience={self.patience} needs evaluations during training; set "
             "trainer.eval_every",
         )
-        limits = (self.max_epochs, self.max_steps, self.max_minutes)
         check(
-            any(limits),
+            any((self.max_epochs, self.max_steps, self.max_minutes)),
             "trainer.max_epochs, trainer.max_steps and trainer.max_minutes are null; set one of "
             "them",
         )
@@ -124,8 +122,7 @@ class TrainerConfig:
         )
         micro = self.micro_batch_size
         batch = self.batch_size_per_rank or self.batch_size
-        fits = micro is None or batch % micro == 0
         check(
-            fits,
+            micro is None or batch % micro == 0,
             f"trainer.batch_size={batch} must be a multiple of trainer.micro_batch_size={micro}",
         )

@@ -58,14 +58,22 @@ class JsonCollectives:
         self._group = group
         self._caught = caught
 
-    def all_gather(self, value: T) -> list[T]:
-        """Return the small JSON value of every rank, in rank order."""
+    def all_gather(self, value: T, on_rank_zero: bool = False) -> list[T]:
+        """Return the small JSON value of every rank, in rank order.
+
+        Args:
+            on_rank_zero: alone, where it may be large; the others return [].
+        """
         if self.world_size == 1:
             return [value]
+        gets_parts = self.is_rank_zero or not on_rank_zero
         with self._blocked():
             own = self._padded(value)
-            parts = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.all_gather(parts, own, group=self._group)
+            parts = [torch.empty_like(own) for _ in range(self.world_size * gets_parts)]
+            if on_rank_zero:
+                dist.gather(own, parts or None, dst=0, group=self._group)
+            else:
+                dist.all_gather(parts, own, group=self._group)
         return [_decode(part) for part in parts]
 
     def broadcast_json(self, value: T) -> T:
@@ -135,7 +143,7 @@ class JsonCollectives:
         """
         own = self._attempt(work)
         packed = own.packed
-        gathered = self._gather(packed)
+        gathered = self.all_gather(packed, on_rank_zero=True)
         if self.is_rank_zero:
             failed = [each for each in gathered if "error" in each]
             if failed:
@@ -174,18 +182,6 @@ class JsonCollectives:
         size = torch.tensor([len(content)])
         dist.all_reduce(size, dist.ReduceOp.MAX, self._group)
         return _tensor(content, int(size))
-
-    def _gather(self, value: Any) -> list[Any]:
-        """Return the JSON value of every rank on rank zero; [] on the others."""
-        if self.world_size == 1:
-            return [value]
-        with self._blocked():
-            own = self._padded(value)
-            parts = None
-            if self.is_rank_zero:
-                parts = [torch.empty_like(own) for _ in range(self.world_size)]
-            dist.gather(own, parts, dst=0, group=self._group)
-        return [_decode(part) for part in parts or []]
 
 
 def _common_value(of_ranks: list[list[T]]) -> T:

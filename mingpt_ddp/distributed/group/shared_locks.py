@@ -1,7 +1,6 @@
 """Whether the locks of a directory that several nodes share hold between them."""
 
 import contextlib
-import fcntl
 import tempfile
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.lock import LOCK
+from mingpt_ddp.storage.lock import LOCK, lock_now
 
 
 def check_shared_locks(group: ProcessGroup, directory: Path, key: str) -> None:
@@ -36,7 +35,7 @@ def check_shared_locks(group: ProcessGroup, directory: Path, key: str) -> None:
                 existing = next(each for each in (path, *path.parents) if each.exists())
                 temporary = tempfile.TemporaryDirectory(prefix=".partial-", dir=existing)
                 file = Path(held.enter_context(temporary)) / LOCK
-                fcntl.flock(held.enter_context(file.open("w")), fcntl.LOCK_EX)
+                lock_now(held.enter_context(file.open("w")))
                 return str(file)
             return ""
 
@@ -50,6 +49,6 @@ def check_shared_locks(group: ProcessGroup, directory: Path, key: str) -> None:
 
 def _gets_lock(path: str) -> bool:
     with contextlib.suppress(OSError), open(path, "r+") as file:  # no such file: it is not shared
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_now(file)
         return True
     return False

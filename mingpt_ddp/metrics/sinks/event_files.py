@@ -42,7 +42,7 @@ def read_events(directory: Path) -> RankEvents:
     from google.protobuf.message import DecodeError
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-    found = RankEvents()
+    events = RankEvents()
     count = 0
     for path in sorted(directory.glob("*tfevents*")):
         content = read_regular(path, MAX_SIZE)
@@ -60,14 +60,14 @@ def read_events(directory: Path) -> RankEvents:
                 raise ValueError(f"{path} is damaged") from error
             count += 1
             if event.session_log.status == SessionLog.START:
-                found.purge(event.step)
+                events.purge(event.step)
             for value in event.summary.value:
                 if value.HasField("simple_value"):
-                    found.scalars.setdefault(value.tag, {})[event.step] = value.simple_value
+                    events.scalars.setdefault(value.tag, {})[event.step] = value.simple_value
                 elif value.tensor.string_val:
                     tag = value.tag.removesuffix("/text_summary")
                     text = value.tensor.string_val[0][:MAX_TEXT].decode(errors="replace")
-                    found.texts.setdefault(tag, {})[event.step] = text
+                    events.texts.setdefault(tag, {})[event.step] = text
         if count == MAX_EVENTS:
             raise ValueError(f"{directory} has more than {MAX_EVENTS:,} events")
-    return found
+    return events

@@ -37,9 +37,9 @@ class MLflowTracker:
         project = self._config.tracker.project
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
-        found = self._client.search_runs([number], filter_string=f"tags.`{TAG}` = '{self._id}'")
-        if found:
-            run = found[0]
+        runs = self._client.search_runs([number], filter_string=f"tags.`{TAG}` = '{self._id}'")
+        if runs:
+            run = runs[0]
         else:
             run = self._client.create_run(number, run_name=name, tags={TAG: self._id})
         self._run = run.info.run_id

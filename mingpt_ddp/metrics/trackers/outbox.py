@@ -150,9 +150,9 @@ class Outbox:
 
     def _points(self, begin: int, end: int) -> Points:
         """Return the points of the steps from `begin` to before `end`."""
-        found: dict[int, dict[str, Any]] = {}
+        points: dict[int, dict[str, Any]] = {}
         for step, record in read_since(self._directory / METRICS, begin).items():
-            found[step] = dict(to_metrics(record))
+            points[step] = dict(to_metrics(record))
         for step, text in read_samples(self._directory).items():
-            found.setdefault(step, {})["sample"] = text
-        return [(step, found[step]) for step in sorted(found) if begin <= step < end]
+            points.setdefault(step, {})["sample"] = text
+        return [(step, points[step]) for step in sorted(points) if begin <= step < end]
