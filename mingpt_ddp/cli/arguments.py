@@ -32,8 +32,6 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
             `config` defines its keys.
     """
     words = sys.argv[1:]
-    if sys.stdout:  # None if it is closed
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     logs.to_console(DistEnv())
     with cli_errors():
         if text := answer(usage, words):

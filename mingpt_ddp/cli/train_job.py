@@ -1,7 +1,6 @@
 """Train: compose, validate, start local workers, report an error as one line."""
 
 import gc
-import io
 import logging
 import math
 import os
@@ -121,10 +120,7 @@ def prepare(env: DistEnv) -> None:
     # torch.distributed.launch passes --local-rank, which Hydra rejects, besides LOCAL_RANK.
     words = [word for word in sys.argv[1:] if not re.match(r"--local[-_]rank\b", word)]
     sys.argv[1:] = hydra_utils.reorder_argv(words)
-    # never crash on characters that the terminal cannot encode
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    logs.escape_what_streams_cannot_encode()
     logging.raiseExceptions = False  # no traceback when a log record cannot be written
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them
     logs.to_console(env)

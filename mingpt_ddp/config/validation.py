@@ -33,8 +33,8 @@ class NotRegisteredError(ConfigError):
     """A selected name, as of a model or reader, is not registered; `code` may be missing."""
 
 
-def check(ok: bool, message: str) -> None:
-    """Raise ConfigError unless `ok`.
+def check(ok: object, message: str) -> None:
+    """Raise ConfigError unless `ok` is true, or not empty.
 
     Args:
         message: begins `group.key=value` and says what to do.
@@ -225,7 +225,7 @@ def refuse_credentials(key: str, text: str, one_url: bool = False) -> None:
 def check_directory(name: str, path: str) -> None:
     """Require the path of a local directory."""
     refuse_credentials(name, path, one_url=True)
-    check(bool(path.strip()) and "://" not in path, f"{name}={path} must be a local directory")
+    check(path.strip() and "://" not in path, f"{name}={path} must be a local directory")
     longest = max(len(part.encode(errors="surrogatepass")) for part in path.split("/"))
     check(longest <= MAX_NAME_BYTES, f"{name} has a name of more than {MAX_NAME_BYTES} bytes")
 
@@ -233,4 +233,4 @@ def check_directory(name: str, path: str) -> None:
 def check_url(name: str, url: str) -> None:
     """Require a path or URL without credentials."""
     refuse_credentials(name, url, one_url=True)
-    check(bool(url.strip()), f"{name} is empty; give it a path or URL")
+    check(url.strip(), f"{name} is empty; give it a path or URL")

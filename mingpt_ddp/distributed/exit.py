@@ -71,6 +71,7 @@ def cli_errors() -> Iterator[None]:
 
     If torchrun started several ranks, one of them does.
     """
+    logs.escape_what_streams_cannot_encode()
     try:
         yield
     except (UserError, OSError) as error:

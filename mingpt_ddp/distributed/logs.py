@@ -1,6 +1,7 @@
 """Logging: the console, a log file per global rank, and progress bars."""
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -48,6 +49,13 @@ class Console(logging.Handler):
     def close(self) -> None:
         self.show(None)
         super().close()
+
+
+def escape_what_streams_cannot_encode() -> None:
+    """Never crash on a character that a terminal lacks, nor on a byte that is not UTF-8."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not None, nor that of a notebook
+            stream.reconfigure(errors="backslashreplace")
 
 
 def to_console(env: DistEnv) -> None:

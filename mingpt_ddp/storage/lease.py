@@ -43,8 +43,8 @@ class Lease:
         """
         self.storage = storage
         self.id = uuid.uuid4().hex
-        self._count = 0  # of heartbeats
-        self._new_owner: str | None = None  # that took over the lease
+        self._count = 0  # heartbeats sent
+        self._new_owner: str | None = None  # who took over the lease
         self._stopped = threading.Event()
         try:
             self._acquire(dead)

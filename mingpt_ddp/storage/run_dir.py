@@ -30,7 +30,7 @@ SWEEP = "sweep.json"  # in the directory of a sweep
 FAILURES = "failures.jsonl"  # there too: why jobs have failed
 JOURNAL = "study.journal"  # there too, of a search: Optuna's journal
 HEADER = "mingpt_ddp"  # attribute of its study: what all trials share
-MAX_FAILURES = 10**6  # of attempts of a run; more are no count
+MAX_FAILURES = 10**6  # attempts of a run that died; a larger number is damage
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",

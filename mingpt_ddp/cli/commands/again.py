@@ -13,7 +13,6 @@ The command that trains is printed. What a record should not decide is left out 
 (code), commands to run, and where snapshots or logs are sent.
 """  # noqa: E501
 
-import io
 import os
 import shlex
 import sys
@@ -60,8 +59,6 @@ NAMES = ("run.root", "run.name")  # from the directory itself
 def main() -> None:
     """Run `python -m mingpt_ddp.again`."""
     with cli_errors():
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a word may have bytes that are not UTF-8
-            sys.stdout.reconfigure(errors="backslashreplace")
         if text := answer(__doc__, sys.argv[1:]):
             echo(text)
             return
@@ -172,7 +169,7 @@ def _closest_preset(
             selector = GROUPS[group][0][0]
             values[selector] = choice
         presets.append((differing, path.stem, values))
-    check(bool(presets), f"no preset of {group} is like that of the run")
+    check(presets, f"no preset of {group} is like that of the run")
     _, name, values = min(presets, key=lambda each: each[:2])
     return name, values
 

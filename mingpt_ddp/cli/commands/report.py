@@ -75,7 +75,7 @@ def _command(config: ReportConfig) -> int:
         check(is_plain, f"{EXPERIMENTS} prints a table of one directory; leave out other words")
         echo(experiments_table(Path(*runs[:1] or ["outputs"])))
         return 0
-    check(bool(runs), f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
+    check(runs, f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
     for url in runs:
         if "://" in url:
             raise RunError(

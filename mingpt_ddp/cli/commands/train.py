@@ -1,14 +1,11 @@
 """The train command: start the fork server of local workers, then do everything else."""
 
 import contextlib
-import re
 import sys
 
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.launch.fork_server import start_server
 from mingpt_ddp.errors import ConfigError
-
-STARTS_WORKERS = re.compile(r"ddp\.nproc_per_node=[1-9g]|sweep\.parallel=([2-9a]|1\d)")
 
 
 def main() -> None:
@@ -28,8 +25,14 @@ def main() -> None:
 
 
 def _forks_workers(words: list[str]) -> bool:
-    """Return whether a command line is about to start local workers from a fork server."""
-    if "ddp.launcher=spawn" in words or not any(map(STARTS_WORKERS.match, words)):
+    """Return whether a command line is about to start local workers from a fork server.
+
+    A value that Hydra reads otherwise, or in a preset, starts it later, or in vain.
+    """
+    typed = dict(word.partition("=")[::2] for word in words)
+    has_workers = typed.get("ddp.nproc_per_node", "0") != "0"
+    has_parallel_jobs = typed.get("sweep.parallel", "1") != "1"
+    if not (has_workers or has_parallel_jobs) or typed.get("ddp.launcher") == "spawn":
         return False
     with contextlib.suppress(ConfigError):  # reported later
         return read_env().is_standalone

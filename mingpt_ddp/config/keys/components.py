@@ -181,7 +181,7 @@ class DataConfig(UserCodeConfig):
             "data.train_split",
         )
         check(
-            self.sha256 is None or bool(re.fullmatch(r"[0-9a-f]{64}", self.sha256)),
+            self.sha256 is None or re.fullmatch(r"[0-9a-f]{64}", self.sha256),
             f"data.sha256={self.sha256} must be 64 lower-case hexadecimal digits or null",
         )
         self._check_split_paths()

@@ -88,7 +88,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(
-            self.name is None or bool(re.fullmatch(RUN_NAME, self.name)),
+            self.name is None or re.fullmatch(RUN_NAME, self.name),
             f"run.name={self.name} must be a directory name of letters, digits and . _ + = , -, or "
             "two with one slash between them: group/name",
         )
@@ -268,7 +268,7 @@ class TrackerConfig:
 
     def __post_init__(self) -> None:
         check(
-            bool(re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII)),
+            re.fullmatch(r"[\w/][\w./@ -]{0,126}", self.project, re.ASCII),
             f"tracker.project={self.project} must be a name of letters, digits, spaces and . "
             "_ / @ -",
         )

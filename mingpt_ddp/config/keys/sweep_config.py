@@ -49,7 +49,7 @@ class SweepConfig:
         return self.sampler is not None or self.pruner != "none"
 
     def __post_init__(self) -> None:
-        check(bool(self.objectives), "sweep.objectives is empty; name a number of result.json")
+        check(self.objectives, "sweep.objectives is empty; name a number of result.json")
         check(
             len(self.objectives) == 1 or self.pruner == "none",
             f"sweep.pruner={self.pruner} works with one objective; "

@@ -25,9 +25,9 @@ MAX_CONSOLE_BYTES = 1 << 13
 class WorkerEnds:
     """The ends of a worker, which multiprocessing duplicates into it."""
 
-    reports: Connection | None  # None: of rank zero
-    console: Connection | None  # None: that of the launcher
-    are_judged: bool  # the evaluations
+    reports: Connection | None  # None on other ranks than zero
+    console: Connection | None  # None: the worker writes to the launcher's
+    is_judged: bool  # whether the launcher judges the evaluations
 
     def open(self) -> None:
         """Write the console to the launcher, and leave the other end to `reporter`."""
@@ -37,7 +37,7 @@ class WorkerEnds:
                 # The old stream may be that of a file, which has a position.
                 stream = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
                 setattr(sys, name, stream)
-        if self.are_judged:
+        if self.is_judged:
             descriptor = -1 if self.reports is None else os.dup(self.reports.fileno())
             os.environ[REPORTS] = str(descriptor)
 
