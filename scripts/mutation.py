@@ -27,7 +27,7 @@ SAMPLES = {  # mutants of each file, chosen by seed; all of the others
     "mingpt_ddp/training/step_flags.py": 6,
     "mingpt_ddp/training/train_step.py": 40,
     "mingpt_ddp/training/trainer.py": 24,
-    "mingpt_ddp/training/validation.py": 10,
+    "mingpt_ddp/training/after_evaluation.py": 10,
 }
 WHOLE_RUNS = "test_trainer.py"
 HELD_BY_WHOLE_RUNS = ("mingpt_ddp.training.saves.save_schedule.", "mingpt_ddp.training.trainer.")

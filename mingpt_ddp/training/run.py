@@ -16,6 +16,7 @@ from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
@@ -34,7 +35,6 @@ from mingpt_ddp.training.start.stages import (
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Run
 from mingpt_ddp.training.trainer import Outcome, Trainer
-from mingpt_ddp.training.validation import Validation
 
 log = logging.getLogger(__name__)
 

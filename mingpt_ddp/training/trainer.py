@@ -15,6 +15,7 @@ from mingpt_ddp.metrics.jsonl import own_metrics
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import Profiler
 from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.after_evaluation import Decision, Validation
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.length import StepTimer
@@ -23,7 +24,6 @@ from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.step_flags import StepFlags, send_flags
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Run
-from mingpt_ddp.training.validation import Decision, Validation
 
 log = logging.getLogger(__name__)
 

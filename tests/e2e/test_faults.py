@@ -112,8 +112,8 @@ PATCHES["mingpt_ddp.<module>"] = patch
 """
 AT_END = "self.state.step == 80"
 POINTS = [
-    ("training.validation", "Validation", "_metrics_of", AT_END),
-    ("training.validation", "Validation", "stop_early", f"{AT_END} == self.state.val_step"),
+    ("training.after_evaluation", "Validation", "_metrics_of", AT_END),
+    ("training.after_evaluation", "Validation", "stop_early", f"{AT_END} == self.state.val_step"),
     ("metrics.processor", "MetricsProcessor", "complete", "True"),  # the last snapshot is committed
     ("storage.run_dir", "RunDirectory", "write_result", "True"),
 ]

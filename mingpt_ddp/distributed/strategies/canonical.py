@@ -1,7 +1,7 @@
 """Add the gradients of a step in one order, so that all numbers of ranks train to the same bits.
 
 The gradients of micro-batch 0, 1, 2 and so on are added one after the other, whichever rank has
-computed them (`group/reducer.py`). DistributedDataParallel adds those of a rank first.
+computed them (`group/ordered_sum.py`). DistributedDataParallel adds those of a rank first.
 """
 
 import time
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
+from mingpt_ddp.distributed.group.ordered_sum import Reducer, build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.group.reducer import Reducer, build_reducer
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError

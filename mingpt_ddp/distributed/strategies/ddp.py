@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.group.reducer import build_reducer
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy
 
 ALL_REDUCE = "all_reduce of gradients"  # name of the profiler's events

@@ -1,1 +1,1 @@
-"""The evaluation of a model, what follows it, and the average of the weights."""
+"""The evaluation of a model, and the average of its weights."""

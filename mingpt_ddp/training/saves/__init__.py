@@ -1,1 +1,1 @@
-"""When a run saves a snapshot."""
+"""When a run saves, what it has lost, and how it resumes."""

@@ -14,8 +14,8 @@ from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.device.compile import allows_compile
 from mingpt_ddp.distributed.device.machine import canonical_threads
 from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.group.reducer import build_reducer
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.canonical import CanonicalStrategy
 from mingpt_ddp.errors import ConfigError, TrainingError

@@ -31,6 +31,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.storage.storage import Storage
+from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.hooks.observers import Hooks
 from mingpt_ddp.training.run import train_run
@@ -39,7 +40,6 @@ from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.train_state import TrainState, count_patience, has_stopped_early
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable
-from mingpt_ddp.training.validation import Validation
 
 # No loss is lower than another by 100 nats: the first evaluation, at step 2, remains the best.
 SETTINGS = [

@@ -19,12 +19,12 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
 from mingpt_ddp.training import trainer as trainer_module
+from mingpt_ddp.training.after_evaluation import Decision
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.step_flags import StepFlags
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainer import Outcome, Trainer
-from mingpt_ddp.training.validation import Decision
 
 PREEMPTED = RunStatus.PREEMPTED
 PRUNED = RunStatus.PRUNED

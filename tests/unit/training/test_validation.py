@@ -17,10 +17,10 @@ from tasks import noted_pause
 
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.training.after_evaluation import Decision, Validation
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import TrainState
-from mingpt_ddp.training.validation import Decision, Validation
 
 METRICS = {"loss": 2.0, "accuracy": 0.5}
 
