@@ -51,7 +51,8 @@ class Version:
         command = [*self._command, "--cfg", "job"]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
         if done.returncode != 0:
-            raise error_of({}, (done.stderr or done.stdout).strip().splitlines()[-1])
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            raise error_of({}, lines[-1] if lines else _ended(done.returncode))
         return done.stdout
 
     def train(self, words: list[str]) -> None:
@@ -63,7 +64,7 @@ class Version:
         environ = {**self._environment, CALLER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         code, last = run_process([*self._command, *words], environ)
         if code != 0:
-            raise error_of({}, last or f"training ended with exit code {code}")
+            raise error_of({}, last or _ended(code))
 
     @property
     def _command(self) -> list[str]:
@@ -74,6 +75,10 @@ class Version:
         behind = os.environ.get("PYTHONPATH", "") if self.has_package else import_path()
         path = os.pathsep.join(filter(None, [str(self.directory), behind]))
         return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
+def _ended(code: int) -> str:
+    return f"error: it ended with exit code {code}"
 
 
 def find_commit(name: str) -> str:
@@ -115,7 +120,9 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
     has_package = (package / "__init__.py").is_file()
     what = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
     check(has_package or bool(files), f"{name} has {what}")
-    code = read_code({str(file): file for file in files}, package if has_package else None)
+    # By their paths in the version, so that the same files elsewhere have the same hash.
+    chosen = {os.path.relpath(file, directory): file for file in files}
+    code = read_code(chosen, package if has_package else None)
     is_kept = code.record["patch"] != TOO_LARGE
     check(is_kept, f"the changes in {name} are {TOO_LARGE}; commit them")
     return Version(name, directory, words, code, has_package)

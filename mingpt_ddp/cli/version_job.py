@@ -23,7 +23,8 @@ def main() -> None:
         spec = importlib.util.find_spec(name) if os.path.isdir(expected) else None
         found = next(iter(spec.submodule_search_locations or [""])) if spec else expected
         if os.path.realpath(found) != expected:
-            print(f"run error: {name} is imported from {found}, not from {expected}")
+            text = f"run error: {name} is imported from {found}, not from {expected}"
+            print(text, file=sys.stderr)
             sys.exit(2)
     runpy.run_module("mingpt_ddp", run_name="__main__")
 

@@ -112,6 +112,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     for word in words:
         key, _, value = word.removeprefix("--").partition("=")
         check(not REFUSED.match(word), f"{word} does not go with versions; leave it out")
+        refuse_credentials(key, value)
         if key in OWN_KEYS:
             own[key] = value
         else:
@@ -125,11 +126,11 @@ def _parse_seeds(text: str) -> list[int]:
     Raises:
         ConfigError: there is one, which says nothing about chance.
     """
-    seeds = {*text.split(",")}
-    are_several = len(seeds) > 1 and all(map(str.isdecimal, seeds))
+    words = text.split(",")
+    seeds = {*map(int, words)} if all(map(str.isdecimal, words)) else set()
     advice = "one says nothing about chance, as in run.seed=1,2,3,4,5"
-    check(are_several, f"run.seed={text} must be several seeds: {advice}")
-    return sorted(map(int, seeds))
+    check(len(seeds) > 1, f"run.seed={text} must be several seeds: {advice}")
+    return sorted(seeds)
 
 
 def _compose(versions: list[Version]) -> tuple[Path, str]:

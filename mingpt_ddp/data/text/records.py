@@ -4,6 +4,7 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,7 @@ csv.field_size_limit(MAX_RECORD)  # of this process; 128 KiB by default
 HEAD_ROWS = 100  # which are looked at for columns of strings
 HEAD_CHARS = 1 << 20
 ARRAY_CHARS = 1 << 14  # of an array, which are read at a time
-SPACES = " \t\r\n"  # of JSON
+NO_SPACE = re.compile(r"[^ \t\r\n]")  # of JSON
 DELIMITERS = ",\t;"
 TABLES = (".csv", ".tsv")
 TYPES = {dict: "objects", list: "arrays", bool: "booleans"}  # of JSON; others are numbers
@@ -242,47 +243,59 @@ def _array(file: io.BufferedReader, where: str) -> Iterator[Row]:
 
 def _objects(file: io.TextIOWrapper, where: str) -> Iterator[Row]:
     """Yield the objects of an array; its text is read as far as is needed."""
-    text = _without_spaces("", file)
-    text = _without_spaces(text[1:], file)  # after the bracket
+    text, at = _skip_spaces("", 0, file)
+    text, at = _skip_spaces(text, at + 1, file)  # after the bracket
     number = 0
-    while not text.startswith("]"):
+    while not text.startswith("]", at):
         if number:
-            if not text.startswith(","):
+            if not text.startswith(",", at):
                 raise DataError(f"{where} is cut off or no JSON after object {number}")
-            text = _without_spaces(text[1:], file)
+            text, at = _skip_spaces(text, at + 1, file)
         number += 1
-        row, text = _take_object(text, file, f"{where} object {number}")
+        row, text, at = _read_object(text, at, file, f"{where} object {number}")
         yield number, row
-        text = _without_spaces(text, file)
-    if _without_spaces(text[1:], file):
+        text, at = _skip_spaces(text, at, file)
+    text, at = _skip_spaces(text, at + 1, file)
+    if text:
         raise DataError(f"{where} goes on after the end of its array")
 
 
-def _without_spaces(text: str, file: io.TextIOWrapper) -> str:
-    """Return a text from its first character that is no space on, reading more if it has none."""
-    text = text.lstrip(SPACES)
-    while not text and (chunk := file.read(ARRAY_CHARS)):
-        text = chunk.lstrip(SPACES)
-    return text
+def _skip_spaces(text: str, at: int, file: io.TextIOWrapper) -> tuple[str, int]:
+    """Return a text, and where its first character after `at` is that is no space.
+
+    Read on if there is none; the text is empty at the end of the file.
+    """
+    while True:
+        found = NO_SPACE.search(text, at)
+        if found:
+            return text, found.start()
+        text = file.read(ARRAY_CHARS)
+        at = 0
+        if not text:
+            return text, at
 
 
-def _take_object(text: str, file: io.TextIOWrapper, where: str) -> tuple[dict[str, Any], str]:
-    """Return the object that a text begins with, and the text after it.
+def _read_object(
+    text: str, at: int, file: io.TextIOWrapper, where: str
+) -> tuple[dict[str, Any], str, int]:
+    """Return the object that begins at a position of a text, and the position after it.
 
     Raises:
         DataError: there is no whole object, or a longer one than MAX_RECORD.
     """
-    while text.startswith("{"):
+    while text.startswith("{", at):
         try:
-            row, end = json.JSONDecoder().raw_decode(text)
-            return row, text[end:]
+            row, end = json.JSONDecoder().raw_decode(text, at)
+            return row, text, end
         except json.JSONDecodeError as error:
-            if len(text) > MAX_RECORD:
+            length = len(text) - at
+            if length > MAX_RECORD:
                 raise _too_long(where) from error
-            more = file.read(max(ARRAY_CHARS, len(text))) if value_is_cut(error, text) else ""
+            more = file.read(max(ARRAY_CHARS, length)) if value_is_cut(error, text) else ""
             if not more:
                 raise DataError(f"{where} is no JSON: {error.msg}") from error
-            text += more
+            text = text[at:] + more
+            at = 0
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is no JSON: {error}") from error
     raise DataError(f"{where} is no JSON object")

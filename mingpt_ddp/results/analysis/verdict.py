@@ -23,7 +23,7 @@ from mingpt_ddp.results.formats import fixed
 from mingpt_ddp.results.groups import Group, replicates
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
-from mingpt_ddp.results.runs import Job, read_jobs
+from mingpt_ddp.results.runs import Job, by_objective, read_jobs
 from mingpt_ddp.results.stats.significance import PAIRED, Difference
 
 MOST_DECIMALS = 8
@@ -185,7 +185,9 @@ def to_numbers(
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
     return {
         "objective": jobs[0].ranked_by.series,
-        "best": comparisons[0].best.label if comparisons else None,
+        "best": min((each.best for each in comparisons), key=by_objective).label
+        if comparisons
+        else None,
         "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
         "pairs_corrected_for": pairs,

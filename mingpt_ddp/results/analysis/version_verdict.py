@@ -57,7 +57,8 @@ class Against:
     def numbers(self) -> dict[str, Any]:
         """Return speeds and bits as JSON's types."""
         speeds = {"step": self.speed(_step_ms), "whole": self.speed(_seconds)}
-        return {"speed": speeds, "bits": self.bits, "sentence": "; ".join(self.sentences)}
+        said = "; ".join(self.sentences)
+        return {"version": self.other.label, "speed": speeds, "bits": self.bits, "sentence": said}
 
     def speed(self, time: Callable[[Job], float | None]) -> list[float] | None:
         """Return the speed over that of the first, and its interval; None if it is unknown.
@@ -123,5 +124,5 @@ def _bits(one: Job, other: Job, digests: Mapping[Path, str]) -> str:
     theirs = dict(other.history.series("train_loss"))
     for step, loss in one.history.series("train_loss"):
         if theirs.get(step) != loss:
-            return f"other bits from step {step} on"
+            return f"other bits, seen from step {step} on"
     return "other bits"

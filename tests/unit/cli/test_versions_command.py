@@ -59,12 +59,13 @@ def call(monkeypatch, capsys):
             "HEAD has no package mingpt_ddp, and no Python file that --config-dir",
         ),
         (["HEAD", ".", "run.seed=1"], "run.seed=1 must be several seeds: one says nothing"),
-        (["HEAD", ".", "run.seed=1,1"], "run.seed=1,1 must be several seeds"),
+        (["HEAD", ".", "run.seed=1,01"], "run.seed=1,01 must be several seeds"),
         (["HEAD", "."], "run.seed= must be several seeds"),
         (["HEAD", SEEDS], "name two versions of the code or more"),
         (["HEAD", ".", SEEDS, "require=better"], "require=better must be same_bits or not_worse"),
         (["HEAD", ".", SEEDS, "run.name=x"], "run.name=x does not go with versions"),
         (["HEAD", ".", "-m", SEEDS], "-m does not go with versions"),
+        (["HEAD", ".", SEEDS, "data.path=http://a:b@c/d"], "data.path"),
         (["HEAD", ".", "--config-dir=recipe", SEEDS], "the changes in . are more than 1,000,000"),
     ],
 )
@@ -74,6 +75,17 @@ def test_refused_in_one_line_before_anything_is_written(words, message, project,
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"config error: {message.format(project=project)}")
     assert not (project / "outputs").exists() and not list(project.rglob("versions-*"))
+
+
+def test_the_same_files_elsewhere_are_the_same_code(project):
+    """A commit that changes other files alone is compared, not refused."""
+    Path("notes.md").write_text("a note")
+    git("add", ".")
+    git("commit", "-qm", "3")
+    words = ["--config-dir=recipe", f"model.code={project}/recipe/mine.py"]
+    before, after, changed = (find_version(name, words) for name in ("HEAD~1", "HEAD", "HEAD~2"))
+    assert before.code.record["sha256"] == after.code.record["sha256"]
+    assert before.code.record["sha256"] != changed.code.record["sha256"]
 
 
 def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
@@ -120,7 +132,7 @@ def test_a_job_refuses_the_package_of_another_directory(tmp_path, monkeypatch, c
         version_job.main()
     found = Path(version_job.__file__).parents[1]
     line = f"run error: mingpt_ddp is imported from {found}, not from {tmp_path}/mingpt_ddp\n"
-    assert capsys.readouterr().out == line
+    assert capsys.readouterr().err == line
 
 
 def test_one_version_is_one_code_that_no_other_has(tmp_path, monkeypatch):

@@ -57,7 +57,7 @@ def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
         "a is better than b by 0.200 ± 0.025 (95% interval 0.175 to 0.225, 3 paired"
     )
     assert "a step 0.971 times (95% interval 0.971 to 0.971: slower), the whole 1.000" in speed
-    assert bits == "b against a: other bits from step 5 on with seed 1, 2, 3"
+    assert bits == "b against a: other bits, seen from step 5 on with seed 1, 2, 3"
     assert found.is_worse and not found.has_same_bits
     (found,), _, text = judge(b, a)
     assert "a is better than b by 0.200" in text and not found.is_worse
@@ -75,6 +75,9 @@ def test_each_is_compared_with_the_first_and_p_is_corrected_for_that(tmp_path):
     assert max(first["p"], second["p"]) < first["p_corrected"] == 2 * min(first["p"], second["p"])
     assert "p is corrected for all 2 pairs" in text
     assert [each.comparison.best.label for each in found] == ["a", "a"]
+    assert [each["version"] for each in document["comparisons"]] == ["b", "c"]
+    settings.append(setting(tmp_path / "d", [0.9, 1.8, 2.7]))
+    assert judge(*settings)[1]["best"] == "d"
 
 
 def test_what_cannot_be_said_is_no_proof_of_being_not_worse(tmp_path):

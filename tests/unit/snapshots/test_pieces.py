@@ -146,6 +146,7 @@ HEADERS = {
     "negative size": tensor([-1, 2]),
     "absurd size": tensor([10**12, 10**12]),
     "absurd size of no bytes": tensor([0, 2**62, 2**62], 0),
+    "a dimension of more than 63 bits": tensor([0, 2**63], 0),
     "more than the file": tensor([4], 16),
     "negative offset": tensor([2], 0, begin=-8),
     "unknown type": tensor([2], dtype="F128"),
