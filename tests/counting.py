@@ -229,12 +229,15 @@ class Network:
                 "time": SimpleNamespace(**names),
                 "threading": self._threads(InlineThread),
                 "clone_store": lambda store: store,
-                "connect": self._connect,
+                "open_store": self._open_store,
             }
+            found = set()
             for module in modules(PATCHED):
                 for name, value in replaced.items():
                     if hasattr(module, name):
                         patches.enter_context(mock.patch.object(module, name, value))
+                        found.add(name)
+            assert found == {*replaced}, "the package calls it otherwise now"
             threads = self._threads(partial(HeldThread, self))
             patches.enter_context(mock.patch.object(watchdog, "threading", threads))
             patches.enter_context(mock.patch.object(shared_memory, "_machine", self._machine))
@@ -245,7 +248,7 @@ class Network:
             **vars(threading) | {"Thread": thread, "Event": partial(Ticks, self.turns)}
         )
 
-    def _connect(self, env: Any, job: int, timeout_s: float) -> dist.Store:
+    def _open_store(self, env: Any, job: int, timeout_s: float) -> dist.Store:
         return dist.PrefixStore(f"mingpt_ddp/{job}", self.stores[env.rank])
 
     def _machine(self) -> list[str]:
