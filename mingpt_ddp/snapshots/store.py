@@ -7,7 +7,6 @@ A process may be killed (SIGKILL) at any moment: a snapshot exists once its mani
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import Files, path_of
@@ -44,15 +43,14 @@ class SnapshotStore(StoreReader):
         """
         if layout.STATE in contents:
             check_size(bytes(contents[layout.STATE]), layout.MAX_STATE_BYTES)
-
-        def write(name: str) -> dict[str, Any]:
-            content = contents[name]
-            digest = hashlib.sha256(content).hexdigest()
-            self.storage.write(path_of(step, name), content)
-            return {"bytes": len(content), "sha256": digest}
-
+        paths = [path_of(step, name) for name in contents]
         with self._pool() as pool:
-            return dict(zip(contents, pool.map(write, contents), strict=True))
+            digests = list(pool.map(hashlib.sha256, contents.values()))
+            list(pool.map(self.storage.write, paths, contents.values()))
+        files = {}
+        for (name, content), digest in zip(contents.items(), digests, strict=True):
+            files[name] = {"bytes": len(content), "sha256": digest.hexdigest()}
+        return files
 
     def commit(
         self, step: int, by_rank: Sequence[Files], record: Callable[[], None] | None = None

@@ -681,7 +681,8 @@ SEARCHES = [
     ),
     (
         "'sweep.sampler_settings={n_startup:1}'",
-        "config error: sweep.sampler_settings.n_startup is not a setting of sweep.sampler=tpe",
+        "config error: sweep.sampler_settings.n_startup is not a key; did you mean sweep."
+        "sampler_settings.n_startup_trials?",
     ),
     (
         "sweep.pruner=asha 'sweep.pruner_settings={reduction_factor:1}'",
