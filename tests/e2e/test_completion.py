@@ -25,7 +25,7 @@ done
 """
 CASES = {
     "mingpt-ddp": {
-        "mingpt-ddp ": "train sample evaluate snapshots report plan again",
+        "mingpt-ddp ": "train sample evaluate snapshots report plan again versions",
         "mingpt-ddp sn": "snapshots",
         "mingpt-ddp train model=gpt_n": "model=gpt_nano",
         "mingpt-ddp train -m model=gpt_nano optimizer.decay": "optimizer.decay_ratio=",

@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fault_proxy import Fault, FaultProxy, Rule
 
-from mingpt_ddp.storage.remote.remote import StorageError, remote
+from mingpt_ddp.storage.remote import remote
+from mingpt_ddp.storage.remote.remote import StorageError
 from mingpt_ddp.storage.urls import open_storage
 
 MIB = 1 << 20

@@ -112,13 +112,10 @@ def find_steps(
     """
     named = step_in(url)
     url = url.rstrip("/") or url
+    locations: Iterable[str] = candidate_urls(url, follow)  # lazily: a silent server ends it
     if named:
         parent, only = named
         locations = [parent.url]
-        elsewhere = []
-    else:
-        locations = [*candidate_urls(url, follow)]
-        elsewhere = [each for each in candidate_urls(url) if each not in locations]
     found = list[tuple[SnapshotStore, list[int]]]()
 
     def list_steps(store: SnapshotStore) -> None:
@@ -132,6 +129,8 @@ def find_steps(
 
     errors = _ask_each(locations, url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
+    looked_at = {*candidate_urls(url, follow)}
+    elsewhere = [each for each in candidate_urls(url) if not named and each not in looked_at]
     where = redact(", ".join(elsewhere))
     hint = f"the run also has some at {where}; add follow=true to include them"
     if not found:
