@@ -46,8 +46,6 @@ from common import (
 )
 from stopwatch import process_tree
 
-from mingpt_ddp.cli.code_version import find_commit, find_version
-
 MID = [
     "model=gpt_mini",
     "model.n_embd=384",
@@ -121,6 +119,9 @@ def prepare_checkouts(other: str, scratch: Path) -> dict[str, Checkout]:
     Args:
         other: a commit or branch of this one, or a directory.
     """
+    # Not above: step_speed.py imports this module in processes that train with another checkout.
+    from mingpt_ddp.cli.code_version import find_commit, find_version
+
     home_of_other = find_version(other, find_commit(other), []).directory
     checkouts = {}
     for name, home in (("this", ROOT), ("other", home_of_other)):
