@@ -109,12 +109,22 @@ class AsyncSave(threading.Thread):
 
     def run(self) -> None:
         group = self.runtime.group
+        on_rank_zero = group.env.call_on_rank_zero
         try:
             group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
+            record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
             for store in self.stores:
-                self._write(store)
-                if self.url is not None:
-                    break
+                write = partial(store.write_files, self.step, self._contents)
+                commit = partial(store.commit, self.step, record=record)
+                try:
+                    group.io.run_on_rank_zero(partial(store.begin, self.step))
+                    group.io.decide_on_rank_zero(write, commit)
+                except OSError as error:
+                    self._note_failure(store, error)
+                    continue
+                on_rank_zero(partial(self.apply_retention, store))
+                self.url = store.url
+                break
         except Exception as error:  # SnapshotManager.wait raises it on the training thread
             self.error = error
             if not isinstance(error, UserError):
@@ -129,24 +139,12 @@ class AsyncSave(threading.Thread):
             group.is_writing = False
             self.duration_s = time.monotonic() - self.started_at
 
-    def _write(self, store: SnapshotStore) -> None:
-        """Write the snapshot to a store and commit it, or keep the error of the first store."""
-        io = self.runtime.group.io
-        on_rank_zero = self.runtime.group.env.call_on_rank_zero
-        record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
-        write = partial(store.write_files, self.step, self._contents)
-        try:
-            io.run_on_rank_zero(partial(store.begin, self.step))
-            io.decide_on_rank_zero(write, partial(store.commit, self.step, record=record))
-        except OSError as error:
-            self.failure = self.failure or StoreFailure(store.url, error)
-            # free a full disk; a failing object store would fail the deletion too
-            if store.storage.local:
-                with contextlib.suppress(OSError):
-                    on_rank_zero(partial(store.clear, self.step))
-            return
-        on_rank_zero(partial(self.apply_retention, store))
-        self.url = store.url
+    def _note_failure(self, store: SnapshotStore, error: OSError) -> None:
+        """Keep the error of the first store, and free a full disk of the files of this save."""
+        self.failure = self.failure or StoreFailure(store.url, error)
+        if store.storage.local:  # an object store that fails would fail the deletion too
+            with contextlib.suppress(OSError):
+                self.runtime.group.env.call_on_rank_zero(partial(store.clear, self.step))
 
     def _stage(self) -> dict[str, memoryview | bytes]:
         """Copy the tensors to host memory, on a separate CUDA stream per GPU.

@@ -81,7 +81,7 @@ def test_at_most_four_frames_from_the_end_of_a_step_to_the_write(
     assert isinstance(on_thread.__cause__, OSError)
     writing = frames(traceback.extract_tb(on_thread.__traceback__))
     writing += frames(traceback.extract_tb(on_thread.__cause__.__traceback__))
-    assert writing == ["async_writer._write", f"store.{method}"]
+    assert writing == ["async_writer.run", f"store.{method}"]
     for trainer_side in (
         below_trainer(starts[0]),
         below_trainer(traceback.extract_tb(refused.value.__traceback__)),
