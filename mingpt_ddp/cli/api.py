@@ -102,7 +102,7 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
 
 def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
     """Run the train command, and return the directories that it reports."""
-    from mingpt_ddp.distributed.env import CALLER, REPORT_FILE
+    from mingpt_ddp.distributed.env import REPORT_FILE
     from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError
     from mingpt_ddp.storage.records import read_json
@@ -111,8 +111,7 @@ def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
         words = [*words, f"ddp.nproc_per_node={nproc}"]
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
         file = Path(name, "report.json")
-        environ = {**os.environ, "PYTHONPATH": import_path(), "PYTHONUNBUFFERED": "1"}
-        environ |= {CALLER: str(os.getpid()), REPORT_FILE: str(file)}
+        environ = {**os.environ, "PYTHONPATH": import_path(), REPORT_FILE: str(file)}
         code, last = run_process([sys.executable, "-m", "mingpt_ddp", *words], environ)
         report = read_json(file)
     if code != 0:
@@ -123,16 +122,18 @@ def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
 
 
 def run_process(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """Run a command and print its output; return its exit code and its last line.
+    """Train with a command and print its output; return its exit code and its last line.
 
     An error is not printed, for `error_of`. End the command if this function is ended.
     """
+    from mingpt_ddp.distributed.env import CALLER
+
     last = ""
     held = ""  # a line that may be the error to raise, until it is known
     # In a session of its own: Ctrl-C on the terminal arrives once, from here.
     with subprocess.Popen(
         command,
-        env=environ,
+        env={**environ, CALLER: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

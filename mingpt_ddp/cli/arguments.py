@@ -70,7 +70,7 @@ def parse_arguments(config_class: type[T], words: list[str]) -> T:
         name = key or first
         if not (name in fields and fields[name].metadata.get("free_text")):
             refuse_credentials(name, text, one_url=True)
-        check(name != first or bool(text.strip()), f"{name} is empty; name a run directory")
+        check(name != first or text.strip(), f"{name} is empty; name a run directory")
         if hints.get(name) == list[str]:
             text = [*values.pop(name, []), text]
         elif name == first:

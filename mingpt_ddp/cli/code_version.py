@@ -14,7 +14,6 @@ from mingpt_ddp.cli.api import error_of, run_process
 from mingpt_ddp.config.compose.hydra_utils import FLAGS_WITH_VALUE, hydra_value
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.download import user_cache
-from mingpt_ddp.distributed.env import CALLER
 from mingpt_ddp.distributed.launch.fork_server import import_path
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.code_identity import (
@@ -61,8 +60,7 @@ class Version:
         Raises:
             UserError: it has failed.
         """
-        environ = {**self._environment, CALLER: str(os.getpid()), "PYTHONUNBUFFERED": "1"}
-        code, last = run_process([*self._command, *words], environ)
+        code, last = run_process([*self._command, *words], self._environment)
         if code != 0:
             raise error_of({}, last or _ended(code))
 
@@ -94,8 +92,9 @@ def find_commit(name: str) -> str:
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
             commit = git(root, time.monotonic() + GIT_S, *words).decode().strip()
     where = root or "a checkout here"
-    is_found = commit or os.path.isdir(name)
-    check(bool(is_found), f"{name} is no commit or branch of {where}, and no directory")
+    check(
+        commit or os.path.isdir(name), f"{name} is no commit or branch of {where}, and no directory"
+    )
     return commit
 
 
@@ -119,7 +118,7 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
     package = directory / PACKAGE.name
     has_package = (package / "__init__.py").is_file()
     what = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
-    check(has_package or bool(files), f"{name} has {what}")
+    check(has_package or files, f"{name} has {what}")
     # By their paths in the version, so that the same files elsewhere have the same hash.
     chosen = {os.path.relpath(file, directory): file for file in files}
     code = read_code(chosen, package if has_package else None)

@@ -96,11 +96,10 @@ def read_header(start: bytes, size: int) -> Header:
         header = json.loads(start[8 : 8 + length])
         header.pop("__metadata__", None)
         for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            if tensor["dtype"] not in TYPES:
-                raise ValueError(
-                    f"{name[:100]} has type {str(tensor['dtype'])[:20]}, not known here"
-                )
-            dtype, width = TYPES[tensor["dtype"]]
+            kind = str(tensor["dtype"])
+            if kind not in TYPES:
+                raise ValueError(f"{name[:100]} has type {kind[:20]}, not known here")
+            dtype, width = TYPES[kind]
             shape = tensor["shape"]
             begin, end = tensor["data_offsets"]
             are_counts = all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape))

@@ -57,7 +57,7 @@ def parse_overrides(config: DictConfig) -> list[Override]:
     by_key = {override.get_key_element(): override for override in parser.parse_overrides(words)}
     overrides = list(by_key.values())
     for override in overrides:
-        check(bool(expand(override)), f"{override.input_line} has no values to sweep over")
+        check(expand(override), f"{override.input_line} has no values to sweep over")
         if override.is_interval_sweep() and config.sweep.sampler is None:
             raise ConfigError(
                 f"{override.input_line} is for a search: add sweep=optuna, or list values"

@@ -58,7 +58,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """The whole configuration, with what the run resumes or starts from determines."""
+        """The whole configuration, with what a snapshot or other weights decide of it."""
         return self.task.config
 
     @property

@@ -183,11 +183,10 @@ def to_numbers(
         codes = sorted({job.code for job in setting.jobs if job.code})
         more = {"by_seed": setting.by_seed, "left_out": setting.left_out, "codes": codes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
+    best = min((each.best for each in comparisons), key=by_objective, default=None)
     return {
         "objective": jobs[0].ranked_by.series,
-        "best": min((each.best for each in comparisons), key=by_objective).label
-        if comparisons
-        else None,
+        "best": best.label if best else None,
         "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
         "pairs_corrected_for": pairs,
