@@ -16,35 +16,29 @@ import json
 import os
 import re
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git
 from mingpt_ddp.storage.storage import read_regular
 
 PACKAGE = Path(__file__).resolve().parents[1]
 PATCH = "code.patch"
 MAX_CODE_BYTES = 1 << 24  # of a file
-MAX_PATCH_BYTES = 1_000_000
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
 UNKNOWN = "unknown"
 INITIAL = "(initial)"  # git's word for a checkout without a commit
 COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # by SHA-1 or SHA-256
 GIT_S = 5.0  # for all that git is asked
+READ_S = 60.0  # for all that is read, of which a lost disk may be a part
 SHOWN = 5  # files that a message names
 LONGEST = 400  # characters of a description
 KINDS = {"sha256": str, "commits": dict, "files": dict, "earlier": list}  # of a record
-# No program that a checkout configures is run, nothing is locked, fetched or asked.
-OPTIONS = (
-    *("--no-optional-locks", "--no-pager"),
-    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
-    *("-c", f"core.bigFileThreshold={MAX_PATCH_BYTES}"),  # which are not compared line by line
-)
-ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
 STATUS = (
     *("status", "--porcelain=v2", "--branch", "-z"),
     *("--untracked-files=all", "--ignore-submodules=dirty", "--no-renames"),
@@ -106,21 +100,35 @@ class Code:
         return record
 
 
-def start_reading(chosen: Mapping[str, Path]) -> Future[Code]:
-    """Call `read_code` on a thread, during the rest of a start."""
-    pool = ThreadPoolExecutor(1)
-    reading = pool.submit(_read_or_say_why, chosen)
-    pool.shutdown(wait=False)
-    return reading
+def start_reading(chosen: Mapping[str, Path]) -> Callable[[], Code]:
+    """Call `read_code` on a thread, during the rest of a start.
+
+    The returned function waits for it, for at most READ_S seconds.
+    """
+    found: list[Code] = []
+
+    def read() -> None:
+        try:
+            found.append(read_code(chosen))
+        except Exception as error:  # of a user's files: it ends no run
+            found.append(_unknown(repr(error)))
+
+    def wait() -> Code:
+        if not found:
+            thread.join(READ_S)
+        if not found:
+            found.append(_unknown(f"reading it takes more than {READ_S:g} s"))
+        return found[0]
+
+    thread = threading.Thread(target=read, name="code", daemon=True)
+    thread.start()
+    return wait
 
 
-def _read_or_say_why(chosen: Mapping[str, Path]) -> Code:
-    """Return the code; unknown, where the files of a user cause an error: it ends no run."""
-    try:
-        return read_code(chosen)
-    except Exception as error:
-        why = f"{UNKNOWN}: {error!r}"[:LONGEST]  # one line
-        return Code({"sha256": UNKNOWN, "commits": {}, "patch": why, "files": {}}, b"")
+def _unknown(why: str) -> Code:
+    """Return the code where it cannot be read."""
+    patch = f"{UNKNOWN}: {why}"[:LONGEST]  # one line
+    return Code({"sha256": UNKNOWN, "commits": {}, "patch": patch, "files": {}}, b"")
 
 
 def read_code(chosen: Mapping[str, Path], package: Path | None = None) -> Code:
@@ -314,25 +322,3 @@ def _kept(patch: bytes, title: str) -> bytes:
         else:
             kept += part
     return kept
-
-
-def git(root: Path, deadline: float, *words: str) -> bytes:
-    """Return what git prints.
-
-    Raises:
-        TimeoutExpired: it takes too long.
-        OSError, CalledProcessError: it fails.
-    """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    done = subprocess.run(
-        ["git", *OPTIONS, *words],
-        cwd=root,
-        env=environment | ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=max(0.0, deadline - time.monotonic()),
-        check=False,
-    )
-    if done.returncode not in (0, 1):  # 1: there are differences
-        done.check_returncode()
-    return done.stdout

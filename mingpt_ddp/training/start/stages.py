@@ -5,8 +5,7 @@ Each is a collective, and returns what the later ones need: inputs, the history,
 
 import contextlib
 import uuid
-from collections.abc import Container
-from concurrent.futures import Future
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -213,7 +212,7 @@ def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> History:
     return history
 
 
-def build(inputs: Inputs, history: History, code: Future[Code] | None = None) -> Run:
+def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = None) -> Run:
     """Build what is trained, as the newest snapshot has it if there is one.
 
     Args:
@@ -242,7 +241,7 @@ def build(inputs: Inputs, history: History, code: Future[Code] | None = None) ->
     is_complete = _is_complete(length, config.trainer.patience, history.end, runtime.group)
     record = recorded_code(resumed)
     if code and not is_complete:
-        record = code.result().record_in(directory, record)
+        record = code().record_in(directory, record)
     return Run(
         runtime, task, inputs.loader, trainable, length, snapshots, resumed, record, is_complete
     )
@@ -266,7 +265,7 @@ def _is_complete(
 
 
 def record_start(
-    run: Run, history: History, hydra_files: dict[str, str], code: Future[Code] | None
+    run: Run, history: History, hydra_files: dict[str, str], code: Callable[[], Code] | None
 ) -> None:
     """Record the configuration, unless a complete run has one; log what differs from before.
 
@@ -282,7 +281,7 @@ def record_start(
         warn_of_unused_changes(previous, config)
     else:
         files = {name: text.encode() for name, text in run.task.files().items()}
-        if code and not run.is_complete and (patch := code.result().patch):
+        if code and not run.is_complete and (patch := code().patch):
             files[run.code["patch"]] = patch
         history.owner.record_start(config.to_dict(), hydra_files, files)
     if run.is_complete:

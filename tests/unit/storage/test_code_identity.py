@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import stat
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.code_identity import (
-    MAX_PATCH_BYTES,
     PACKAGE,
     SECRET,
     SECRET_NAME,
@@ -23,6 +26,7 @@ from mingpt_ddp.storage.code_identity import (
     recorded_code,
     start_reading,
 )
+from mingpt_ddp.storage.git import MAX_PATCH_BYTES
 
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
 
@@ -277,11 +281,57 @@ def test_no_error_of_the_reading_ends_a_run(tmp_path, monkeypatch):
         raise IndexError("7")
 
     monkeypatch.setattr(code_identity, "read_code", fail)
-    record = start_reading({}).result().record_in(tmp_path, {})
+    record = start_reading({})().record_in(tmp_path, {})
     assert describe(recorded_code({"code": record})) == "unknown, unknown: IndexError('7')"
     other = {"sha256": "a", "files": {"a.py": "1"}}
     assert difference_of(record, other) == "which files is unknown"
     assert difference_of(record, record) == ""
+
+
+def test_no_reading_holds_up_a_run_for_ever(monkeypatch):
+    is_over = threading.Event()
+    monkeypatch.setattr(code_identity, "read_code", lambda chosen: is_over.wait())
+    monkeypatch.setattr(code_identity, "READ_S", 0.01)
+    code = start_reading({})
+    assert describe(code().record) == "unknown, unknown: reading it takes more than 0.01 s"
+    is_over.set()
+    assert code().record["sha256"] == "unknown", "a run has one answer"
+
+
+def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
+    """It may live as long as the run, whose start would wait for it, as for a loader process."""
+    before = pipes_to_write()
+    held = []
+
+    def fork():
+        if (child := os.fork()) == 0:
+            os._exit(100 + len(pipes_to_write() - before))
+        held.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    thread = threading.Thread(target=fork)
+
+    class Root(os.PathLike):
+        def __fspath__(self):
+            """Fork on a thread when `subprocess` has opened the pipes, and starts git."""
+            thread.start()
+            thread.join(0.3)  # the fork waits for the start, which waits for this
+            return str(checkout)
+
+    head = code_identity.git(Root(), time.monotonic() + 600, "rev-parse", "HEAD")
+    thread.join()
+    assert head.decode().strip() == git(checkout, "rev-parse", "HEAD")
+    assert held == [100]
+
+
+def pipes_to_write() -> set[str]:
+    """Return the pipes that this process can write to."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the directory itself
+            pipe, flags = os.readlink(link), fcntl.fcntl(int(link.name), fcntl.F_GETFL)
+            if pipe.startswith("pipe:") and flags & os.O_WRONLY:
+                found.add(pipe)
+    return found
 
 
 def test_a_checkout_without_a_commit_and_one_with_a_file_named_head(checkout, tmp_path):
