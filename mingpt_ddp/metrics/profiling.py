@@ -4,14 +4,13 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from mingpt_ddp import torch_internals
-from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.storage.run_dir import run_directory
 
 log = logging.getLogger(__name__)
 
@@ -25,20 +24,29 @@ DIRECTORY = "profile"  # in the run directory
 class Profiler:
     """Profile the steps of trainer.profile. No number of the run depends on it."""
 
-    def __init__(self, config: Config, runtime: Runtime, steps: range, paused: Paused) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        runtime: Runtime,
+        profile: tuple[int, int] | None,
+        steps: range,
+        paused: Paused,
+    ) -> None:
         """
         Args:
+            directory: of the run.
+            profile: the steps of trainer.profile.
             steps: range(steps done so far, steps of the whole run).
             paused: a context for what takes time between steps.
         """
         self.runtime = runtime
         self._paused = paused
-        self._directory = run_directory(config) / DIRECTORY
+        self._directory = directory / DIRECTORY
         self._profile: torch.profiler.profile | None = None  # while profiling
         self._seconds: list[float] = []  # of each profiled step
-        first, last = config.trainer.profile or (1, 0)
+        first, last = profile or (1, 0)
         self._window = range(max(first, steps.start + 1), min(last, steps.stop) + 1)
-        if config.trainer.profile is not None:
+        if profile is not None:
             torch_internals.record_gpu_allocations()
         if len(self._window) <= last - first:
             window = self._window
@@ -111,15 +119,19 @@ class Profiler:
 
 
 @contextmanager
-def snapshot_when_out_of_memory(config: Config, runtime: Runtime) -> Iterator[None]:
-    """Write which blocks fill the GPU when an allocation fails in this context."""
+def snapshot_when_out_of_memory(directory: Path, rank: int) -> Iterator[None]:
+    """Write which blocks fill the GPU of a rank when an allocation fails in this context.
+
+    Args:
+        directory: of the run.
+    """
     try:
         yield
     except Exception as error:
         # as it is, or refused as a ConfigError
         if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
             raise
-        path = run_directory(config) / DIRECTORY / f"rank{runtime.group.rank}.memory.pickle"
+        path = directory / DIRECTORY / f"rank{rank}.memory.pickle"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if torch_internals.dump_gpu_memory(str(path)):

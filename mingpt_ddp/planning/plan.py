@@ -34,14 +34,13 @@ from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.measure import Measured, measure
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes, known_length
 from mingpt_ddp.training.saves.save_schedule import automatic_interval
 from mingpt_ddp.training.start.preflight import check_fits, newest_snapshot, with_batch_size
-from mingpt_ddp.training.start.stages import snapshot_urls
+from mingpt_ddp.training.start.stages import snapshot_stores
 from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 
 WRITTEN = 1 << 25  # bytes, to measure a disk
@@ -86,7 +85,7 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     with task.discarded_if_refused():
         if warm:
             warm.check(task)
-        check_fits(task.config, runtime, task)
+        check_fits(runtime, task)
         check_minutes(task.config)
         loader = task.train_loader(runtime.device)
     loader.close()
@@ -124,8 +123,9 @@ def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) 
     """
     newest = None
     if config.run.init_from is not None:
-        urls = snapshot_urls(config, run_directory(config))
-        newest = newest_snapshot(config, [SnapshotStore(url) for url in urls])
+        directory = run_directory(config)
+        stores = snapshot_stores(config, directory)
+        newest = newest_snapshot(stores, directory, config.run.source)
     return warm_start(config, newest and newest.state, typed, runtime.group)
 
 

@@ -38,7 +38,6 @@ class Validation:
         observers: Observers,
     ) -> None:
         self.run = run
-        self.config = run.config
         self.state = run.state
         self.metrics = metrics
         self.saves = saves
@@ -60,10 +59,10 @@ class Validation:
                 f"the validation loss of step {state.step} is {loss}; start again with a lower "
                 "optimizer.lr"
             )
-        improved = record_evaluation(state, metrics, self.config.trainer.min_delta)
+        improved = record_evaluation(state, metrics, self.run.config.trainer.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)
         self.observers.hooks.call("evaluate", state.step, metrics)
-        return Decision(improved=improved and self.config.snapshot.keep_best)
+        return Decision(improved=improved and self.run.config.snapshot.keep_best)
 
     def prune(self, is_last: bool) -> RunStatus | None:
         """Report an evaluation of a job of a sweep, whose pruner may end it.
@@ -85,7 +84,7 @@ class Validation:
     def stop_early(self, is_last: bool) -> RunStatus | None:
         """End the run after an evaluation if trainer.patience is at its end."""
         state = self.state
-        patience = self.config.trainer.patience
+        patience = self.run.config.trainer.patience
         if is_last or not has_stopped_early(state, patience):
             return None
         log.info(

@@ -20,12 +20,10 @@ class AnomalyPolicy:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.config = run.config
+        self.trainer = run.config.trainer
         # Reading the loss synchronizes with the GPU: a policy that only stops reads it when it is
         # logged.
-        acts_at_once = self.config.trainer.on_nonfinite != "stop" or bool(
-            self.config.trainer.spike_factor
-        )
+        acts_at_once = self.trainer.on_nonfinite != "stop" or bool(self.trainer.spike_factor)
         self.checks_every_step = acts_at_once or run.runtime.device.type == "cpu"
 
     def find_in_step(self, loss: float, grad_norm: Tensor) -> str | None:
@@ -47,7 +45,7 @@ class AnomalyPolicy:
         scaled = self.run.runtime.scaler.is_enabled()
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"
-        factor = self.config.trainer.spike_factor
+        factor = self.trainer.spike_factor
         average = self.run.state.loss_ema
         if factor is not None and average is not None and loss > factor * average:
             return f"loss {loss:.4f}, more than {factor:g} times the average of {average:.4f}"
@@ -59,7 +57,7 @@ class AnomalyPolicy:
         # earlier steps are repeated after a rollback
         if step > max(state.skipped_steps, default=0):
             state.consecutive_skips = 0
-        if self.config.trainer.spike_factor is not None:
+        if self.trainer.spike_factor is not None:
             average = loss if state.loss_ema is None else state.loss_ema
             state.loss_ema = EMA_DECAY * average + (1 - EMA_DECAY) * loss
 
@@ -76,7 +74,7 @@ class AnomalyPolicy:
             )
 
     def make_error(self, anomaly: str) -> TrainingError:
-        config = self.config
+        config = self.run.config
         # an unnamed run's name depends on lr
         name = "" if config.run.name else f" and run.name={run_name(config)}"
         advice = f"run again with a lower optimizer.lr or trainer.grad_norm_clip{name}"

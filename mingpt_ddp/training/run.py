@@ -81,7 +81,7 @@ def train_run(
             outcome = evaluate_complete(run, evaluator)
         else:
             trainer = begin_attempt(run, history, times, evaluator, observers)
-            with snapshot_when_out_of_memory(run.config, runtime):
+            with snapshot_when_out_of_memory(run.directory, runtime.group.rank):
                 outcome = trainer.train()
         record_end(run, history.owner, observers, outcome)
     if outcome.status is RunStatus.PREEMPTED:

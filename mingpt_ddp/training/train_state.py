@@ -5,8 +5,8 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.fields import NonNegativeFloat, NonNegativeInt
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.metrics.jsonl import HistoryEnd
 
@@ -85,7 +85,11 @@ def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: f
 
 
 def record_last_evaluation(
-    state: TrainState, config: Config, steps: int, end: HistoryEnd | None, group: ProcessGroup
+    state: TrainState,
+    trainer: TrainerConfig,
+    steps: int,
+    end: HistoryEnd | None,
+    group: ProcessGroup,
 ) -> None:
     """Record the evaluation of this step from metrics.jsonl if the run ended after it.
 
@@ -96,13 +100,13 @@ def record_last_evaluation(
         steps: the limit of the run.
         end: of metrics.jsonl, on rank zero.
     """
-    every = config.trainer.eval_every or steps
+    every = trainer.eval_every or steps
     is_due = state.step % every == 0 or state.step == steps
     if state.step == 0 or not is_due or state.val_step == state.step:
         return
     metrics = group.run_on_rank_zero(lambda: _last_evaluation(end, state.step))
     if "loss" in metrics:
-        record_evaluation(state, metrics, config.trainer.min_delta)
+        record_evaluation(state, metrics, trainer.min_delta)
 
 
 def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:

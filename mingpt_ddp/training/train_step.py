@@ -46,7 +46,7 @@ class TrainStep:
         Raises:
             ConfigError: the number of steps is not known.
         """
-        self.config = task.config
+        config = task.config
         self.runtime = runtime
         self.strategy = runtime.strategy
         self.task = task
@@ -55,12 +55,12 @@ class TrainStep:
         self.model = trainable.model
         self.optimizer = trainable.optimizer
         self.average = trainable.average
-        self.length = length or known_length(self.config, loader.steps_per_epoch)
-        self.lr_config = scale_lr(self.config.optimizer, self.config.trainer.batch_size)
+        self.length = length or known_length(config, loader.steps_per_epoch)
+        self.lr_config = scale_lr(config.optimizer, config.trainer.batch_size)
         # of the configuration: loading the optimizer's state replaces its groups
         self.weight_decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         self.parameters = list(self.model.parameters())
-        graphs = runtime.compiles and replays_graphs(self.config, self.model, plan)
+        graphs = runtime.compiles and replays_graphs(config, self.model, plan)
         self.parallel_model = self.strategy.wrap(self.model, graphs)
         self.strategy.watch(self.model, plan.n_micro)
         self.phase = StepPhases(self.strategy)
@@ -105,7 +105,7 @@ class TrainStep:
 
     def clip(self) -> Tensor:
         """Clip the gradients by norm, then by value; return their global norm before."""
-        trainer = self.config.trainer
+        trainer = self.task.config.trainer
         self.runtime.scaler.unscale_(self.optimizer)
         self._add(self.actions.change_gradients(self._step, self.model))
         norm = self.strategy.clip_grad_norm(self.parameters, trainer.grad_norm_clip)
@@ -122,7 +122,7 @@ class TrainStep:
         reads = scaler.is_enabled()  # from a GPU, which waits
         with self.phase("update", step, waiting=reads):
             lr = self.set_lr(step)
-            seed_everything("update", self.config.run.seed, step)
+            seed_everything("update", self.task.config.run.seed, step)
             self.strategy.update(self.model, self.optimizer, scaler)
             scale = scaler.get_scale() if self.actions.actions else 0.0
             scaler.update()
@@ -168,7 +168,7 @@ class TrainStep:
         Raises:
             CodeError: one of them cannot be averaged.
         """
-        seed_everything("dropout", self.config.run.seed, step, micro.index)
+        seed_everything("dropout", self.task.config.run.seed, step, micro.index)
         with self.runtime.autocast():
             batch = self.runtime.to_device(micro.batch)
             outputs = outputs_of(self.task.loss(self.parallel_model, batch), self.model)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,6 +61,11 @@ class Run:
     def config(self) -> Config:
         """The whole configuration, with what a snapshot or other weights decide of it."""
         return self.task.config
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.snapshots.directory
 
     @property
     def state(self) -> TrainState:

@@ -48,7 +48,7 @@ class Trainer:
         validation: Validation,
         observers: Observers,
     ) -> None:
-        self.config = run.config
+        self.run = run
         self.runtime = run.runtime
         self.state = run.state
         self.train_step = train_step
@@ -62,8 +62,9 @@ class Trainer:
         self._first_steps = range(self.state.step + 1, self.state.step + 1 + FIRST_STEPS)
         self._load_meter()
         self.profiler = Profiler(
-            self.config,
+            run.directory,
             run.runtime,
+            run.config.trainer.profile,
             range(self.state.step, self.steps),
             self.metrics.meter.paused,
         )
@@ -91,7 +92,7 @@ class Trainer:
         Raises:
             DamageError: a rank holds a damaged copy of a tensor.
         """
-        trainer = self.config.trainer
+        trainer = self.run.config.trainer
         end = self._finish_resumed_step()
         while end is None and self.state.step < self.steps:
             step = self.state.step + 1
@@ -144,7 +145,7 @@ class Trainer:
         if step not in self._first_steps:
             return nullcontext()
         size = self.train_step.plan.micro_batch_size
-        return refuse_out_of_memory(self.config, self.runtime, f"a micro-batch of {size}")
+        return refuse_out_of_memory(self.run.config, self.runtime, f"a micro-batch of {size}")
 
     def _finish_resumed_step(self) -> RunStatus | None:
         """Evaluate the resumed step if a signal interrupted that; save it if that changes it."""
@@ -162,7 +163,7 @@ class Trainer:
         """Evaluate this step if that is due; the pruner and trainer.patience may end the run."""
         is_last = self.state.step == self.steps
         decision = Decision()
-        if self._is_due(self.config.trainer.eval_every):
+        if self._is_due(self.run.config.trainer.eval_every):
             decision = self.validation.evaluate()
         end = decision.end or self.validation.prune(is_last) or self.validation.stop_early(is_last)
         return Decision(decision.improved, end)
@@ -220,7 +221,7 @@ class Trainer:
         message = f"step {step} has {anomaly}{cause}"
         self.state.consecutive_skips += 1
         skips = self.state.consecutive_skips
-        policy = self.config.trainer.on_nonfinite
+        policy = self.run.config.trainer.on_nonfinite
         if policy == "stop" or skips > MAX_CONSECUTIVE_SKIPS:
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as did the {skips - 1} before it"
@@ -266,7 +267,7 @@ class Trainer:
         agreed_step = max(copies.agreed_step, self.saves.manager.last_step or 0)
         message = f"{damage.args[0]}; all copies were equal at step {agreed_step}"
         advice = "test the memory of the machine, and run again to continue"
-        if self.config.trainer.on_nonfinite == "stop":
+        if self.run.config.trainer.on_nonfinite == "stop":
             raise TrainingError(f"{message}; {advice} from the last snapshot") from damage
         step = self._restore_latest()
         if step is None:

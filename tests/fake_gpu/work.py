@@ -81,7 +81,11 @@ def trainer_of(
     """Return the loop around the steps, which nothing interrupts and nobody saves."""
     norms = LayerNorms(runtime.group, trainable.model, config.trainer.norms_every)
     run: Any = SimpleNamespace(
-        config=config, runtime=runtime, trainable=trainable, state=TrainState()
+        config=config,
+        runtime=runtime,
+        directory=Path("run"),
+        trainable=trainable,
+        state=TrainState(),
     )
     metrics: Any = SimpleNamespace(norms=norms, meter=meter, log_values=lambda step, values: None)
     observers: Any = SimpleNamespace(signals=SimpleNamespace(signal_name=None))

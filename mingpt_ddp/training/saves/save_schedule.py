@@ -78,17 +78,17 @@ class SaveSchedule:
         """
         self.run = run
         self.state = run.state
-        self.snapshot_config = run.config.snapshot
+        self.snapshot = run.config.snapshot
         self.manager = run.snapshots
         self.train_step = train_step
         self.meter = meter
         self.anomaly = anomaly
         self.copies = copies
         self._every: list[int] = []  # steps
-        if isinstance(self.snapshot_config.every_steps, int):
-            self._every.append(self.snapshot_config.every_steps)
-        if self.snapshot_config.every_epochs:
-            self._every.append(self.snapshot_config.every_epochs * run.length.steps_per_epoch)
+        if isinstance(self.snapshot.every_steps, int):
+            self._every.append(self.snapshot.every_steps)
+        if self.snapshot.every_epochs:
+            self._every.append(self.snapshot.every_epochs * run.length.steps_per_epoch)
         self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
         self._stall_s = 0.0  # since the last snapshot was taken
@@ -120,9 +120,9 @@ class SaveSchedule:
     def is_due(self) -> bool:
         """Return whether a snapshot is due by this rank's clock."""
         elapsed = time.monotonic() - self._since
-        if self.snapshot_config.every_steps == "auto" and elapsed >= self._interval_s:
+        if self.snapshot.every_steps == "auto" and elapsed >= self._interval_s:
             return True
-        minutes = self.snapshot_config.every_minutes
+        minutes = self.snapshot.every_minutes
         return minutes is not None and elapsed >= 60 * minutes
 
     def wait_for_staging(self) -> None:
@@ -143,7 +143,7 @@ class SaveSchedule:
             is_due: whether one is due by rank zero's clock.
         """
         step = self.state.step
-        keep_every = self.snapshot_config.keep_every
+        keep_every = self.snapshot.keep_every
         if keep_every and step % keep_every == 0:  # a milestone is of no other step
             self.save()
             return
@@ -159,7 +159,7 @@ class SaveSchedule:
             return
         with self._stall():
             self.manager.save(self._capture())
-            if not self.snapshot_config.background:
+            if not self.snapshot.background:
                 self.manager.wait()
 
     def save(self) -> None:
@@ -167,7 +167,7 @@ class SaveSchedule:
         with self._stall():
             self.manager.wait()
             self.manager.save(self._capture())
-            if not self.snapshot_config.background:
+            if not self.snapshot.background:
                 self.manager.wait()
 
     def commit(self) -> None:
@@ -191,7 +191,7 @@ class SaveSchedule:
         """
         group = self.run.runtime.group
         step = self.state.step
-        left = self.snapshot_config.grace_seconds - max(group.all_gather(elapsed_s))
+        left = self.snapshot.grace_seconds - max(group.all_gather(elapsed_s))
         until = time.monotonic() + left
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
@@ -253,7 +253,7 @@ class SaveSchedule:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
         self._is_pending = False
         self._record_cost()
-        if self.snapshot_config.every_steps == "auto":
+        if self.snapshot.every_steps == "auto":
             self._interval_s = self._best_interval()
             log.info(
                 "the next snapshot is due in %.1f s", self._interval_s, extra={"file_only": True}
@@ -278,7 +278,7 @@ class SaveSchedule:
     def _best_interval(self) -> float:
         """Return the best interval for the cost of a snapshot and the rate of failures so far."""
         state = self.state
-        mtbf_s = 3600 * self.snapshot_config.mtbf_hours
+        mtbf_s = 3600 * self.snapshot.mtbf_hours
         if state.failures:
             mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
         if state.save_durable_s is None:

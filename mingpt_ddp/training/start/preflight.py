@@ -18,7 +18,7 @@ from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
-from mingpt_ddp.storage.run_dir import run_directory, run_name
+from mingpt_ddp.storage.run_dir import run_name
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
 from mingpt_ddp.training.train_state import TrainState
@@ -58,7 +58,7 @@ def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
 
 
 def read_recorded(
-    config: Config, stores: list[SnapshotStore], group: ProcessGroup
+    stores: list[SnapshotStore], directory: Path, source: str | None, group: ProcessGroup
 ) -> Recorded | None:
     """Read what the snapshot that the run resumes from has recorded; None without one.
 
@@ -66,6 +66,8 @@ def read_recorded(
 
     Args:
         stores: of the run's snapshots.
+        directory: of the run.
+        source: as `RunConfig.source`.
 
     Raises:
         SnapshotError: another version wrote it, in another format, or its batch is not one.
@@ -73,7 +75,7 @@ def read_recorded(
     """
 
     def read() -> dict[str, Any] | None:
-        newest = newest_snapshot(config, stores, KINDS)
+        newest = newest_snapshot(stores, directory, source, KINDS)
         if newest is None:
             return None
         _check(newest)
@@ -97,17 +99,15 @@ def _check(newest: Snapshot) -> None:
 
 
 def newest_snapshot(
-    config: Config, stores: list[SnapshotStore], kinds: Sequence[str] = ()
+    stores: list[SnapshotStore], directory: Path, source: str | None, kinds: Sequence[str] = ()
 ) -> Snapshot | None:
     """Read the state of the snapshot that the run resumes from, if there is one.
 
-    Raises as `read_recorded` does.
+    Arguments and errors are those of `read_recorded`.
 
     Args:
         kinds: of the tensors to read, which may be damaged, if it is that of run.resume.
     """
-    directory = run_directory(config)
-    source = config.run.source
     stores = readable_stores(stores, directory, source)
     own = [store.newest_state() for store in stores]
     newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
@@ -131,13 +131,14 @@ def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Co
     return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
 
 
-def check_fits(config: Config, runtime: Runtime, task: Task) -> None:
+def check_fits(runtime: Runtime, task: Task) -> None:
     """Check that a built-in model fits the smallest memory of all ranks. A collective.
 
     Raises:
         ConfigError: the parameters and gradients alone do not fit, or the model has not what a key
             needs.
     """
+    config = task.config
     # its constructor may allocate any amount
     if is_own_model(config.model):
         return

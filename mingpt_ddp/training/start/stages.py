@@ -76,6 +76,7 @@ class Inputs:
     runtime: Runtime
     task: Task
     loader: Loader
+    directory: Path
     stores: list[SnapshotStore]
     warm: WarmStart | None  # the weights of run.init_from
 
@@ -104,9 +105,9 @@ def prepare(
     group = runtime.group
     _check_same_config(config, runtime)
     directory = run_directory(config)
-    stores = [SnapshotStore(url) for url in snapshot_urls(config, directory)]
+    stores = snapshot_stores(config, directory)
     group.run_on_rank_zero(partial(check_directories, directory, stores))
-    recorded = read_recorded(config, stores, group)
+    recorded = read_recorded(stores, directory, config.run.source, group)
     kept = recorded.state if recorded else None
     warm = warm_start(config, kept, typed, group)
     config = with_batch_size(
@@ -117,7 +118,7 @@ def prepare(
     task = build_task(config, group, warm.state if warm else {}, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-        inputs = Inputs(runtime, task, loader, stores, warm)
+        inputs = Inputs(runtime, task, loader, directory, stores, warm)
         _preflight(inputs, recorded, hydra_files)
     return inputs
 
@@ -137,8 +138,8 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     runtime.group.check_agreement(values, refuse)
 
 
-def snapshot_urls(config: Config, directory: Path) -> list[str]:
-    """Return the URLs of the run's snapshots, those of its fallbacks last.
+def snapshot_stores(config: Config, directory: Path) -> list[SnapshotStore]:
+    """Return the stores of the run's snapshots, its fallbacks last.
 
     They are in the run directory, or in snapshot.path below the run's name; with
     snapshot.fallback_path a second URL follows.
@@ -150,7 +151,7 @@ def snapshot_urls(config: Config, directory: Path) -> list[str]:
     for path in (config.snapshot.path, config.snapshot.fallback_path):
         if path is not None:
             urls.append(f"{path}{name}" if path.endswith("/") else f"{path}/{name}")
-    return urls
+    return [SnapshotStore(url) for url in urls]
 
 
 def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
@@ -179,7 +180,7 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
 
     group.run_on_rank_zero(check_source)
     check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
-    check_fits(config, runtime, task)
+    check_fits(runtime, task)
     if uses_user_code(config):
         check_user_code(runtime, task, inputs.loader, plan)
 
@@ -190,15 +191,15 @@ def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> History:
     Args:
         resources: releases the locks when it is closed.
     """
-    config = inputs.task.config
     group = inputs.runtime.group
-    directory = run_directory(config)
+    directory = inputs.directory
+    timeout_s = inputs.task.config.ddp.timeout_s
     history = History()
     resources.callback(inputs.loader.close)
 
     def lock() -> None:
         nonlocal history
-        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
+        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, timeout_s / 2))
         resources.callback(owner.release)
         for store in inputs.stores:
             owner.lock_snapshots(open_storage(store.url))
@@ -221,7 +222,7 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     runtime = inputs.runtime
     task = inputs.task
     config = task.config
-    directory = run_directory(config)
+    directory = inputs.directory
     snapshots = SnapshotManager(config, runtime, inputs.stores, directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     warm = None if snapshot else inputs.warm
@@ -235,7 +236,7 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     length = RunLength(config, inputs.loader.steps_per_epoch, state)
     if steps := length.reckon(state.step):
         length.fix(steps, state.step)
-    record_last_evaluation(state, config, length.steps, history.end, runtime.group)
+    record_last_evaluation(state, config.trainer, length.steps, history.end, runtime.group)
     log_start(runtime, task, trainable.model, directory, length)
     resumed = snapshot.state if snapshot else {}
     is_complete = _is_complete(length, config.trainer.patience, history.end, runtime.group)
@@ -299,5 +300,5 @@ def open_trackers(run: Run) -> list[Outbox]:
     has_own_snapshots = run.snapshots.last_step is not None
     if not has_own_snapshots or not state.run_id:
         state.run_id = uuid.uuid4().hex[:12]
-    open_all = partial(open_outboxes, run.config, run_directory(run.config), state.run_id)
+    open_all = partial(open_outboxes, run.config, run.directory, state.run_id)
     return run.runtime.group.env.call_on_rank_zero(open_all) or []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,10 +18,9 @@ from mingpt_ddp.metrics.profiling import Profiler, snapshot_when_out_of_memory
 
 def test_a_step_ends_when_the_device_has_done_it(tmp_path, monkeypatch):
     """The profiler is torch's, the device one whose steps take 5 seconds behind the host."""
-    config = from_mapping(configure("trainer.device=cpu", "trainer.profile=[2,3]"))
-    config = replace(config, run=replace(config.run, root=str(tmp_path), name="run"))
+    config = from_mapping(configure("trainer.device=cpu"))
     device = QueuedDevice(Runtime(config, DistEnv()))
-    profiler = Profiler(config, device, range(0, 4), nullcontext)
+    profiler = Profiler(tmp_path, device, (2, 3), range(0, 4), nullcontext)
     seen = []
     monkeypatch.setattr(profiler, "_summary", lambda *_: seen.extend(profiler._seconds) or "")
     for step in range(1, 5):
@@ -43,10 +40,6 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
     fails, is_refused, tmp_path, monkeypatch, log_lines
 ):
     """torch's dump is replaced, for want of a GPU."""
-    config = from_mapping(configure("data.block_size=16"))
-    config = replace(config, run=replace(config.run, root=str(tmp_path), name="run"))
-    runtime = SimpleNamespace(group=SimpleNamespace(rank=1))
-
     def dump(path: str) -> None:
         if fails:
             raise OSError("No space left on device")
@@ -59,10 +52,10 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
     if is_refused:
         cause = error
         error = ConfigError("tried to allocate too much")
-    kept = snapshot_when_out_of_memory(config, runtime)
+    kept = snapshot_when_out_of_memory(tmp_path, 1)
     with pytest.raises(type(error), match="tried to allocate"), kept:
         raise error from cause
-    path = tmp_path / "run" / "profile" / "rank1.memory.pickle"
+    path = tmp_path / "profile" / "rank1.memory.pickle"
     assert path.exists() == (not fails)
     (line,) = log_lines
     assert line.startswith(
@@ -71,5 +64,5 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
 
 
 def test_other_errors_leave_none(tmp_path):
-    with pytest.raises(ValueError, match="other"), snapshot_when_out_of_memory(None, None):
+    with pytest.raises(ValueError, match="other"), snapshot_when_out_of_memory(tmp_path, 0):
         raise ValueError("other")

@@ -161,7 +161,7 @@ def test_hooks_have_no_part_in_a_step_whose_loss_scale_overflows():
     train_step = step_of(model, "trainer.precision=fp16")
     train_step.runtime.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     train_step.actions = Actions(
-        train_step.config, train_step.runtime, [("gradients x", Noted), ("update y", note)]
+        train_step.task.config, train_step.runtime, [("gradients x", Noted), ("update y", note)]
     )
     take_step(train_step, 1)
     handle = model.scores.weight.register_hook(lambda gradient: gradient * float("inf"))

@@ -313,7 +313,7 @@ def test_an_automatic_interval_follows_from_the_measured_cost(tmp_path, monkeypa
 )
 def test_a_snapshot_is_due_by_the_clock(every_steps, every_minutes, elapsed, is_due, monkeypatch):
     schedule = object.__new__(SaveSchedule)
-    schedule.snapshot_config = SimpleNamespace(every_steps=every_steps, every_minutes=every_minutes)
+    schedule.snapshot = SimpleNamespace(every_steps=every_steps, every_minutes=every_minutes)
     schedule._since, schedule._interval_s = NOW - elapsed, 30.0
     stop_clock(monkeypatch)
     assert schedule.is_due() is is_due

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock, call
@@ -51,6 +52,7 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     parts.metrics.meter.paused = partial(noted_pause, parts)
     run = SimpleNamespace(
         config=from_mapping(configure("trainer.log_every=100", *overrides)),
+        directory=Path("run"),
         state=state or TrainState(),
         runtime=SimpleNamespace(group=SimpleNamespace(set_activity=Mock())),
         trainable=SimpleNamespace(model="model", optimizer="optimizer"),
@@ -155,8 +157,7 @@ def test_the_first_steps_of_a_start_must_fit_into_memory(failing_step):
     """The warm-up and two steps; later, other processes may have taken the memory."""
     trainer, parts = trainer_of(state=TrainState(step=2))
     group = SimpleNamespace(set_activity=Mock(), rank=0, world_size=1)
-    strategy = SimpleNamespace(config=trainer.config)
-    trainer.runtime = SimpleNamespace(group=group, strategy=strategy)
+    trainer.runtime = SimpleNamespace(group=group)
     parts.step.plan.micro_batch_size = 3
 
     def run(step: int | None = None) -> dict[str, Tensor]:
@@ -191,7 +192,8 @@ def test_the_profiler_knows_the_steps_of_this_start(monkeypatch):
     state = TrainState(step=2, loss_sum=5.0, loss_part_sums={"aux": 1.0}, loss_steps=3)
     trainer, parts = trainer_of(state=state)
     paused = parts.metrics.meter.paused
-    assert profiler.mock_calls == [call(trainer.config, trainer.runtime, range(2, 6), paused)]
+    runtime = trainer.runtime
+    assert profiler.mock_calls == [call(Path("run"), runtime, None, range(2, 6), paused)]
     assert trainer.lr == 0.0
     trainer._load_meter()
     assert parts.mock_calls == [call.metrics.meter.load_state({"loss": 5.0, "aux": 1.0}, 3)]
