@@ -126,6 +126,7 @@ def strategy_of_ranks(config: Any, runtime: Any) -> Any:
 
     device, group = runtime.device, runtime.group
     if config.ddp.strategy == "fsdp":
-        return FSDPStrategy(config, device, group)
+        return FSDPStrategy(config.ddp, config.trainer, device, group)
     kinds = {"ddp": DDPStrategy, "manual": ManualStrategy, "zero1": Zero1Strategy}
-    return kinds[config.ddp.strategy](config, device, group, compiles=False)
+    cls = kinds[config.ddp.strategy]
+    return cls(config.ddp, config.trainer, device, group, compiles=False)

@@ -5,7 +5,6 @@ import gc
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class Runtime:
             job: index of the job in a sweep; every job has its own process group.
         """
         self.began_at = time.monotonic()  # to join
-        self.config = config
+        self.ddp = config.ddp
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
         self.device = device_of_rank(config.trainer, config.ddp, env)
@@ -49,7 +48,7 @@ class Runtime:
         self.compiles = should_compile(config, self.device, env.world_size)
         set_up_device(self.device, config.trainer.deterministic)
         self._threads = torch.get_num_threads()  # of this process, without this run
-        if threads := canonical_threads(config):
+        if threads := canonical_threads(config.ddp):
             torch.set_num_threads(threads)
         self.group = ProcessGroup(env, config.ddp, job)
         Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
@@ -79,13 +78,14 @@ class Runtime:
         It has the same device and precision, and a loss scaler of its own; no call is a collective,
         and nothing is compiled.
         """
-        ddp = for_one_rank(self.config.ddp)
         alone = copy.copy(self)
-        alone.config = replace(self.config, ddp=ddp)
+        alone.ddp = for_one_rank(self.ddp)
         alone.scaler = self._new_scaler(init_scale=1.0)  # its few steps must not overflow
         alone.compiles = False
-        alone.group = ProcessGroup(DistEnv(), ddp, job=0)
-        alone.strategy = SingleStrategy(alone.config, self.device, alone.group, compiles=False)
+        alone.group = ProcessGroup(DistEnv(), alone.ddp, job=0)
+        alone.strategy = SingleStrategy(
+            alone.ddp, self.strategy.trainer, self.device, alone.group, compiles=False
+        )
         return alone
 
     def close(self) -> None:
@@ -118,9 +118,9 @@ class Runtime:
                 "strategy": self.strategy.name,
                 "tensor_parallel": self.group.tensor_size,
                 "transport": self.group.transport,
-                "comm_hook": self.config.ddp.comm_hook,
+                "comm_hook": self.ddp.comm_hook,
             }
-        return environment | {"reduction": self.config.ddp.reduction}
+        return environment | {"reduction": self.ddp.reduction}
 
     def now(self) -> float:
         """Return the time in seconds, once the GPU has done what is queued on its stream.

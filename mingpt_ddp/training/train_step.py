@@ -6,13 +6,14 @@ averages the gradients over the ranks.
 
 import logging
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.data.rng import seed_everything
-from mingpt_ddp.distributed.device.compile import replays_graphs
+from mingpt_ddp.distributed.device.compile import replays_graphs, report_compile_errors
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
@@ -192,8 +193,12 @@ class TrainStep:
         if self.runtime.compiles:
             log.info("compiling the model; the first time this may take minutes")
         first = self.loader.get_batch(1, self.plan, self.runtime.group.data_rank)[0]
-        self.strategy.warm_up(self.parallel_model, lambda: self.forward(1, first).losses["loss"])
-        if self.runtime.compiles:
+        compiles = self.runtime.compiles
+        with report_compile_errors(self.task.config) if compiles else nullcontext():
+            self.strategy.warm_up(
+                self.parallel_model, lambda: self.forward(1, first).losses["loss"]
+            )
+        if compiles:
             graphs = ", with CUDA graphs" if self.strategy.graphs else ""
             log.info("compiled in %.1f s%s", time.perf_counter() - begin, graphs)
 

@@ -85,8 +85,9 @@ def run_mutant(name: str) -> dict[str, Any]:
 
 def dataparallel_step() -> None:
     """Let nn.DataParallel split a batch over the GPUs of this process."""
-    with fake_rank(config_of([*Case().overrides(), "ddp.strategy=dp"]), 1) as runtime:
-        build_run(runtime.config, runtime, VOCABULARY).train(1)
+    config = config_of([*Case().overrides(), "ddp.strategy=dp"])
+    with fake_rank(config, 1) as runtime:
+        build_run(config, runtime, VOCABULARY).train(1)
 
 
 def synchronized_batchnorm() -> None:

@@ -152,9 +152,9 @@ def test_a_deterministic_run_makes_the_compiler_deterministic(deterministic):
     from torch._inductor import config as inductor
 
     settings = config("trainer.compile=true", f"trainer.deterministic={deterministic}")
-    SingleStrategy(settings, CPU, SimpleNamespace(world_size=1), compiles=True).wrap(
-        nn.Linear(1, 1)
-    )
+    group = SimpleNamespace(world_size=1)
+    strategy = SingleStrategy(settings.ddp, settings.trainer, CPU, group, compiles=True)
+    strategy.wrap(nn.Linear(1, 1))
     assert inductor.deterministic is deterministic
 
 
@@ -183,16 +183,15 @@ def test_compiled_code_is_cached_for_each_kind_of_cpu(directory, monkeypatch):
     monkeypatch.setenv(variable, directory or "")
     if directory is None:
         monkeypatch.delenv(variable)
-    config = from_mapping(configure())
     found = {}
     for capability in ("AVX2", "AVX512"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
         for _ in range(2):  # of a sweep, say
-            compiling.compile_model(nn.Linear(2, 2), config, CPU, graphs=False)
+            compiling.compile_model(nn.Linear(2, 2), CPU, deterministic=False, graphs=False)
         found[capability] = os.environ[variable]
         base = found[capability].rpartition("/")[0]
         monkeypatch.setenv(variable, base)
     assert len(set(found.values())) == 2
     assert directory in (None, base)
-    compiling.compile_model(nn.Linear(2, 2), config, GPU, graphs=False)
+    compiling.compile_model(nn.Linear(2, 2), GPU, deterministic=False, graphs=False)
     assert os.environ[variable] == base

@@ -144,14 +144,15 @@ def replays_graphs(config: Config, model: nn.Module, plan: BatchPlan) -> bool:
 
 
 def compile_model(
-    model: nn.Module, config: Config, device: torch.device, graphs: bool
+    model: nn.Module, device: torch.device, deterministic: bool, graphs: bool
 ) -> nn.Module:
     """Return the model compiled into one graph; the first call compiles.
 
     Args:
+        deterministic: choose kernels without timing them.
         graphs: replay its kernels from CUDA graphs, without a launch each.
     """
-    torch_internals.compile_deterministically(config.trainer.deterministic)
+    torch_internals.compile_deterministically(deterministic)
     if device.type == "cpu":
         _keep_code_of_cpus_apart()
     mode = "reduce-overhead" if graphs else None

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.validation import check
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # the limit of the container, or `max`
@@ -37,12 +38,12 @@ def threads_per_worker(workers: int, on_cores: int | None = None) -> int:
     return max(1, (on_cores or count_cores()) // workers)
 
 
-def canonical_threads(config: Config) -> int | None:
+def canonical_threads(ddp: DDPConfig) -> int | None:
     """Return the threads of a rank whose bits must not depend on the machine; None: it may.
 
     OMP_NUM_THREADS, or one.
     """
-    is_canonical = config.ddp.reduction == "canonical"
+    is_canonical = ddp.reduction == "canonical"
     return threads_per_worker(workers=1, on_cores=1) if is_canonical else None
 
 

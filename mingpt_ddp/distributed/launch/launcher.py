@@ -94,7 +94,7 @@ async def run_workers(
         RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
     n = launch.workers
-    config = launch.config.ddp
+    ddp = launch.config.ddp
     if not env.is_rank_zero:
         logs.to_console(DistEnv())
         log.info("starting %d local workers; rank 0 runs at %s:%d", n, *env.master_address)
@@ -104,17 +104,15 @@ async def run_workers(
             f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more"
         )
     make_socket_directory()  # of the workers too, which do not delete it
-    if config.launcher == "forkserver":
+    if ddp.launcher == "forkserver":
         start_server()
     composed = compose_for_workers(launch.overrides)  # while the server imports torch
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_rank_zero and not env.is_standalone:
-        await asyncio.to_thread(_host_store, env, config.timeout_s)
+        await asyncio.to_thread(_host_store, env, ddp.timeout_s)
     group = _WorkerGroup(launch, composed, first, forwarder)
     try:
-        code, interrupted = await _run_with_restarts(
-            group.run, started_at, config, launch.directory
-        )
+        code, interrupted = await _run_with_restarts(group.run, started_at, ddp, launch.directory)
     finally:
         group.store.stop()
     if code and env.is_rank_zero and not env.is_standalone:
@@ -135,7 +133,7 @@ def _host_store(env: DistEnv, timeout_s: float) -> None:
 async def _run_with_restarts(
     attempt: Callable[[float], Awaitable[tuple[int, int]]],
     started_at: float,
-    config: DDPConfig,
+    ddp: DDPConfig,
     directory: Path,
 ) -> tuple[int, bool]:
     """Call `attempt`, with its start time, until it succeeds or a restart would not help.
@@ -147,18 +145,18 @@ async def _run_with_restarts(
         The exit code, and whether a signal was received, as in `Ended`.
     """
     before = read_result(directory)
-    for restart in range(config.max_restarts + 1):
+    for restart in range(ddp.max_restarts + 1):
         if restart:
-            log.warning("restart %d of %d", restart, config.max_restarts)
+            log.warning("restart %d of %d", restart, ddp.max_restarts)
         code, received = await attempt(started_at)
         started_at = time.monotonic()
         if received:
             result = read_result(directory)
             if result.get("status") == RunStatus.PREEMPTED:
-                return config.preempted_exit_code, True
+                return ddp.preempted_exit_code, True
             is_complete = result and result != before
             return 0 if is_complete else 128 + received, True
-        if code in (0, USER_ERROR, config.preempted_exit_code):
+        if code in (0, USER_ERROR, ddp.preempted_exit_code):
             return code, False
     return USER_ERROR if code == EX_TEMPFAIL else FAILURE, False
 
@@ -239,7 +237,7 @@ class _WorkerGroup:
         launch = self.launch
         n = launch.workers
         context: Any = multiprocessing.get_context(launch.config.ddp.launcher)
-        threads = canonical_threads(launch.config) or launch.threads
+        threads = canonical_threads(launch.config.ddp) or launch.threads
         shared = shared_environ(n, first.is_standalone, threads)
         shared[STARTED_AT] = str(started_at)
         if launch.slot:

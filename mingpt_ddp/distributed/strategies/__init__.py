@@ -31,7 +31,7 @@ def check_strategy(config: Config, world_size: int) -> None:
     """
     name = config.ddp.strategy
     if config.ddp.reduction == "canonical":
-        check_canonical(config)
+        check_canonical(config.ddp, config.trainer)
     if name in ("single", "dp") and world_size > 1:
         raise ConfigError(
             f"ddp.strategy={name} trains in one process, not {world_size} ranks; use "
@@ -56,25 +56,27 @@ def build_strategy(
     Raises:
         ConfigError: hsdp does not fit the nodes.
     """
-    name = config.ddp.strategy
-    if config.ddp.reduction == "canonical":
+    ddp = config.ddp
+    trainer = config.trainer
+    name = ddp.strategy
+    if ddp.reduction == "canonical":
         shards = name == "zero1" and group.world_size > 1
         cls = CanonicalZero1Strategy if shards else CanonicalStrategy
-        return cls(config, device, group, compiles)
+        return cls(ddp, trainer, device, group, compiles)
     if group.tensor_size > 1:
         from mingpt_ddp.distributed.strategies.tensor_parallel import TensorParallelStrategy
 
-        return TensorParallelStrategy(config, device, group, compiles)
+        return TensorParallelStrategy(ddp, trainer, device, group, compiles)
     if group.world_size == 1 and name == "dp":
-        return DPStrategy(config, device, group, compiles)
+        return DPStrategy(ddp, trainer, device, group, compiles)
     if group.world_size == 1:
-        return SingleStrategy(config, device, group, compiles)
+        return SingleStrategy(ddp, trainer, device, group, compiles)
     if name in ("fsdp", "hsdp"):
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
 
-        return FSDPStrategy(config, device, group)
+        return FSDPStrategy(ddp, trainer, device, group)
     if name == "manual":
-        return ManualStrategy(config, device, group, compiles)
+        return ManualStrategy(ddp, trainer, device, group, compiles)
     if name == "zero1":
-        return Zero1Strategy(config, device, group, compiles)
-    return DDPStrategy(config, device, group, compiles)
+        return Zero1Strategy(ddp, trainer, device, group, compiles)
+    return DDPStrategy(ddp, trainer, device, group, compiles)

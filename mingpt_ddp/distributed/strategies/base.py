@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
-from mingpt_ddp.distributed.device.compile import compile_model, report_compile_errors
+from mingpt_ddp.distributed.device.compile import compile_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.step_clock import StepClock
 from mingpt_ddp.distributed.strategies.sync_batchnorm import synchronize
@@ -46,9 +47,15 @@ class Strategy:
     allows_several_devices = False  # for the layers of one rank
 
     def __init__(
-        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+        self,
+        ddp: DDPConfig,
+        trainer: TrainerConfig,
+        device: torch.device,
+        group: ProcessGroup,
+        compiles: bool,
     ) -> None:
-        self.config = config
+        self.ddp = ddp
+        self.trainer = trainer
         self.device = device
         self.group = group
         self.compiles = compiles
@@ -104,7 +111,7 @@ class Strategy:
         return self._synchronize_batchnorm(move_model(model, self.device))
 
     def _synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
-        if not self.config.ddp.sync_batchnorm:
+        if not self.ddp.sync_batchnorm:
             return model
         return synchronize(model, self.device)
 
@@ -123,7 +130,7 @@ class Strategy:
         self.graphs = graphs
         if not self.compiles:
             return model
-        return compile_model(model, self.config, self.device, graphs)
+        return compile_model(model, self.device, self.trainer.deterministic, graphs)
 
     @staticmethod
     def _broadcast_weights(model: nn.Module) -> None:
@@ -170,7 +177,7 @@ class Strategy:
     @property
     def waits_in_passes(self) -> bool:
         """Return whether each forward and backward pass is a collective."""
-        return self.config.ddp.sync_batchnorm or not self.holds_all_weights
+        return self.ddp.sync_batchnorm or not self.holds_all_weights
 
     def passes(self, total: int) -> int:
         """Return how many of `total` forward passes, divided over the ranks, this rank makes."""
@@ -214,17 +221,13 @@ class Strategy:
 
         Args:
             forward: returns the loss of a micro-batch.
-
-        Raises:
-            ConfigError: torch cannot compile the model.
         """
         buffers = {name: buffer.clone() for name, buffer in parallel_model.named_buffers()}
-        with report_compile_errors(self.config) if self.compiles else nullcontext():
-            for _ in range(self.warmup_passes):
-                self.group.barrier()
-                self.begin_step()
-                forward().backward()
-                parallel_model.zero_grad(set_to_none=True)
+        for _ in range(self.warmup_passes):
+            self.group.barrier()
+            self.begin_step()
+            forward().backward()
+            parallel_model.zero_grad(set_to_none=True)
         for name, buffer in parallel_model.named_buffers():
             buffer.copy_(buffers[name])
 

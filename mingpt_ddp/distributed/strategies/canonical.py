@@ -9,7 +9,8 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.group.ordered_sum import Reducer, build_reducer
@@ -25,14 +26,12 @@ EXACT_TYPES = (
 )  # of parameters: losses and metrics are added in the same type
 
 
-def check_canonical(config: Config) -> None:
+def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
     """Refuse settings whose sums depend on the number of ranks.
 
     Raises:
         ConfigError: names the key to change.
     """
-    ddp = config.ddp
-    trainer = config.trainer
     if trainer.micro_batch_size is None:
         batch = trainer.batch_size
         size = max(n for n in range(1, max(1, batch // 4) + 1) if batch % n == 0)
@@ -65,9 +64,14 @@ class CanonicalStrategy(Strategy):
     is_canonical = True
 
     def __init__(
-        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+        self,
+        ddp: DDPConfig,
+        trainer: TrainerConfig,
+        device: torch.device,
+        group: ProcessGroup,
+        compiles: bool,
     ) -> None:
-        super().__init__(config, device, group, compiles)
+        super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = 0  # nothing depends on the first backward pass
         self._reducer: Reducer | None = None
         self._views: list[Tensor] = []  # of the gradients in the flat tensor

@@ -16,7 +16,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp import torch_internals
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
@@ -93,16 +94,21 @@ class DDPStrategy(Strategy):
     allows_several_devices = True
 
     def __init__(
-        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+        self,
+        ddp: DDPConfig,
+        trainer: TrainerConfig,
+        device: torch.device,
+        group: ProcessGroup,
+        compiles: bool,
     ) -> None:
-        super().__init__(config, device, group, compiles)
+        super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
         self._iteration = 0  # of DDP: backward passes that reduce gradients
         # seconds in the hook by iteration, of the latest ones: DDP shows an older one's times
         self._hook_s: dict[int, float] = {}
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:
-        ddp = self.config.ddp
+        ddp = self.ddp
         devices = {parameter.device for parameter in model.parameters()}
         on_one_gpu = self.device.type == "cuda" and devices == {self.device}
         parallel = DDP(
@@ -117,7 +123,7 @@ class DDPStrategy(Strategy):
             # A graph with activation checkpointing cannot be split; outside of DDP the compiler
             # finds no single graph.
             torch_internals.cut_graph_at_buckets(
-                parallel, not self.config.trainer.activation_checkpointing
+                parallel, not self.trainer.activation_checkpointing
             )
         torch_internals.keep_process_group(parallel)
         torch_internals.time_communication(parallel, TIMED_EVERY)

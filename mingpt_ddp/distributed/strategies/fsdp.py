@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.device.device import keep_freed_memory
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
@@ -71,13 +72,15 @@ class FSDPStrategy(Strategy):
 
     holds_all_weights = False
 
-    def __init__(self, config: Config, device: torch.device, group: ProcessGroup) -> None:
+    def __init__(
+        self, ddp: DDPConfig, trainer: TrainerConfig, device: torch.device, group: ProcessGroup
+    ) -> None:
         """
         Raises:
             ConfigError: the nodes of hsdp have different numbers of ranks.
         """
-        super().__init__(config, device, group, compiles=False)
-        self.name = config.ddp.strategy
+        super().__init__(ddp, trainer, device, group, compiles=False)
+        self.name = ddp.strategy
         self.shards = group.world_size
         shape: tuple[int, ...] = (self.shards,)
         if self.name == "hsdp":

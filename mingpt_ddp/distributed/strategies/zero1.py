@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
@@ -46,9 +47,14 @@ class Zero1Strategy(DDPStrategy):
     allows_several_devices = False
 
     def __init__(
-        self, config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+        self,
+        ddp: DDPConfig,
+        trainer: TrainerConfig,
+        device: torch.device,
+        group: ProcessGroup,
+        compiles: bool,
     ) -> None:
-        super().__init__(config, device, group, compiles)
+        super().__init__(ddp, trainer, device, group, compiles)
         self.shards = group.world_size
         self._owners: dict[str, int] = {}  # by the name of the parameter
         self._parameters: list[list[nn.Parameter]] = []  # by owner

@@ -103,7 +103,7 @@ def test_one_thread_unless_told(monkeypatch, told, threads):
     assert torch.get_num_threads() == runtime.environment()["threads"] == threads
     runtime.close()
     assert torch.get_num_threads() == before
-    assert canonical_threads(from_mapping(configure("model=gpt_nano"))) is None
+    assert canonical_threads(from_mapping(configure("model=gpt_nano")).ddp) is None
 
 
 def total(*gradients: Any) -> torch.Tensor:

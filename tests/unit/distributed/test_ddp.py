@@ -29,7 +29,7 @@ def strategy(tmp_path: Path) -> Iterator[DDPStrategy]:
     runtime = Runtime(config, DistEnv())
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield DDPStrategy(config, CPU, runtime.group, compiles=False)
+    yield DDPStrategy(config.ddp, config.trainer, CPU, runtime.group, compiles=False)
     dist.destroy_process_group()
 
 

@@ -40,6 +40,7 @@ def test_an_out_of_memory_error_leaves_a_snapshot(
     fails, is_refused, tmp_path, monkeypatch, log_lines
 ):
     """torch's dump is replaced, for want of a GPU."""
+
     def dump(path: str) -> None:
         if fails:
             raise OSError("No space left on device")

@@ -236,7 +236,7 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
     ],
 )
 def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
-    task = text_task(runtime.config)
+    task = text_task(CONFIG)
     model = build_trainable(runtime, task).model
     gradients = {name: torch.ones_like(each) for name, each in model.named_parameters()}
     event = getattr(hook, "event", "gradients")
@@ -256,7 +256,7 @@ def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
 def test_state_needs_all_weights(runtime, monkeypatch):
     monkeypatch.setitem(BUILDERS["action"], "gradients mine.hook", Noted)
     monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
-    task = text_task(runtime.config)
+    task = text_task(CONFIG)
     with pytest.raises(ConfigError, match="has state, which needs all weights on every rank"):
         check_actions(runtime, task, {}, {"train": [], "val": []})
 
