@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from mingpt_ddp.config.keys.schema import DDPConfig
-from mingpt_ddp.config.keys.trainer_config import TrainerConfig
-from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
 
 K = TypeVar("K")
@@ -46,23 +43,15 @@ class Zero1Strategy(DDPStrategy):
     name = "zero1"
     allows_several_devices = False
 
-    def __init__(
-        self,
-        ddp: DDPConfig,
-        trainer: TrainerConfig,
-        device: torch.device,
-        group: ProcessGroup,
-        compiles: bool,
-    ) -> None:
-        super().__init__(ddp, trainer, device, group, compiles)
-        self.shards = group.world_size
-        self._owners: dict[str, int] = {}  # by the name of the parameter
-        self._parameters: list[list[nn.Parameter]] = []  # by owner
+    # of a prepared model
+    _owners: dict[str, int]  # by the name of the parameter
+    _parameters: list[list[nn.Parameter]]  # by owner
 
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         model = super().prepare(model, dtype)
-        self._owners = assign_owners(model, self.group.world_size)
-        self._parameters = [[] for _ in range(self.group.world_size)]
+        self.shards = self.group.world_size
+        self._owners = assign_owners(model, self.shards)
+        self._parameters = [[] for _ in range(self.shards)]
         parameters = dict(model.named_parameters())
         for name, owner in self._owners.items():
             self._parameters[owner].append(parameters[name])
