@@ -55,7 +55,7 @@ class MetricsProcessor:
         self.task = task
         self.start = start
         self.steps_per_epoch = loader.steps_per_epoch
-        directory = run_directory(task.config)
+        directory = self._directory = run_directory(task.config)
         chosen = task.config.tracker
         env = runtime.group.env
         self.tensorboard = TensorBoardLogger(
@@ -228,7 +228,7 @@ class MetricsProcessor:
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)
             if self.outboxes:
-                append_sample(run_directory(self.task.config), step, text)
+                append_sample(self._directory, step, text)
             in_sweep = "/" in (self.task.config.run.name or "")
             extra = {"file_only": in_sweep}
             log.info("step %d, a sample:\n%s\n", step, text, extra=extra)

@@ -72,7 +72,8 @@ def conclude_local(local: LocalJob, ended: Ended, sweep: Sweep) -> float | None:
     config = local.launch.config
     preempted = config.ddp.preempted_exit_code
     if ended.code not in (0, preempted) and not ended.signalled:
-        local.env.call_on_rank_zero(lambda: notify(config, FAILED))
+        directory = local.launch.directory
+        local.env.call_on_rank_zero(lambda: notify(config.run, directory, FAILED))
         if not hydra_utils.is_multirun():
             exit_process(None, ended.code)
         reason = ended.last_line or f"job error: its workers exited with code {ended.code}"

@@ -6,11 +6,12 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import RunConfig
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.storage.run_dir import RunStatus, read_result, run_directory
+from mingpt_ddp.storage.run_dir import RunStatus, read_result
 
 log = logging.getLogger(__name__)
 
@@ -19,40 +20,42 @@ FAILED = "failed"
 
 
 @contextlib.contextmanager
-def notifying(config: Config, env: DistEnv) -> Iterator[None]:
+def notifying(run: RunConfig, directory: Path, env: DistEnv) -> Iterator[None]:
     """Run the command of a run that ends in this context.
 
     After a failure only if no launcher could restart it.
+
+    Args:
+        directory: of the run.
     """
-    before = _end(config)
+    before = _end(directory)
     try:
         yield
     except Exception:
         if env.is_standalone:
-            notify(config, FAILED)
+            notify(run, directory, FAILED)
         raise
-    after = _end(config)
+    after = _end(directory)
     if after != before and after[0] in (RunStatus.COMPLETE, RunStatus.PRUNED):
-        env.call_on_rank_zero(lambda: notify(config, after[0]))
+        env.call_on_rank_zero(lambda: notify(run, directory, after[0]))
 
 
-def _end(config: Config) -> list[Any]:
+def _end(directory: Path) -> list[Any]:
     """Return what differs between two ends of the run."""
-    result = read_result(run_directory(config))
+    result = read_result(directory)
     return [result.get(key) for key in ("status", "step", "val_loss")]
 
 
-def notify(config: Config, status: str) -> None:
+def notify(run: RunConfig, directory: Path, status: str) -> None:
     """Run the command for a status, without a shell; a failure of it is logged only."""
     key = "on_failure" if status == FAILED else "on_end"
-    command = config.run.on_failure if status == FAILED else config.run.on_end
+    command = run.on_failure if status == FAILED else run.on_end
     if command is None:
         return
-    directory = run_directory(config).absolute()
     loss = read_result(directory).get("val_loss", "")
     environ = {
         **os.environ,
-        "MINGPT_DDP_RUN_DIR": str(directory),
+        "MINGPT_DDP_RUN_DIR": str(directory.absolute()),
         "MINGPT_DDP_STATUS": status,
         "MINGPT_DDP_VAL_LOSS": str(loss),
     }
