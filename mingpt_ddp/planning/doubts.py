@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.training.length import early_end
 from mingpt_ddp.training.start.start_log import long_metrics, long_warmup
 
@@ -22,7 +23,7 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
         plan: what `make_plan` or `make_gpu_plan` return.
         cores: of this machine.
     """
-    found = [*_of_length(config, plan), *_of_batch(config, plan["batch"])]
+    found = [*_of_length(config, plan), *_of_batch(config.optimizer, plan["batch"])]
     if "gpu" in plan:
         return found
     found += _of_memory(plan["memory"])
@@ -40,7 +41,7 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
     length = plan["length"]
     parameters = plan["model"]["parameters"]
     trainer = config.trainer
-    if warmup := long_warmup(config, length["steps"]):
+    if warmup := long_warmup(config.optimizer, length["steps"]):
         yield warmup
     if end := early_end(trainer, length["limits"]):
         yield end
@@ -60,7 +61,7 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
             f"{sizes}: expect overfitting; use more data, fewer steps, a smaller model, or "
             "model.dropout"
         )
-    if full := long_metrics(config, length["steps"]):
+    if full := long_metrics(trainer.log_every, length["steps"]):
         yield full
     if trainer.eval_every is not None and trainer.eval_every > length["steps"]:
         yield (
@@ -69,10 +70,10 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_batch(config: Config, batch: dict[str, Any]) -> Iterator[str]:
-    low, high = LEARNING_RATES.get(config.optimizer.name, (0.0, math.inf))
+def _of_batch(optimizer: OptimizerConfig, batch: dict[str, Any]) -> Iterator[str]:
+    low, high = LEARNING_RATES.get(optimizer.name, (0.0, math.inf))
     if not low <= batch["lr"] <= high:
-        usual = f"for {config.optimizer.name} {low:g} to {high:g} is usual"
+        usual = f"for {optimizer.name} {low:g} to {high:g} is usual"
         yield f"the learning rate is {batch['lr']:g}, {usual}; check optimizer.lr"
     if batch["idle"]:
         parts = f"{batch['micro_batches']} micro-batches on {batch['copies']} ranks"

@@ -73,11 +73,10 @@ class GPUPlan:
 
     def __init__(self, task: Task, loader: Loader, cluster: Cluster, machine: Machine) -> None:
         self.task = task
-        self.config = task.config
         self.cluster = cluster
         self.gpu = GPUS[machine.device]
         self.whole = State(task)
-        self.items_per_row = loader.items_per_step / self.config.trainer.batch_size
+        self.items_per_row = loader.items_per_step / task.config.trainer.batch_size
         self.data = 0  # bytes that stay on the GPU
         if isinstance(loader, SupportsResidence):
             self.data = loader.resident_bytes(self.gpu.memory)
@@ -122,7 +121,7 @@ class GPUPlan:
 
     def _is_chosen(self, strategy: Strategy) -> bool:
         """Return whether the configuration asks for this strategy."""
-        ddp = self.config.ddp
+        ddp = self.task.config.ddp
         return strategy.name == ("tensor_parallel" if ddp.tensor_parallel > 1 else ddp.strategy)
 
     def _parts(self, strategy: Strategy) -> int:
@@ -133,10 +132,10 @@ class GPUPlan:
         """
         if strategy.name != "tensor_parallel":
             return 1
-        own = self.config.ddp.tensor_parallel
+        own = self.task.config.ddp.tensor_parallel
         if own > 1:
             return own
-        heads = getattr(self.config.model, "n_head", 0)  # without any, any number is refused
+        heads = getattr(self.task.config.model, "n_head", 0)  # without any, any number is refused
         parts = math.gcd(heads, self.cluster.ranks_per_node)
         message = f"no number of ranks of a node divides model.n_head={heads}; change it"
         check(parts > 1 or self.cluster.ranks == 1, message)
@@ -150,8 +149,9 @@ class GPUPlan:
         """
         is_alone = self.cluster.ranks == 1 and strategy.name != "single"
         check(not is_alone, "on one rank it is single")
-        ddp = replace(self.config.ddp, strategy=strategy.key, tensor_parallel=parts)
-        config = replace(self.config, ddp=ddp)
+        config = self.task.config
+        ddp = replace(config.ddp, strategy=strategy.key, tensor_parallel=parts)
+        config = replace(config, ddp=ddp)
         allows_compile(config, torch.device("cuda"), self.cluster.ranks)
         return divide_batch(config, self.cluster.ranks)[1]
 
@@ -202,14 +202,13 @@ def make_gpu_plan(
     alone = replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
     runtime = Runtime(alone, DistEnv())
     warm = warm_start_of_plan(config, typed, runtime)
-    given = warm.config if warm else config
-    config, batch = divide_batch(given, cluster.ranks)
+    config, batch = divide_batch(warm.config, cluster.ranks)
     allows_compile(config, torch.device("cuda"), cluster.ranks)
-    task = build_task(config, runtime.group, warm.state if warm else {})
+    task = build_task(config, runtime.group, warm.state)
     with task.discarded_if_refused():
         if outputs is not None:
             task.set_outputs(outputs)
-        elif warm:
+        else:
             warm.check(task)
         loader = task.train_loader(runtime.device)
         length = known_length(config, loader.steps_per_epoch)
@@ -229,7 +228,7 @@ def make_gpu_plan(
     described: dict[str, Any] = {
         "run": str(run_directory(config)),
         "data": data,
-        "device": f"{cluster.ranks} x {gpu.name} in {precision_of_gpu(config)}",
+        "device": f"{cluster.ranks} x {gpu.name} in {precision_of_gpu(config.trainer.precision)}",
         **describe_work(task, loader, length, count_parameters(model), flops_per_token(model)),
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "gpu": {
@@ -242,7 +241,7 @@ def make_gpu_plan(
             "strategies": strategies,
             "left_out": left_out,
         },
-        "world_sizes": [ranks_row(given, n) for n in sorted({*WORLD_SIZES, cluster.ranks})],
+        "world_sizes": [ranks_row(warm.config, n) for n in sorted({*WORLD_SIZES, cluster.ranks})],
     }
     described["doubts"] = find_doubts(config, described, os.cpu_count() or 1)
     return described

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig, SnapshotConfig
 from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed.device.compile import should_compile
 from mingpt_ddp.distributed.device.device import device_name, total_memory
@@ -79,12 +80,10 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         torch.set_num_threads(threads_per_worker(ranks))
     runtime = Runtime(_alone(config), DistEnv())
     warm = warm_start_of_plan(config, typed, runtime)
-    given = warm.config if warm else config
-    config, batch = divide_batch(given, ranks)
-    task = build_task(_alone(config), runtime.group, warm.state if warm else {})
+    config, batch = divide_batch(warm.config, ranks)
+    task = build_task(_alone(config), runtime.group, warm.state)
     with task.discarded_if_refused():
-        if warm:
-            warm.check(task)
+        warm.check(task)
         check_fits(runtime, task)
         check_minutes(task.config)
         loader = task.train_loader(runtime.device)
@@ -94,28 +93,31 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     length = known_length(task.config, loader.steps_per_epoch, step_s)
     work = describe_work(task, loader, length, measured.parameters, measured.flops)
     steps = length.steps
-    snapshots = _snapshots(config, measured, steps, step_s, loader.steps_per_epoch)
+    directory = run_directory(config)
+    snapshots = _snapshots(config.snapshot, directory, measured, length, step_s)
     plan: dict[str, Any] = {
-        "run": str(run_directory(config)),
+        "run": str(directory),
         "data": task.describe_data(),
         "device": f"{device_name(runtime.device)} in {runtime.precision}",
         **work,
         "batch": {**asdict(batch), "items": loader.items_per_step},
-        "memory": _memory(config, runtime, measured, ranks),
+        "memory": _memory(config.ddp, runtime, measured, ranks),
         "snapshots": snapshots,
         "time": {
             "step_s": step_s,
             "items_per_s": loader.items_per_step / step_s,
-            **_totals(config, measured, batch, steps, step_s, snapshots["count"]),
+            **_totals(
+                config.trainer.eval_every, measured, batch, steps, step_s, snapshots["count"]
+            ),
         },
-        "world_sizes": [ranks_row(given, n) for n in sorted({*WORLD_SIZES, ranks})],
+        "world_sizes": [ranks_row(warm.config, n) for n in sorted({*WORLD_SIZES, ranks})],
     }
     runtime.close()
     plan["doubts"] = find_doubts(config, plan, os.cpu_count() or 1)
     return plan
 
 
-def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) -> WarmStart | None:
+def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) -> WarmStart:
     """Return the weights that the run would start from, if any.
 
     Args:
@@ -153,7 +155,7 @@ def describe_work(
 
 
 def _totals(
-    config: Config,
+    eval_every: int | None,
     measured: Measured,
     batch: BatchOnRanks,
     steps: int,
@@ -165,7 +167,7 @@ def _totals(
     Args:
         snapshots: a number.
     """
-    evaluations = math.ceil(steps / (config.trainer.eval_every or steps))
+    evaluations = math.ceil(steps / (eval_every or steps))
     evaluation_s = measured.evaluation_s / batch.copies
     training_s = steps * step_s
     evaluations_s = evaluations * evaluation_s
@@ -220,14 +222,13 @@ def _alone(config: Config) -> Config:
     return replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
 
 
-def _memory(config: Config, runtime: Runtime, measured: Measured, ranks: int) -> dict[str, int]:
+def _memory(ddp: DDPConfig, runtime: Runtime, measured: Measured, ranks: int) -> dict[str, int]:
     """Return the bytes of a rank by what takes them, their sum, and what is available."""
     parts = dict(measured.memory)
-    strategy = config.ddp.strategy
-    shards = ranks // 2 if strategy == "hsdp" else ranks  # of one machine
+    shards = ranks // 2 if ddp.strategy == "hsdp" else ranks  # of one machine
     for name in STATE:
-        parts[name] //= config.ddp.tensor_parallel
-        if name in DIVIDED.get(strategy, ()):
+        parts[name] //= ddp.tensor_parallel
+        if name in DIVIDED.get(ddp.strategy, ()):
             parts[name] //= shards
     available = total_memory(runtime.device)
     if runtime.device.type != "cuda":
@@ -236,19 +237,26 @@ def _memory(config: Config, runtime: Runtime, measured: Measured, ranks: int) ->
 
 
 def _snapshots(
-    config: Config, measured: Measured, steps: int, step_s: float, steps_per_epoch: int
+    snapshot: SnapshotConfig,
+    directory: Path,
+    measured: Measured,
+    length: RunLength,
+    step_s: float,
 ) -> dict[str, Any]:
     """Return size, number, interval and cost of the snapshots of a run.
 
     Those of a lower validation loss are left out.
+
+    Args:
+        directory: of the run.
     """
-    saves = config.snapshot
-    write_s, free = _disk(config, measured.snapshot)
-    every = _save_interval(config, measured, write_s, step_s, steps_per_epoch)
+    steps = length.steps
+    write_s, free = _disk(snapshot.path or str(directory), measured.snapshot)
+    every = _save_interval(snapshot, measured, write_s, step_s, length.steps_per_epoch)
     every = min(every, steps)
     count = math.ceil(steps / every)
-    milestones = steps // saves.keep_every if saves.keep_every else 0
-    kept = min(count, saves.keep_last + milestones) + saves.keep_best
+    milestones = steps // snapshot.keep_every if snapshot.keep_every else 0
+    kept = min(count, snapshot.keep_last + milestones) + snapshot.keep_best
     return {
         "bytes": measured.snapshot,
         "kept": kept,
@@ -263,38 +271,36 @@ def _snapshots(
 
 
 def _save_interval(
-    config: Config,
+    snapshot: SnapshotConfig,
     measured: Measured,
     write_s: float | None,
     step_s: float,
     steps_per_epoch: int,
 ) -> float:
     """Return the steps between two snapshots; infinity without any before the end."""
-    saves = config.snapshot
     intervals: list[float] = [math.inf]
-    if isinstance(saves.every_steps, int):
-        intervals.append(saves.every_steps)
-    if saves.keep_every is not None:
-        intervals.append(saves.keep_every)
-    if saves.every_epochs:
-        intervals.append(saves.every_epochs * steps_per_epoch)
+    if isinstance(snapshot.every_steps, int):
+        intervals.append(snapshot.every_steps)
+    if snapshot.keep_every is not None:
+        intervals.append(snapshot.keep_every)
+    if snapshot.every_epochs:
+        intervals.append(snapshot.every_epochs * steps_per_epoch)
     seconds = []
-    if saves.every_minutes:
-        seconds.append(60 * saves.every_minutes)
-    if saves.every_steps == "auto":
-        mtbf_s = 3600 * saves.mtbf_hours
+    if snapshot.every_minutes:
+        seconds.append(60 * snapshot.every_minutes)
+    if snapshot.every_steps == "auto":
+        mtbf_s = 3600 * snapshot.mtbf_hours
         seconds.append(automatic_interval(measured.stall_s, mtbf_s, write_s or 0.0))
     for each in seconds:
         intervals.append(max(1, round(each / step_s)))
     return min(intervals)
 
 
-def _disk(config: Config, size: int) -> tuple[float | None, int | None]:
+def _disk(path: str, size: int) -> tuple[float | None, int | None]:
     """Return the seconds to write a snapshot with its digest, and the free bytes.
 
     Both are None for an object store.
     """
-    path = config.snapshot.path or str(run_directory(config))
     if "://" in path:
         return None, None
     absolute = Path(path).absolute()

@@ -40,7 +40,7 @@ class Activations:
     """What the passes of a model keep and allocate, by the formula of its architecture."""
 
     formula: Callable[["Activations", int], Kept]
-    config: TransformerConfig
+    model: TransformerConfig
     length: int  # T
     outputs: int  # V
     itemsize: int  # s
@@ -51,7 +51,7 @@ class Activations:
 
     def stream(self, rows: int) -> int:
         """Return E."""
-        return rows * self.length * self.config.n_embd
+        return rows * self.length * self.model.n_embd
 
     def copies(self, elements: int) -> int:
         """Return autocast's copies of weights: s for each element; none in fp32."""
@@ -71,7 +71,7 @@ class Activations:
         last, first: the gradients in a block; its activations, if they are computed again.
         end: gradients that no parameter holds yet.
         """
-        layers = self.config.n_layer
+        layers = self.model.n_layer
         kept = self.formula(self, rows)
         copies = self.copies(self.matrices)
         block = kept.block + copies
@@ -88,7 +88,7 @@ class Activations:
         tokens = rows * self.length
         logits = tokens * self.outputs
         live += (FP32 + self.itemsize) * self.stream(rows) + 8 * tokens + FP32 * logits
-        live += self.copies(self.outputs * self.config.n_embd)
+        live += self.copies(self.outputs * self.model.n_embd)
         if moment == "loss":
             return live, 2 * FP32 * logits
         converted = self.itemsize * logits + kept.converted
@@ -102,9 +102,9 @@ class Activations:
         of its products, as kernels skip what is above the diagonal. Blocks that are computed again
         repeat a third of that, without their last product, a third of the elements.
         """
-        matrices = self.config.n_layer * self.matrices
-        attention = self.config.n_layer * self.config.n_embd * self.length // self.parts
-        per_token = 6 * (matrices + attention + self.outputs * self.config.n_embd)
+        matrices = self.model.n_layer * self.matrices
+        attention = self.model.n_layer * self.model.n_embd * self.length // self.parts
+        per_token = 6 * (matrices + attention + self.outputs * self.model.n_embd)
         per_token += 2 * (matrices - matrices // 3 + attention) * self.recomputes
         return rows * self.length * per_token
 
@@ -125,13 +125,13 @@ def gpt(a: Activations, rows: int) -> Kept:
     s, parts = a.itemsize, a.parts
     r = s if a.gathers else FP32
     stream, tokens = a.stream(rows), rows * a.length
-    drops = a.config.dropout > 0
-    divided = (12 * s * stream + 4 * tokens * a.config.n_head) // parts
-    embedding = a.outputs * a.config.n_embd
+    drops = a.model.dropout > 0
+    divided = (12 * s * stream + 4 * tokens * a.model.n_head) // parts
+    embedding = a.outputs * a.model.n_embd
     return Kept(
         before=drops * stream + 16 * tokens,
         block=(8 + 2 * s + 2 * drops) * stream + 16 * tokens + divided,
-        inputs=r * a.config.n_layer * stream,
+        inputs=r * a.model.n_layer * stream,
         shared=FP32 * stream * (r == FP32),
         backward=(r + s * (drops or r > s)) * stream + 4 * s * stream // parts,
         converted=FP32 * stream,
@@ -157,14 +157,14 @@ def modern(a: Activations, rows: int) -> Kept:
     """
     s = a.itemsize
     stream, tokens = a.stream(rows), rows * a.length
-    drops = a.config.dropout > 0
+    drops = a.model.dropout > 0
     is_fp32 = s == FP32
     values = 3 * s * (a.recomputes or not is_fp32)
     elements = 4 * FP32 + 16 * s + 2 * drops + FP32 * is_fp32
     return Kept(
         before=(FP32 + 2 * s + values) * stream + 24 * tokens,
-        block=elements * stream + 16 * tokens + 20 * tokens * a.config.n_head,
-        inputs=s * (a.config.n_layer - 1) * stream,
+        block=elements * stream + 16 * tokens + 20 * tokens * a.model.n_head,
+        inputs=s * (a.model.n_layer - 1) * stream,
         shared=0,
         backward=(9 + 2 * a.recomputes) * s * stream,
         converted=0,
@@ -181,22 +181,23 @@ def activations_of(state: State, gathers: bool) -> Activations | None:
     Args:
         gathers: the strategy gathers divided weights.
     """
-    config = state.config.model
+    config = state.task.config
+    model = config.model
     formula = FORMULAS.get(type(state.model))
-    if formula is None or type(state.task) is not LanguageModel or changed_parts(vars(config)):
+    if formula is None or type(state.task) is not LanguageModel or changed_parts(vars(model)):
         return None
-    assert isinstance(config, TransformerConfig)
+    assert isinstance(model, TransformerConfig)
     block = state.model.get_submodule("blocks.0")
     matrices = sum(p.numel() for p in block.parameters() if p.dim() > 1)
     outputs, length = state.task.shape
     return Activations(
         formula,
-        config,
+        model,
         length,
         outputs,
         itemsize=state.dtype.itemsize,
         matrices=matrices,
         parts=state.parts,
-        recomputes=state.config.trainer.activation_checkpointing,
+        recomputes=config.trainer.activation_checkpointing,
         gathers=gathers,
     )

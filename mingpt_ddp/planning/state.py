@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.distributed.strategies.tensor_split import keep_part
 from mingpt_ddp.errors import ConfigError
@@ -17,10 +16,9 @@ from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.tasks.task import Task
 
 
-def precision_of_gpu(config: Config) -> str:
+def precision_of_gpu(precision: str) -> str:
     """Return fp32, bf16 or fp16; a GPU that is fast at bf16 resolves auto to it."""
-    wanted = config.trainer.precision
-    return "bf16" if wanted == "auto" else wanted
+    return "bf16" if precision == "auto" else precision
 
 
 def part(tensor: Tensor, shards: int) -> int:
@@ -42,19 +40,19 @@ class State:
         Raises:
             ConfigError: a user's code fails without data.
         """
+        config = task.config
         self.task = task
-        self.config = task.config
         self.parts = parts
-        self.dtype = DTYPES[precision_of_gpu(task.config)]  # of products
+        self.dtype = DTYPES[precision_of_gpu(config.trainer.precision)]  # of products
         try:
             with attribute_errors_to_user_code():
                 with torch.device("meta"):
                     self.model = task.build_model()
                     if parts > 1:
                         keep_part(self.model, parts)
-                    if self.config.trainer.activation_checkpointing:
+                    if config.trainer.activation_checkpointing:
                         apply_activation_checkpointing(self.model)
-                    self.optimizer = build_optimizer(self.model, self.config.optimizer)
+                    self.optimizer = build_optimizer(self.model, config.optimizer)
                 self._step()  # outside: an optimizer may read its count of steps
         except ConfigError:
             raise

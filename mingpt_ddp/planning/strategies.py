@@ -112,7 +112,7 @@ class Footprint:
 
     def average(self) -> int:
         """Return 4 N with trainer.ema, divided as the weights."""
-        if self.state.config.trainer.ema is None:
+        if self.state.task.config.trainer.ema is None:
             return 0
         return self._part(self.state.parameters.values())
 
@@ -241,7 +241,7 @@ class Footprint:
         """
         ranks = self.cluster.ranks
         numel = sum(p.numel() for p in self.state.trained.values())
-        is_halved = self.state.config.ddp.comm_hook in HALVING_HOOKS
+        is_halved = self.state.task.config.ddp.comm_hook in HALVING_HOOKS
         sent = all_reduce(numel * (BF16 if is_halved else FP32), ranks)
         if self.strategy.has_owners:
             sent += all_gather(numel * FP32, ranks)
@@ -272,9 +272,9 @@ class Footprint:
         parts = self.state.parts
         assert self.activations is not None
         elements = self.activations.stream(self.rows)
-        forward = 3 if self.state.config.trainer.activation_checkpointing else 2
+        forward = 3 if self.state.task.config.trainer.activation_checkpointing else 2
         message = (forward * self.state.dtype.itemsize + 2 * FP32) * elements
-        layers = self.activations.config.n_layer
+        layers = self.activations.model.n_layer
         summed = all_reduce(self.passes * layers * message, parts)
         copies = self.cluster.ranks // parts
         averaged = all_reduce(self._part(self.state.trained.values()), copies)

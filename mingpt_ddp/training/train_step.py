@@ -190,10 +190,10 @@ class TrainStep:
         """Run the strategy's warm-up passes on the first micro-batch, and compile."""
         self.runtime.group.set_activity("preparing the first step")
         begin = time.perf_counter()
-        if self.runtime.compiles:
+        compiles = self.runtime.compiles
+        if compiles:
             log.info("compiling the model; the first time this may take minutes")
         first = self.loader.get_batch(1, self.plan, self.runtime.group.data_rank)[0]
-        compiles = self.runtime.compiles
         with report_compile_errors(self.task.config) if compiles else nullcontext():
             self.strategy.warm_up(
                 self.parallel_model, lambda: self.forward(1, first).losses["loss"]

@@ -78,7 +78,7 @@ class Inputs:
     loader: Loader
     directory: Path
     stores: list[SnapshotStore]
-    warm: WarmStart | None  # the weights of run.init_from
+    warm: WarmStart  # the weights of run.init_from
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,11 @@ def prepare(
     recorded = read_recorded(stores, directory, config.run.source, group)
     kept = recorded.state if recorded else None
     warm = warm_start(config, kept, typed, group)
-    config = with_batch_size(
-        warm.config if warm else config, group.data_size, recorded.batch_size if recorded else None
-    )
+    batch_size = recorded.batch_size if recorded else None
+    config = with_batch_size(warm.config, group.data_size, batch_size)
     config = with_recorded_format(config, kept, typed)
     runtime.resume_precision(config, kept)
-    task = build_task(config, group, warm.state if warm else {}, kept=kept)
+    task = build_task(config, group, warm.state, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
         inputs = Inputs(runtime, task, loader, directory, stores, warm)
@@ -175,8 +174,7 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
         check_records(task, hydra_files, is_new=recorded is None)
         if recorded is not None:
             check_state(recorded.step, recorded.state, task)
-        if inputs.warm is not None:
-            inputs.warm.check(task)
+        inputs.warm.check(task)
 
     group.run_on_rank_zero(check_source)
     check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
@@ -225,10 +223,8 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     directory = inputs.directory
     snapshots = SnapshotManager(config, runtime, inputs.stores, directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
-    warm = None if snapshot else inputs.warm
-    trainable = build_trainable(
-        runtime, task, partial(warm.load_into, runtime.group) if warm else None
-    )
+    initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
+    trainable = build_trainable(runtime, task, initialize)
     state = TrainState()
     if snapshot:
         snapshot = snapshots.read_shards(snapshot, trainable.model, trainable.optimizer)

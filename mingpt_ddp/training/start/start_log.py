@@ -63,9 +63,9 @@ def log_start(
             *rates,
             *batches,
         )
-    if step < steps and (warmup := long_warmup(config, steps)):
+    if step < steps and (warmup := long_warmup(config.optimizer, steps)):
         log.warning(warmup)
-    if full := length.is_fixed and long_metrics(config, steps):
+    if full := length.is_fixed and long_metrics(config.trainer.log_every, steps):
         log.warning(full)
     if step > steps:
         log.info("complete: the snapshot of step %d is beyond the limit of %d steps", step, steps)
@@ -75,11 +75,11 @@ def log_start(
         log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
 
 
-def long_warmup(config: Config, steps: int) -> str | None:
+def long_warmup(optimizer: OptimizerConfig, steps: int) -> str | None:
     """Return a warning if the learning rate never reaches its peak."""
-    warmup = config.optimizer.warmup_steps
-    length = config.optimizer.schedule_steps or steps
-    if warmup <= length or config.optimizer.schedule in BUILDERS["schedule"]:
+    warmup = optimizer.warmup_steps
+    length = optimizer.schedule_steps or steps
+    if warmup <= length or optimizer.schedule in BUILDERS["schedule"]:
         return None
     return (
         f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
@@ -87,9 +87,9 @@ def long_warmup(config: Config, steps: int) -> str | None:
     )
 
 
-def long_metrics(config: Config, steps: int) -> str | None:
+def long_metrics(log_every: int, steps: int) -> str | None:
     """Return a warning if metrics.jsonl has no room for all steps."""
-    most = MAX_BYTES // BYTES_PER_LINE * config.trainer.log_every
+    most = MAX_BYTES // BYTES_PER_LINE * log_every
     if steps <= most:
         return None
     return (

@@ -36,7 +36,10 @@ FREE = ("name", "dropout", *CODE_LOCATION_KEYS)
 
 @dataclass(frozen=True)
 class WarmStart:
-    """What a run takes from the weights that it starts from; a resume takes its own snapshot."""
+    """What a run takes from the weights that it starts from, if any.
+
+    A resume takes its own snapshot.
+    """
 
     config: Config
     state: dict[str, Any]  # for Task.extend
@@ -45,7 +48,7 @@ class WarmStart:
 
     def check(self, task: Task) -> None:
         """Refuse weights that the model cannot take."""
-        if not self.tensors:  # a resume
+        if not self.tensors:  # a resume, or random weights
             return
         # it may not know the meta device
         is_own = is_own_model(self.config.model)
@@ -54,7 +57,9 @@ class WarmStart:
         check_initial_weights(model, self.tensors, {*zip(self.sizes, task.shape, strict=True)})
 
     def load_into(self, group: ProcessGroup, model: nn.Module) -> None:
-        """Give the weights to a new model on every rank. A collective."""
+        """Give the weights, if any, to a new model on every rank. A collective."""
+        if self.config.run.init_from is None:
+            return
         load_initial_weights(model, group.broadcast_tensors(self.tensors or None))
         log.info("the weights are those of run.init_from=%s", self.config.run.init_from)
         self.tensors.clear()
@@ -62,8 +67,8 @@ class WarmStart:
 
 def warm_start(
     config: Config, recorded: Any, typed: Container[str], group: ProcessGroup
-) -> WarmStart | None:
-    """Find what the run starts from; None if it starts from random weights. A collective.
+) -> WarmStart:
+    """Find what the run starts from, if not from random weights. A collective.
 
     Args:
         recorded: the state of the snapshot that the run resumes from; None if there is none.
@@ -73,9 +78,9 @@ def warm_start(
         SnapshotError: the weights cannot be used, or the run has started from others.
         ConfigError: a typed size differs from theirs.
     """
-    if config.run.init_from is None:
-        return None
     url = config.run.init_from
+    if url is None:
+        return WarmStart(config, {}, [], {})
     tensors: dict[str, Tensor] = {}
 
     def find() -> dict[str, Any]:
