@@ -39,6 +39,7 @@ from mingpt_ddp.storage.run_dir import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import known_length
+from mingpt_ddp.training.start.preflight import with_batch_size
 
 CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
 GIB = 2**30
@@ -153,7 +154,7 @@ class GPUPlan:
         ddp = replace(config.ddp, strategy=strategy.key, tensor_parallel=parts)
         config = replace(config, ddp=ddp)
         allows_compile(config, torch.device("cuda"), self.cluster.ranks)
-        return divide_batch(config, self.cluster.ranks)[1]
+        return divide_batch(config, self.cluster.ranks)
 
     def _operations(self, footprint: Footprint) -> int | None:
         """Return the operations of a step; of a model of one's own by its `flops_per_token`."""
@@ -202,7 +203,8 @@ def make_gpu_plan(
     alone = replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
     runtime = Runtime(alone, DistEnv())
     warm = warm_start_of_plan(config, typed, runtime)
-    config, batch = divide_batch(warm.config, cluster.ranks)
+    batch = divide_batch(warm.config, cluster.ranks)
+    config = with_batch_size(warm.config, batch.copies, None)
     allows_compile(config, torch.device("cuda"), cluster.ranks)
     task = build_task(config, runtime.group, warm.state)
     with task.discarded_if_refused():

@@ -80,7 +80,8 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         torch.set_num_threads(threads_per_worker(ranks))
     runtime = Runtime(_alone(config), DistEnv())
     warm = warm_start_of_plan(config, typed, runtime)
-    config, batch = divide_batch(warm.config, ranks)
+    batch = divide_batch(warm.config, ranks)
+    config = with_batch_size(warm.config, batch.copies, None)
     task = build_task(_alone(config), runtime.group, warm.state)
     with task.discarded_if_refused():
         warm.check(task)
@@ -182,8 +183,8 @@ def _totals(
     }
 
 
-def divide_batch(config: Config, ranks: int) -> tuple[Config, BatchOnRanks]:
-    """Return the configuration, and how its batch is divided, on a number of ranks.
+def divide_batch(config: Config, ranks: int) -> BatchOnRanks:
+    """Return how a number of ranks divides the batch.
 
     Raises:
         ConfigError: it does not work there.
@@ -195,7 +196,7 @@ def divide_batch(config: Config, ranks: int) -> tuple[Config, BatchOnRanks]:
     config = with_batch_size(config, copies, None)
     plan = plan_batches(config, copies)
     most = len(plan.indices_for_rank(0))
-    return config, BatchOnRanks(
+    return BatchOnRanks(
         ranks=ranks,
         copies=copies,
         batch_size=plan.batch_size,
@@ -209,7 +210,7 @@ def divide_batch(config: Config, ranks: int) -> tuple[Config, BatchOnRanks]:
 
 def ranks_row(config: Config, ranks: int) -> dict[str, Any]:
     try:
-        return asdict(divide_batch(config, ranks)[1])
+        return asdict(divide_batch(config, ranks))
     except ConfigError as error:
         return {"ranks": ranks, "error": str(error.args[0])}
 

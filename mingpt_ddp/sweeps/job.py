@@ -14,9 +14,7 @@ from mingpt_ddp.storage.run_dir import (
     RunStatus,
     read_result,
     recorded_config,
-    run_directory,
     run_name,
-    with_run_name,
 )
 
 NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
@@ -44,7 +42,7 @@ def look_up(
         swept: the overrides that the sweep varies, by key.
     """
     name = job_name(config, swept)
-    return name, _final_value(run_directory(with_run_name(config, name)), config, objective)
+    return name, _final_value(Path(config.run.root, name), config, objective)
 
 
 def job_name(config: Config, swept: dict[str, str]) -> str:

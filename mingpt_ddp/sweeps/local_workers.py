@@ -70,15 +70,15 @@ def conclude_local(local: LocalJob, ended: Ended, sweep: Sweep) -> float | None:
         JobError: the job of a sweep has failed; the sweep has recorded it.
     """
     config = local.launch.config
+    directory = local.launch.directory
     preempted = config.ddp.preempted_exit_code
     if ended.code not in (0, preempted) and not ended.signalled:
-        directory = local.launch.directory
         local.env.call_on_rank_zero(lambda: notify(config.run, directory, FAILED))
         if not hydra_utils.is_multirun():
             exit_process(None, ended.code)
         reason = ended.last_line or f"job error: its workers exited with code {ended.code}"
         raise sweep.record_failed(local.job, reason, ended.code)
-    result = read_result(local.launch.directory)
+    result = read_result(directory)
     has_ended = result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     if ended.code != 0 or not has_ended:
         return None

@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, Objective
-from mingpt_ddp.storage.run_dir import run_directory, with_run_name
+from mingpt_ddp.storage.run_dir import with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job, look_up
 from mingpt_ddp.sweeps.sources import Source
@@ -175,12 +175,12 @@ class Sweep:
         def known() -> Known:
             name, value = look_up(config, swept, objective)
             if self.trials is not None:
-                self.trials.open(job.number, run_directory(with_run_name(config, name)))
+                self.trials.open(job.number, Path(config.run.root, name))
             return name, value, None if value is not None else self._end_failed(job)
 
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
-        directory = run_directory(config)
+        directory = Path(config.run.root, name)
         self._names[job.number] = directory.name
         if value is not None:
             self.n_done_before += directory not in self.done.values()

@@ -17,7 +17,7 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.errors import JobError
-from mingpt_ddp.storage.run_dir import read_result, run_directory, with_run_name
+from mingpt_ddp.storage.run_dir import read_result
 from mingpt_ddp.sweeps.job import job_name
 from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
 from mingpt_ddp.sweeps.sources import Source
@@ -98,7 +98,7 @@ def _run_batches(
             job = source.job(number)
             job_config = checked_config(compose(number, words))
             name = job_name(job_config, hydra_utils.swept_overrides())
-            directory = run_directory(with_run_name(job_config, name))
+            directory = Path(job_config.run.root, name)
             if returned.status is JobStatus.COMPLETED and read_result(directory):
                 sweep.record_done(job, directory)
             else:

@@ -50,6 +50,7 @@ class Run:
     runtime: Runtime
     task: Task
     loader: Loader
+    directory: Path
     trainable: Trainable
     length: RunLength  # and the train state
     snapshots: SnapshotManager
@@ -61,11 +62,6 @@ class Run:
     def config(self) -> Config:
         """The whole configuration, with what a snapshot or other weights decide of it."""
         return self.task.config
-
-    @property
-    def directory(self) -> Path:
-        """The run directory."""
-        return self.snapshots.directory
 
     @property
     def state(self) -> TrainState:

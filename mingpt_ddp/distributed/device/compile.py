@@ -15,6 +15,7 @@ from torch import nn
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.model_config import model_label
+from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.user_code import is_own_model, is_user_defined
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.device.device import cpu_kind
@@ -75,7 +76,7 @@ def allows_compile(config: Config, device: torch.device, world_size: int) -> boo
                 f"ddp.strategy={config.ddp.strategy}; set it to false, or use ddp.strategy=zero1"
             )
         return False
-    needed = _needed_setting(config, device, world_size)
+    needed = _needed_setting(config.ddp, device, world_size)
     if needed is None:
         return True
     if wanted in (True, "cuda_graphs"):
@@ -83,15 +84,15 @@ def allows_compile(config: Config, device: torch.device, world_size: int) -> boo
     return False
 
 
-def _needed_setting(config: Config, device: torch.device, world_size: int) -> str | None:
+def _needed_setting(ddp: DDPConfig, device: torch.device, world_size: int) -> str | None:
     """Return a setting that compiling into one graph needs and the configuration lacks."""
-    if config.ddp.tensor_parallel > 1:
+    if ddp.tensor_parallel > 1:
         return "ddp.tensor_parallel=1"
-    if config.ddp.reduction == "canonical":
+    if ddp.reduction == "canonical":
         return "ddp.reduction=fast"
     # torch's SyncBatchNorm indexes with a mask, so the shapes depend on values; ours for CPUs, and
     # the plain normalization that SyncBatchNorm computes on one rank, have static shapes
-    if config.ddp.sync_batchnorm and device.type == "cuda" and world_size > 1:
+    if ddp.sync_batchnorm and device.type == "cuda" and world_size > 1:
         return "ddp.sync_batchnorm=false on several GPUs"
     return None
 

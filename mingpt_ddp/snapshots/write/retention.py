@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 def apply_retention(
-    config: SnapshotConfig,
+    snapshot: SnapshotConfig,
     stores: Sequence[SnapshotStore],
     newest: int,
     best: int | None,
@@ -23,11 +23,11 @@ def apply_retention(
         best: step of the snapshot that snapshot.keep_best keeps.
         store: the one of them that has the snapshot.
     """
-    every = config.keep_every
+    every = snapshot.keep_every
     try:
         if not store.is_committed(newest):
             return
-        prune(store, config.keep_last, best, newest, every)
+        prune(store, snapshot.keep_last, best, newest, every)
         if store is not stores[0]:
             return
         # The fallbacks were needed only while the first store failed.

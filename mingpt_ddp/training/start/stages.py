@@ -240,7 +240,16 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     if code and not is_complete:
         record = code().record_in(directory, record)
     return Run(
-        runtime, task, inputs.loader, trainable, length, snapshots, resumed, record, is_complete
+        runtime,
+        task,
+        inputs.loader,
+        directory,
+        trainable,
+        length,
+        snapshots,
+        resumed,
+        record,
+        is_complete,
     )
 
 
