@@ -125,8 +125,11 @@ def strategy_of_ranks(config: Any, runtime: Any) -> Any:
     from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 
     device, group = runtime.device, runtime.group
-    if config.ddp.strategy == "fsdp":
-        return FSDPStrategy(config.ddp, config.trainer, device, group)
-    kinds = {"ddp": DDPStrategy, "manual": ManualStrategy, "zero1": Zero1Strategy}
+    kinds = {
+        "ddp": DDPStrategy,
+        "fsdp": FSDPStrategy,
+        "manual": ManualStrategy,
+        "zero1": Zero1Strategy,
+    }
     cls = kinds[config.ddp.strategy]
     return cls(config.ddp, config.trainer, device, group, compiles=False)

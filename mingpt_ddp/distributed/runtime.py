@@ -40,6 +40,7 @@ class Runtime:
         """
         self.began_at = time.monotonic()  # to join
         self.ddp = config.ddp
+        self.trainer = config.trainer
         check_strategy(config, env.world_size)
         check_tensor_parallel(config)
         self.device = device_of_rank(config.trainer, config.ddp, env)
@@ -53,7 +54,9 @@ class Runtime:
         self.group = ProcessGroup(env, config.ddp, job)
         Watchdog(self.group, ProcessExit(job)).start()  # before ranks wait for each other
         self.group.connect(self.device, config.ddp)
-        self.strategy = build_strategy(config, self.device, self.group, self.compiles)
+        self.strategy = build_strategy(
+            self.ddp, self.trainer, self.device, self.group, self.compiles
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,7 +87,7 @@ class Runtime:
         alone.compiles = False
         alone.group = ProcessGroup(DistEnv(), alone.ddp, job=0)
         alone.strategy = SingleStrategy(
-            alone.ddp, self.strategy.trainer, self.device, alone.group, compiles=False
+            alone.ddp, self.trainer, self.device, alone.group, compiles=False
         )
         return alone
 

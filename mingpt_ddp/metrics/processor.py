@@ -56,10 +56,9 @@ class MetricsProcessor:
         self.start = start
         self.steps_per_epoch = loader.steps_per_epoch
         directory = self._directory = run_directory(task.config)
-        chosen = task.config.tracker
         env = runtime.group.env
         self.tensorboard = TensorBoardLogger(
-            directory / "tensorboard" / f"rank{env.rank}", chosen.tensorboard
+            directory / "tensorboard" / f"rank{env.rank}", task.config.tracker.tensorboard
         )
         self.outboxes: list[Outbox] = []  # of the trackers, on rank zero
         self.loggers: list[Logger] = [

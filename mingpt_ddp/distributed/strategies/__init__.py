@@ -6,6 +6,8 @@ base.py says what a strategy does.
 import torch
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import DDPConfig
+from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.canonical import (
@@ -49,34 +51,35 @@ def check_strategy(config: Config, world_size: int) -> None:
 
 
 def build_strategy(
-    config: Config, device: torch.device, group: ProcessGroup, compiles: bool
+    ddp: DDPConfig,
+    trainer: TrainerConfig,
+    device: torch.device,
+    group: ProcessGroup,
+    compiles: bool,
 ) -> Strategy:
     """Build the strategy that `check_strategy` accepted; on one rank all but `dp` are `single`.
 
     Raises:
         ConfigError: hsdp does not fit the nodes.
     """
-    ddp = config.ddp
-    trainer = config.trainer
+    return _class_of(ddp, group)(ddp, trainer, device, group, compiles)
+
+
+def _class_of(ddp: DDPConfig, group: ProcessGroup) -> type[Strategy]:
     name = ddp.strategy
     if ddp.reduction == "canonical":
         shards = name == "zero1" and group.world_size > 1
-        cls = CanonicalZero1Strategy if shards else CanonicalStrategy
-        return cls(ddp, trainer, device, group, compiles)
+        return CanonicalZero1Strategy if shards else CanonicalStrategy
     if group.tensor_size > 1:
         from mingpt_ddp.distributed.strategies.tensor_parallel import TensorParallelStrategy
 
-        return TensorParallelStrategy(ddp, trainer, device, group, compiles)
-    if group.world_size == 1 and name == "dp":
-        return DPStrategy(ddp, trainer, device, group, compiles)
+        return TensorParallelStrategy
     if group.world_size == 1:
-        return SingleStrategy(ddp, trainer, device, group, compiles)
+        return DPStrategy if name == "dp" else SingleStrategy
     if name in ("fsdp", "hsdp"):
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
 
-        return FSDPStrategy(ddp, trainer, device, group)
+        return FSDPStrategy
     if name == "manual":
-        return ManualStrategy(ddp, trainer, device, group, compiles)
-    if name == "zero1":
-        return Zero1Strategy(ddp, trainer, device, group, compiles)
-    return DDPStrategy(ddp, trainer, device, group, compiles)
+        return ManualStrategy
+    return Zero1Strategy if name == "zero1" else DDPStrategy

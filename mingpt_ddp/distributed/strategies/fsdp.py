@@ -73,13 +73,18 @@ class FSDPStrategy(Strategy):
     holds_all_weights = False
 
     def __init__(
-        self, ddp: DDPConfig, trainer: TrainerConfig, device: torch.device, group: ProcessGroup
+        self,
+        ddp: DDPConfig,
+        trainer: TrainerConfig,
+        device: torch.device,
+        group: ProcessGroup,
+        compiles: bool,
     ) -> None:
         """
         Raises:
             ConfigError: the nodes of hsdp have different numbers of ranks.
         """
-        super().__init__(ddp, trainer, device, group, compiles=False)
+        super().__init__(ddp, trainer, device, group, compiles)
         self.name = ddp.strategy
         self.shards = group.world_size
         shape: tuple[int, ...] = (self.shards,)

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import TrackerConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.metrics.trackers.mlflow_run import MLflowTracker
 from mingpt_ddp.metrics.trackers.outbox import Outbox
@@ -15,14 +16,14 @@ TRACKERS: dict[str, type[WandbTracker] | type[MLflowTracker] | type[TrackioTrack
 }
 
 
-def check_installed(config: Config) -> None:
+def check_installed(tracker: TrackerConfig) -> None:
     """Refuse a tracker whose library is missing.
 
     Raises:
         ConfigError: names the tracker and the extra to install.
     """
     for name in TRACKERS:
-        if not getattr(config.tracker, name):
+        if not getattr(tracker, name):
             continue
         is_installed = importlib.util.find_spec(name) is not None
         check(is_installed, f"tracker={name} is not installed; pip install 'mingpt_ddp[{name}]'")

@@ -23,7 +23,7 @@ def checked_config(cfg: DictConfig) -> Config:
     if config.ddp.nproc_per_node == "gpu":
         config = replace(config, ddp=replace(config.ddp, nproc_per_node=_count_gpus()))
     check_urls(config)
-    check_installed(config)
+    check_installed(config.tracker)
     return config
 
 

@@ -17,6 +17,7 @@ from mingpt_ddp.distributed.device.compile import should_compile
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
+from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.distributed.strategies.dp import _DataParallel
 from mingpt_ddp.distributed.strategies.zero1 import assign_owners
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -27,6 +28,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 def config(*overrides: str) -> Config:
     return from_mapping(configure(*overrides))
+
+
+def build(settings: Config, group: SimpleNamespace) -> Strategy:
+    return build_strategy(settings.ddp, settings.trainer, CPU, group, compiles=False)
 
 
 REFUSED = {
@@ -59,7 +64,7 @@ def test_nodes_that_hsdp_cannot_divide(hosts):
     with pytest.raises(
         ConfigError, match=r"ddp.strategy=hsdp needs an even number of ranks on one node.* use "
     ):
-        build_strategy(config("ddp.strategy=hsdp"), CPU, group, False)
+        build(config("ddp.strategy=hsdp"), group)
 
 
 @pytest.mark.parametrize("name", ["manual", "fsdp", "hsdp"])
@@ -105,7 +110,7 @@ def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled(monkey
 def test_what_is_built(name, one, two):
     for world_size, expected in ((1, one), (2, two)):
         group = SimpleNamespace(world_size=world_size, tensor_size=1)
-        assert build_strategy(config(f"ddp.strategy={name}"), CPU, group, False).name == expected
+        assert build(config(f"ddp.strategy={name}"), group).name == expected
 
 
 @pytest.mark.parametrize("name", ["auto", "dp", "fsdp"])

@@ -29,13 +29,13 @@ def test_a_missing_library_is_refused_where_it_is_needed(missing, config, monkey
         importlib.util, "find_spec", lambda name: None if name == missing else object()
     )
     if missing == "trackio":
-        check_installed(config)
+        check_installed(config.tracker)
     else:
         with pytest.raises(
             ConfigError,
             match=rf"tracker={missing} is not installed; pip install 'mingpt_ddp\[{missing}\]'",
         ):
-            check_installed(config)
+            check_installed(config.tracker)
 
 
 @pytest.mark.parametrize(
