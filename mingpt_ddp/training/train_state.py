@@ -6,9 +6,6 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from mingpt_ddp.config.keys.fields import NonNegativeFloat, NonNegativeInt
-from mingpt_ddp.config.keys.trainer_config import TrainerConfig
-from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.metrics.jsonl import HistoryEnd
 
 Metrics: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=True)]]  # by name
 OF_METRICS = ("train_metrics", "val_metrics", "loss_part_sums")  # fields of a train state
@@ -82,41 +79,6 @@ def record_evaluation(state: TrainState, metrics: dict[str, float], min_delta: f
         state.best_step = state.step
     count_patience(state, min_delta)
     return improved
-
-
-def record_last_evaluation(
-    state: TrainState,
-    trainer: TrainerConfig,
-    steps: int,
-    end: HistoryEnd | None,
-    group: ProcessGroup,
-) -> None:
-    """Record the evaluation of this step from metrics.jsonl if the run ended after it.
-
-    The last snapshot lacks it if a signal came between that step and its evaluation, which the next
-    start then made. A collective.
-
-    Args:
-        steps: the limit of the run.
-        end: of metrics.jsonl, on rank zero.
-    """
-    every = trainer.eval_every or steps
-    is_due = state.step % every == 0 or state.step == steps
-    if state.step == 0 or not is_due or state.val_step == state.step:
-        return
-    metrics = group.run_on_rank_zero(lambda: _last_evaluation(end, state.step))
-    if "loss" in metrics:
-        record_evaluation(state, metrics, trainer.min_delta)
-
-
-def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
-    """Return the metrics of the validation split, if the run ended at this step."""
-    values = {}
-    if end is not None and end.is_complete and end.step == step:
-        for tag, value in end.metrics.items():
-            if tag.startswith("val/"):
-                values[tag.removeprefix("val/")] = value
-    return values
 
 
 def count_patience(state: TrainState, min_delta: float) -> None:

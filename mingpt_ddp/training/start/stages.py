@@ -61,7 +61,7 @@ from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 from mingpt_ddp.training.train_state import (
     TrainState,
     has_stopped_early,
-    record_last_evaluation,
+    record_evaluation,
 )
 from mingpt_ddp.training.trainable import Run, build_trainable
 
@@ -232,10 +232,10 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     length = RunLength(config, inputs.loader.steps_per_epoch, state)
     if steps := length.reckon(state.step):
         length.fix(steps, state.step)
-    record_last_evaluation(state, config.trainer, length.steps, history.end, runtime.group)
+    _record_last_evaluation(length, history.end, runtime.group)
     log_start(runtime, task, trainable.model, directory, length)
     resumed = snapshot.state if snapshot else {}
-    is_complete = _is_complete(length, config.trainer.patience, history.end, runtime.group)
+    is_complete = _is_complete(length, history.end, runtime.group)
     record = recorded_code(resumed)
     if code and not is_complete:
         record = code().record_in(directory, record)
@@ -253,9 +253,36 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     )
 
 
-def _is_complete(
-    length: RunLength, patience: int | None, end: HistoryEnd | None, group: ProcessGroup
-) -> bool:
+def _record_last_evaluation(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> None:
+    """Record the evaluation of this step from metrics.jsonl if the run ended after it.
+
+    The last snapshot lacks it if a signal came between that step and its evaluation, which the next
+    start then made. A collective.
+
+    Args:
+        end: of metrics.jsonl, on rank zero.
+    """
+    state = length.state
+    every = length.trainer.eval_every or length.steps
+    is_due = state.step % every == 0 or state.step == length.steps
+    if state.step == 0 or not is_due or state.val_step == state.step:
+        return
+    metrics = group.run_on_rank_zero(lambda: _last_evaluation(end, state.step))
+    if "loss" in metrics:
+        record_evaluation(state, metrics, length.trainer.min_delta)
+
+
+def _last_evaluation(end: HistoryEnd | None, step: int) -> dict[str, float]:
+    """Return the metrics of the validation split, if the run ended at this step."""
+    values = {}
+    if end is not None and end.is_complete and end.step == step:
+        for tag, value in end.metrics.items():
+            if tag.startswith("val/"):
+                values[tag.removeprefix("val/")] = value
+    return values
+
+
+def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup) -> bool:
     """Return whether there is nothing to train, nor to evaluate at the end.
 
     A kill after the last snapshot leaves metrics.jsonl without the end of the run.
@@ -264,7 +291,7 @@ def _is_complete(
     if state.step > length.steps:
         return True
     has_evaluated_last = state.step == state.val_step == length.steps
-    if not has_evaluated_last and not has_stopped_early(state, patience):
+    if not has_evaluated_last and not has_stopped_early(state, length.trainer.patience):
         return False
     # None: resumed from a snapshot elsewhere
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
