@@ -105,7 +105,7 @@ def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Fai
     Raises:
         RunError: one of them holds no run.
     """
-    failures = [failure for each in directories for failure in read_failures(each).values()]
+    failures = [failure for each in directories for failure in read_failures(each)]
     failed = {failure.directory for failure in failures}
     jobs = read_jobs([*directories])
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures

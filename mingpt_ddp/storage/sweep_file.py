@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,32 +22,71 @@ class Failure:
     """A job that has failed."""
 
     label: str  # its swept overrides
-    directory: str  # its name
+    directory: str  # its name; "": the job failed before that was known
     count: int
     reason: str  # of the last time
 
 
-def read_failures(directory: Path) -> dict[str, Failure]:
-    """Return the jobs of a sweep that have failed and not succeeded since, by label; untrusted.
+def read_failures(directory: Path) -> list[Failure]:
+    """Return the jobs of a sweep that have failed and not succeeded since; untrusted."""
+    return [*dict.fromkeys(_failures(directory).values())]
+
+
+def _failures(directory: Path) -> dict[str, Failure]:
+    """Return the same, each by all that `_keys` returns.
 
     A line that cannot be read, as of a killed process, counts as none.
     """
     found: dict[str, Failure] = {}
+    for record in _records(directory):
+        with contextlib.suppress(LookupError, TypeError):
+            _apply(record, found)
+    return found
+
+
+def _records(directory: Path) -> Iterator[Any]:
+    """Yield what has been recorded of the jobs, as values of JSON."""
+    earlier = read_json(directory / SWEEP).get("failures")  # where earlier versions kept them
+    for label, record in earlier.items() if isinstance(earlier, dict) else ():
+        if isinstance(record, dict):
+            yield {**record, "job": label}
     with contextlib.suppress(OSError):
         for line in read_lines(directory / FAILURES, MAX_BYTES):
-            with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
-                _apply(json.loads(line), found)
-    return found
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line)
+
+
+def _keys(label: str, directory: str) -> list[str]:
+    """Return what identifies a job: the digest that ends its directory's name, and its label.
+
+    The label is for a job that fails before its directory is known: the same values may be spelled
+    otherwise later, or stay the same in a sweep of other keys.
+    """
+    digest = directory.rpartition("-")[2]
+    return [digest, label] if digest else [label]
+
+
+def _find(label: str, directory: str, failures: dict[str, Failure]) -> Failure | None:
+    """Return the failure of a job: by its label if one of both has no directory."""
+    for key in _keys(label, directory):
+        failure = failures.get(key)
+        if failure and (key != label or not (directory and failure.directory)):
+            return failure
+    return None
 
 
 def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
     """Count a failure; forget those of a job whose record has no reason: it has succeeded."""
-    label = str(record["job"])
-    directory, reason = str(record["directory"]), record["reason"]
-    before = failures.pop(label, None)
-    if reason is not None:
-        count = before.count + 1 if before else 1
-        failures[label] = Failure(label, directory, count, str(reason))
+    label, directory = str(record["job"]), str(record["directory"] or "")
+    count = _count(record.get("count")) or 1  # of earlier versions
+    if before := _find(label, directory, failures):
+        count += before.count
+        for key in _keys(before.label, before.directory):
+            if failures.get(key) is before:  # not that of another job with this label
+                del failures[key]
+    if record["reason"] is not None:
+        failure = Failure(label, directory, count, str(record["reason"]))
+        failures |= dict.fromkeys(_keys(label, directory), failure)
 
 
 class SweepFile:
@@ -62,7 +102,7 @@ class SweepFile:
         """
         self._directory = directory
         self._values = read_json(directory / SWEEP) if directory else {}
-        self.failures = read_failures(directory) if directory else {}  # by label of the job
+        self._failures = _failures(directory) if directory else {}
 
     @property
     def cores(self) -> int | None:
@@ -82,17 +122,25 @@ class SweepFile:
             self._write("threads", {**threads, str(ranks): default})
         return found or default
 
-    def fail(self, label: str, directory: str | None, reason: str) -> None:
-        """Keep why a job has failed."""
-        self._append({"job": label, "directory": directory, "reason": reason})
+    def failure_of(self, label: str, directory: str) -> Failure | None:
+        """Return the failure of a job; None if it has not failed, or has succeeded since.
 
-    def succeed(self, label: str) -> None:
+        Args:
+            directory: its name; "": it is not known yet.
+        """
+        return _find(label, directory, self._failures)
+
+    def fail(self, label: str, directory: str, reason: str) -> None:
+        """Keep why a job has failed."""
+        self._append({"job": label, "directory": directory or None, "reason": reason})
+
+    def succeed(self, label: str, directory: str) -> None:
         """Forget the failures of a job that is now complete."""
-        if label in self.failures:
-            self._append({"job": label, "directory": None, "reason": None})
+        if self.failure_of(label, directory):
+            self._append({"job": label, "directory": directory, "reason": None})
 
     def _append(self, record: dict[str, Any]) -> None:
-        _apply(record, self.failures)
+        _apply(record, self._failures)
         if self._directory is None:
             return
         path = self._directory / FAILURES

@@ -150,7 +150,7 @@ class Sweep:
 
     def _end_failed(self, job: Job) -> str | None:
         """End the trial of a job that has failed too often; return why it has, else None."""
-        failure = self.file.failures.get(job.label)
+        failure = self.file.failure_of(job.label, self._names.get(job.number, ""))
         if self.trials is None or failure is None or failure.count <= self.settings.retries:
             return None
         self.trials.fail(job.number)
@@ -174,14 +174,15 @@ class Sweep:
 
         def known() -> Known:
             name, value = look_up(config, swept, objective)
+            directory = Path(config.run.root, name)
+            self._names[job.number] = directory.name
             if self.trials is not None:
-                self.trials.open(job.number, Path(config.run.root, name))
+                self.trials.open(job.number, directory)
             return name, value, None if value is not None else self._end_failed(job)
 
         name, value, failure = run_on_rank_zero(known)
         config = with_run_name(config, name)
         directory = Path(config.run.root, name)
-        self._names[job.number] = directory.name
         if value is not None:
             self.n_done_before += directory not in self.done.values()
             self.record_done(job, directory)
@@ -257,7 +258,7 @@ class Sweep:
         self.done[job.number] = directory
 
     def _keep_done(self, job: Job, directory: Path) -> None:
-        self.file.succeed(job.label)
+        self.file.succeed(job.label, directory.name)
         if self.trials is not None:
             self.trials.finish(job.number, directory)
 
@@ -272,7 +273,7 @@ class Sweep:
         name = f"job {job.number + 1}: " if self.slots else ""  # among the lines of others
         log.error("%s%s", name, message)
         if self.source is not None:
-            self.file.fail(job.label, self._names.get(job.number), message)
+            self.file.fail(job.label, self._names.get(job.number, ""), message)
         self._end_failed(job)
 
     def finish(self) -> None:
@@ -284,8 +285,8 @@ class Sweep:
         report_directories(self.directories)
         unwritten = self._print_table()
         if self.is_remote:
-            for error in self.failed.values():
-                exit_process(JobError(error), FAILURE)
+            if self.failed:
+                exit_process(JobError(next(iter(self.failed.values()))), FAILURE)
             if unwritten is not None:
                 ProcessExit().user_error(unwritten)
             exit_process(None, 0)

@@ -14,7 +14,7 @@ from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.distributed.exit import USER_ERROR
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import sweep_file
-from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.storage.sweep_file import SweepFile, read_failures
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.trials import Trials
@@ -127,5 +127,5 @@ def test_more_failures_than_could_be_read_again(tmp_path, monkeypatch):
     file = SweepFile(tmp_path)
     with pytest.raises(RunError, match=r"cannot write .*failures\.jsonl: it is full"):
         for number in range(100):
-            file.fail(f"a={number}", "a", "it failed")
-    assert 5 < len(SweepFile(tmp_path).failures) < 20
+            file.fail(f"a={number}", f"a-{number}", "it failed")
+    assert 5 < len(read_failures(tmp_path)) < 20
