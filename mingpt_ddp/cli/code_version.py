@@ -1,6 +1,5 @@
 """A version of the code, named as a commit, a branch or a directory: where it is, what it runs."""
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -10,17 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mingpt_ddp.cli import version_job
-from mingpt_ddp.cli.api import error_of, run_process
+from mingpt_ddp.cli.api import run_process
 from mingpt_ddp.config.compose.hydra_utils import FLAGS_WITH_VALUE, hydra_value
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.download import user_cache
 from mingpt_ddp.distributed.launch.fork_server import import_path
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.storage.code_identity import (
     PACKAGE,
     TOO_LARGE,
     Code,
     git,
+    no_filters,
     read_checkout,
     read_code,
     root_of,
@@ -48,10 +48,16 @@ class Version:
             UserError: Hydra refuses the words, or it imports the code of another directory.
         """
         command = [*self._command, "--cfg", "job"]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            env=self._environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         if done.returncode != 0:
             lines = (done.stderr or done.stdout).strip().splitlines()
-            raise error_of({}, lines[-1] if lines else _ended(done.returncode))
+            raise self._error("".join(lines[-1:]), done.returncode)
         return done.stdout
 
     def train(self, words: list[str]) -> None:
@@ -62,7 +68,13 @@ class Version:
         """
         code, last = run_process([*self._command, *words], self._environment)
         if code != 0:
-            raise error_of({}, last or _ended(code))
+            raise self._error(last, code)
+
+    def _error(self, last: str, code: int) -> UserError:
+        """Return the error of a process of this version: its last line, of any kind."""
+        error = UserError(last or f"error: it ended with exit code {code}")
+        error.kind = f"version {self.name}"
+        return error
 
     @property
     def _command(self) -> list[str]:
@@ -75,10 +87,6 @@ class Version:
         return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
 
 
-def _ended(code: int) -> str:
-    return f"error: it ended with exit code {code}"
-
-
 def find_commit(name: str) -> str:
     """Return the commit of the checkout here that a name means; "": it means a directory.
 
@@ -87,13 +95,17 @@ def find_commit(name: str) -> str:
     """
     root = root_of(Path.cwd())
     words = ("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
-    commit = ""
+    commit = why = ""
     if root:
-        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        try:
             commit = git(root, time.monotonic() + GIT_S, *words).decode().strip()
+        except (OSError, subprocess.SubprocessError, ValueError) as error:  # e.g. it has no git
+            said = getattr(error, "stderr", None) or b""
+            why = f": {said.decode(errors='replace') or error}"
     where = root or "a checkout here"
     check(
-        commit or os.path.isdir(name), f"{name} is no commit or branch of {where}, and no directory"
+        commit or os.path.isdir(name),
+        f"{name} is no commit or branch of {where}, and no directory{why}",
     )
     return commit
 
@@ -138,9 +150,10 @@ def _worktree(root: Path, commit: str) -> Path:
         except (OSError, subprocess.SubprocessError):
             pass  # there is none yet, or its checkout is gone
         shutil.rmtree(directory, ignore_errors=True)
+        deadline = time.monotonic() + GIT_S
         words = ("worktree", "add", "--force", "--detach", str(directory), commit)
         try:
-            git(root, time.monotonic() + GIT_S, *words)
+            git(root, deadline, *no_filters(root, deadline), *words)
         except (OSError, subprocess.SubprocessError) as error:
             raise RunError(f"git cannot write the files of {commit} to {directory}") from error
     return directory
@@ -162,8 +175,9 @@ def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], lis
             moved.append(word)
             continue
         path = Path.cwd() / name
-        if path.is_relative_to(here):
-            path = directory / path.relative_to(here)
+        for found in (path.resolve(), path):  # as typed, or by a link
+            if found.is_relative_to(here):
+                path = directory / found.relative_to(here)
         files += [path] if is_code else sorted(path.glob("**/*.py"))
         moved.append(f"{key}{equals}{hydra_value(str(path)) if is_code else path}")
     return moved, [file for file in files if file.is_file()]

@@ -186,7 +186,7 @@ def describe(code: Mapping[str, Any]) -> str:
         words.append(f"{name} at {short}")
     if code.get("patch"):
         words.append(str(code["patch"]))
-    return ", ".join(words)[:LONGEST]
+    return " ".join(", ".join(words).split())[:LONGEST]
 
 
 def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -278,11 +278,9 @@ def read_checkout(root: Path, called: str) -> Checkout:
     Raises:
         As of `git`, which may refuse the checkout of another user.
     """
-    ask = functools.partial(git, root, time.monotonic() + GIT_S)
-    filters = []
-    for key in os.fsdecode(ask("config", "--list", "--name-only", "-z")).split("\0"):
-        if key.startswith("filter."):
-            filters += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
+    deadline = time.monotonic() + GIT_S
+    ask = functools.partial(git, root, deadline)
+    filters = no_filters(root, deadline)
     entries = os.fsdecode(ask(*filters, *STATUS)).split("\0")
     commit = entries[0].removeprefix("# branch.oid ")
     has_changes = any(entry.startswith(CHANGED) for entry in entries)
@@ -307,6 +305,20 @@ def read_checkout(root: Path, called: str) -> Checkout:
     if not patch:
         return Checkout(commit)
     return Checkout(commit_and_changes, _kept(patch, f"# {called!a}, changes since {commit}\n"))
+
+
+def no_filters(root: Path, deadline: float) -> list[str]:
+    """Return options with which git runs no filter that is configured for a checkout.
+
+    Raises as `git` does.
+    """
+    options = []
+    for key in os.fsdecode(git(root, deadline, "config", "--list", "--name-only", "-z")).split(
+        "\0"
+    ):
+        if key.startswith("filter."):
+            options += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
+    return options
 
 
 def _kept(patch: bytes, title: str) -> bytes:

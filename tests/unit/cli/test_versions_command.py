@@ -12,6 +12,7 @@ from tools import call_tool
 from mingpt_ddp.cli import code_version, version_job
 from mingpt_ddp.cli.code_version import find_commit
 from mingpt_ddp.cli.commands import versions as tool
+from mingpt_ddp.errors import ConfigError, UserError
 
 SEEDS = "run.seed=1,2"
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -77,12 +78,13 @@ def test_refused_in_one_line_before_anything_is_written(words, message, project,
     assert not (project / "outputs").exists() and not list(project.rglob("versions-*"))
 
 
-def test_the_same_files_elsewhere_are_the_same_code(project):
-    """A commit that changes other files alone is compared, not refused."""
+def test_the_same_files_elsewhere_are_the_same_code(project, tmp_path):
+    """A commit that changes other files alone is compared, not refused; by a link, too."""
+    (tmp_path / "link").symlink_to(project)
     Path("notes.md").write_text("a note")
     git("add", ".")
     git("commit", "-qm", "3")
-    words = ["--config-dir=recipe", f"model.code={project}/recipe/mine.py"]
+    words = ["--config-dir=recipe", f"model.code={tmp_path}/link/recipe/mine.py"]
     before, after, changed = (find_version(name, words) for name in ("HEAD~1", "HEAD", "HEAD~2"))
     assert before.code.record["sha256"] == after.code.record["sha256"]
     assert before.code.record["sha256"] != changed.code.record["sha256"]
@@ -113,6 +115,32 @@ def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
     assert changed.code.record["sha256"] != here.code.record["sha256"] and changed.code.patch
 
 
+def test_no_filter_runs_as_git_writes_the_files_of_a_commit(project):
+    """As that of git-lfs: a commit that differs from its files would be written each time."""
+    Path(".gitattributes").write_text("*.py filter=f\n")
+    git("add", ".")
+    git("commit", "-qm", "3")
+    git("config", "filter.f.smudge", "tr x y")
+    found = find_version("HEAD", ["--config-dir=recipe"])
+    assert (found.directory / "recipe" / "mine.py").read_text() == "x = 2\n"
+    commit = found.directory.name
+    assert found.code.record["commits"][commit] == commit, "nothing differs from it"
+
+
+def test_what_git_says_is_in_the_line(project, tmp_path, monkeypatch):
+    program = tmp_path / "git"
+    program.write_text("#!/bin/sh\necho 'fatal: dubious ownership' >&2\nexit 128\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    what = f"HEAD is no commit or branch of {project}, and no directory: "
+    with pytest.raises(ConfigError, match=f"^config error: {what}fatal: dubious ownership$"):
+        find_commit("HEAD")
+    program.unlink()
+    with pytest.raises(ConfigError, match=f"{what}.* No such file or directory: 'git'"):
+        find_commit("HEAD")
+    assert find_commit(".") == "" and not find_version(".", ["--config-dir=recipe"]).code.patch
+
+
 def test_git_that_cannot_write_is_one_line(project, monkeypatch):
     def fail(directory, name):
         (directory.parent / directory.name).write_text("a file")
@@ -133,6 +161,19 @@ def test_a_job_refuses_the_package_of_another_directory(tmp_path, monkeypatch, c
     found = Path(version_job.__file__).parents[1]
     line = f"run error: mingpt_ddp is imported from {found}, not from {tmp_path}/mingpt_ddp\n"
     assert capsys.readouterr().err == line
+
+
+def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
+    package = tmp_path / "mingpt_ddp"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("raise SystemExit('config error: why')\n")
+    code = code_version.Code({"sha256": "a"}, b"")
+    version = code_version.Version("B", tmp_path, [], code, True)
+    for call in (version.compose, lambda: version.train([])):
+        with pytest.raises(UserError) as raised:
+            call()
+        assert str(raised.value) == "version B: config error: why"
 
 
 def test_one_version_is_one_code_that_no_other_has(tmp_path, monkeypatch):

@@ -371,5 +371,6 @@ def test_what_is_no_record_is_none(code):
 
 
 def test_a_record_of_a_stranger_is_described_within_a_line():
-    code = {"sha256": "a" * 10**6, "commits": {"b" * 10**6: ["c"]}, "patch": {"d": 1}}
-    assert len(describe(recorded_code({"code": code}))) == 400
+    code = {"sha256": "a" * 10**6, "commits": {"b\n" * 10**6: ["c"]}, "patch": {"d": 1}}
+    line = describe(recorded_code({"code": code}))
+    assert len(line) == 400 and "\n" not in line

@@ -190,7 +190,13 @@ def test_a_failure_is_that_of_a_directory_however_its_job_is_spelled(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[", "[]", '{"cores": "2", "threads": [1], "failures": [2]}', '{"job": 1}\n{"reason": 2}\n[3]\n\xff'],
+    [
+        "",
+        "[",
+        "[]",
+        '{"cores": "2", "threads": [1], "failures": [2]}',
+        '{"job": 1}\n{"reason": 2}\n[3]\n\xff',
+    ],
 )
 def test_a_damaged_file_counts_as_none(content, tmp_path):
     for name in (SWEEP, FAILURES):
