@@ -66,6 +66,9 @@ class StorageUnavailableError(UserError):
     kind = "storage error"
 
 
+MAY_PASS = (JoinError, StorageUnavailableError)  # after a restart
+
+
 class TrainingError(UserError):
     """Training failed in the same way on all ranks and would fail again."""
 

@@ -17,6 +17,7 @@ from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env, report_error
 from mingpt_ddp.errors import (
     LONGEST_LINE,
+    MAY_PASS,
     ConfigError,
     JoinError,
     OutputError,
@@ -202,12 +203,12 @@ class ProcessExit:
         yields = may_be_of_all and self.env.has_agent and not self.env.is_rank_zero
         if yields:
             time.sleep(AGENT_POLL_S)
-        may_succeed = EX_TEMPFAIL if self.env.has_agent else USER_ERROR  # after a restart
         if isinstance(error, JoinError):
             kill_stopped_siblings(self.env)
-            exit_process(error, may_succeed)
-        if isinstance(error, StorageUnavailableError):  # the same on every rank
-            exit_process(self.env.call_on_rank_zero(lambda: error), may_succeed)
+        if isinstance(error, MAY_PASS):
+            is_of_all = isinstance(error, StorageUnavailableError)
+            shown = self.env.call_on_rank_zero(lambda: error) if is_of_all else error
+            exit_process(shown, EX_TEMPFAIL if self.env.has_agent else USER_ERROR)
         has_rank_zero = self.env.rank == self.env.local_rank  # this machine
         claimed = self._claim_report(str(error), SLOWER_S if yields and has_rank_zero else 0.0)
         exit_process(error if claimed else None, USER_ERROR)

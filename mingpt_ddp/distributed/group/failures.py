@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mingpt_ddp.distributed.error_text import without_addresses
 from mingpt_ddp.distributed.group.rendezvous import ask_store, get_now
-from mingpt_ddp.errors import JoinError, StorageUnavailableError
+from mingpt_ddp.errors import MAY_PASS
 
 FIRST_FAILURE = "failure"  # key in the store: the error of the first rank that failed
 # Keys in the store: the number of ranks that failed, also of those with the same error; and whether
@@ -32,7 +32,7 @@ class Failure:
     @property
     def is_final(self) -> bool:
         """Whether a restart would fail too."""
-        return self.kind not in ("", JoinError.__name__, StorageUnavailableError.__name__)
+        return self.kind not in ("", *(error.__name__ for error in MAY_PASS))
 
 
 class FailureReports:

@@ -129,8 +129,10 @@ def find_steps(
 
     errors = _ask_each(locations, url, list_steps)
     _raise_or_log(errors, bool(found) and not strict)
-    looked_at = {*candidate_urls(url, follow)}
-    elsewhere = [each for each in candidate_urls(url) if not named and each not in looked_at]
+    elsewhere = list[str]()
+    if not (named or follow):
+        looked_at = {*candidate_urls(url, follow=False)}  # which reads nothing
+        elsewhere = [each for each in candidate_urls(url) if each not in looked_at]
     where = redact(", ".join(elsewhere))
     hint = f"the run also has some at {where}; add follow=true to include them"
     if not found:
