@@ -100,8 +100,7 @@ def find_commit(name: str) -> str:
         try:
             commit = git(root, time.monotonic() + GIT_S, *words).decode().strip()
         except (OSError, subprocess.SubprocessError, ValueError) as error:  # e.g. it has no git
-            said = getattr(error, "stderr", None) or b""
-            why = f": {said.decode(errors='replace') or error}"
+            why = f": {error}"
     where = root or "a checkout here"
     check(
         commit or os.path.isdir(name),

@@ -127,13 +127,13 @@ def test_no_filter_runs_as_git_writes_the_files_of_a_commit(project):
     assert found.code.record["commits"][commit] == commit, "nothing differs from it"
 
 
-def test_what_git_says_is_in_the_line(project, tmp_path, monkeypatch):
+def test_why_git_says_nothing_is_in_the_line(project, tmp_path, monkeypatch):
     program = tmp_path / "git"
-    program.write_text("#!/bin/sh\necho 'fatal: dubious ownership' >&2\nexit 128\n")
+    program.write_text("#!/bin/sh\nexit 128\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     what = f"HEAD is no commit or branch of {project}, and no directory: "
-    with pytest.raises(ConfigError, match=f"^config error: {what}fatal: dubious ownership$"):
+    with pytest.raises(ConfigError, match=f"{what}.* exit status 128"):
         find_commit("HEAD")
     program.unlink()
     with pytest.raises(ConfigError, match=f"{what}.* No such file or directory: 'git'"):
