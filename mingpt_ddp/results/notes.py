@@ -18,6 +18,7 @@ from mingpt_ddp.results.runs import Job, identity, number, varying
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # how many windows are measured, of which length
 WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
+OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  # than minutes
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
@@ -67,6 +68,9 @@ def comparison_notes(jobs: list[Job], by_code: bool = False) -> list[str]:
 
 def _equal_minutes(jobs: list[Job]) -> str:
     """Return the minutes that all jobs have trained, which makes their settings equal."""
+    limits = [job.config.get(key) for job in jobs for key in OTHER_LIMITS]
+    if any(limit is not None for limit in limits):
+        return ""
     minutes = {number(job.config.get("trainer.max_minutes")) for job in jobs}
     if len(minutes) > 1 or None in minutes:
         return ""

@@ -38,6 +38,11 @@ class RunLength:
         self.optimizer = config.optimizer
         self.steps_per_epoch = steps_per_epoch
         self.state = state or TrainState()
+        # the last step, if trainer.max_minutes was over before it became a number; never recorded,
+        # so that more minutes are reckoned from the time of the steps
+        self.over_at: int | None = None
+        if self.state.step < self.fixed_at:
+            self.over_at = self.reckon(self.state.step)
 
     @property
     def limits(self) -> dict[str, int]:
@@ -48,7 +53,9 @@ class RunLength:
             found["max_steps"] = trainer.max_steps
         if trainer.max_epochs is not None:
             found["max_epochs"] = trainer.max_epochs * self.steps_per_epoch
-        if trainer.max_minutes is not None and self.state.step_seconds is not None:
+        if self.over_at is not None:
+            found["max_minutes"] = self.over_at
+        elif trainer.max_minutes is not None and self.state.step_seconds is not None:
             found["max_minutes"] = round(
                 60 * trainer.max_minutes / max(self.state.step_seconds, 1e-9)
             )
@@ -62,7 +69,8 @@ class RunLength:
     @property
     def is_fixed(self) -> bool:
         """Whether the number is known."""
-        return self.trainer.max_minutes is None or self.state.step_seconds is not None
+        given = self.state.step_seconds is not None or self.over_at is not None
+        return self.trainer.max_minutes is None or given
 
     @property
     def known_steps(self) -> int | None:
@@ -105,10 +113,11 @@ class RunLength:
         """
         minutes = self.trainer.max_minutes
         assert minutes is not None
-        self.state.step_seconds = 60 * minutes / steps
         if step < self.fixed_at:
+            self.over_at = step
             log.warning("trainer.max_minutes=%g is over: step %d is the last", minutes, step)
             return
+        self.state.step_seconds = 60 * minutes / steps
         pace = 1e3 * self.state.step_seconds
         log.info("trainer.max_minutes=%g is %d steps of %.4g ms from now on", minutes, steps, pace)
         if end := early_end(self.trainer, self.limits):

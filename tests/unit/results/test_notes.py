@@ -251,14 +251,19 @@ def test_different_steps_of_complete_jobs(tmp_path):
 
 def test_equal_minutes_are_equal_settings(tmp_path):
     """However many steps they are: jobs that differ in their seed too are replicates."""
+    minutes = {"trainer.max_minutes": 0.5, "trainer.max_steps": None, "trainer.max_epochs": None}
     for seed, steps in enumerate((200, 60)):
-        config = {"trainer.max_minutes": 0.5, "run.seed": seed}
+        config = minutes | {"run.seed": seed}
         fake_run(tmp_path / f"{seed}", config, steps=steps)
     assert len(replicates(read_jobs([tmp_path]))) == 1
     count = "which count as equal: each has trained for trainer.max_minutes=0.5"
     assert notes(tmp_path) == [f"the jobs ran 60 to 200 steps, {count}"]
-    fake_run(tmp_path / "longer", {"trainer.max_minutes": 1.0}, steps=400)
+    fake_run(tmp_path / "longer", minutes | {"trainer.max_minutes": 1.0}, steps=400)
     assert notes(tmp_path) == ["the jobs ran 60 to 400 steps"]
+    for steps in (50, 100):  # which end before the minutes
+        config = {"trainer.max_minutes": 60.0, "trainer.max_steps": steps}
+        fake_run(tmp_path / "limited" / f"{steps}", config, steps=steps)
+    assert notes(tmp_path / "limited") == ["the jobs ran 50 to 100 steps"]
 
 
 def test_a_job_without_a_result_says_nothing(tmp_path):
