@@ -9,6 +9,7 @@ torchrun's agent is forked too, and so are its workers that run one of these com
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import gc
@@ -412,7 +413,7 @@ def spawn(path: str, args: Sequence[str], passed: Sequence[int]) -> int:
     resource_tracker._resource_tracker.__init__()
     sys.path[0] = ""
     try:
-        exec(args[-1])
+        contextvars.Context().run(exec, args[-1])  # without the sweep that this process runs
     finally:
         os._exit(0)
 
