@@ -281,8 +281,9 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return a row for each job, the best first and those that are not complete last.
+    """Return a row for each job: those of the best setting first, of incomplete ones last.
 
+    A setting is judged by the mean over its seeds, as in a report.
     A row has `name`, `directory`, `status`, `seed` and `code`; by dotted key the other parameters
     in which the jobs differ; `step` and `val_loss`, the last ones of a job that is not complete;
     and the other numbers of result.json. What is unknown or not finite is None.

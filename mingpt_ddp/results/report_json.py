@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.results.formats import LONGEST, cut
-from mingpt_ddp.results.groups import SEED, Group
+from mingpt_ddp.results.groups import SEED, Group, replicates
 from mingpt_ddp.results.results import Results, read_with_failures
 from mingpt_ddp.results.runs import Job, number, varying
 
@@ -32,9 +32,10 @@ def json_report(results: Results) -> str:
 def job_rows(directories: Sequence[Path]) -> list[dict[str, Any]]:
     """Return a row for each job: its entry in the document, flat, with what the jobs differ in.
 
-    All rows have the same keys.
+    All rows have the same keys. Replicates follow each other, those with the best mean first.
     """
-    jobs, _ = read_with_failures(directories)
+    found, _ = read_with_failures(directories)
+    jobs = [job for group in replicates(found) for job in group.jobs]
     parameters = [key for key in varying(jobs) if key != SEED]
     rows = []
     for job in jobs:

@@ -171,6 +171,14 @@ def test_the_rows_of_a_sweep(tmp_path):
     assert mingpt_ddp.rows(tmp_path / "a", str(tmp_path / "b"))[1]["name"] == "b"
 
 
+def test_rows_of_the_best_setting_come_before_the_luckiest_seed(tmp_path):
+    for lr, losses in ((0.1, (1.9, 3.0)), (0.2, (2.0, 2.1))):
+        for seed, loss in enumerate(losses):
+            values = {"optimizer.lr": lr, "run.seed": seed}
+            fake_run(tmp_path / f"{lr}-{seed}", values, val_loss=loss)
+    assert [row["val_loss"] for row in mingpt_ddp.rows(tmp_path)] == [2.0, 2.1, 1.9, 3.0]
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
     [
