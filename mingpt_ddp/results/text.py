@@ -1,5 +1,7 @@
 """The table of a sweep as text: a row for each job, or for each group of replicates."""
 
+from collections.abc import Callable
+
 from mingpt_ddp.errors import command, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.analysis.front import Front
@@ -130,9 +132,13 @@ def importance_line(importance: dict[str, float]) -> str:
     return f"importance (PED-ANOVA): {', '.join(shares[:COLUMNS])}"
 
 
-def front_line(front: Front, rows: int) -> str:
-    """Say which of so many rows are on the Pareto front, and of what."""
-    goals = ", ".join(f"{goal.direction} {cut(goal.name)}" for goal in front.goals)
+def front_line(front: Front, rows: int, named: Callable[[str], str] = str) -> str:
+    """Say which of so many rows are on the Pareto front, and of what.
+
+    Args:
+        named: returns what an objective is called.
+    """
+    goals = ", ".join(f"{goal.direction} {cut(named(goal.name))}" for goal in front.goals)
     if len(front.goals) == 1:
         return f"the best of this search, marked *: {goals}"
     return f"Pareto front, marked *: {len(front.members)} of {rows}; {goals}"

@@ -338,7 +338,7 @@ def test_extreme_numbers_are_drawn(browser, tmp_path):
     report([tmp_path], tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
     assert browser.errors() == []
-    assert counted(browser, ".js-plotly-plot") == 4
+    assert counted(browser, ".js-plotly-plot") == 3
 
 
 def test_markup_added_to_the_page_is_not_executed(browser, sweep, tmp_path):

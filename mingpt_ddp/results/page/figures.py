@@ -206,8 +206,9 @@ class Scale:
         self._is_log = self._is_numeric and is_logarithmic(self._low, self._high)
         self._at = dict(zip(map(identity, distinct), places, strict=True))
         labels = {at: label(shown(value), 14) for at, value in zip(places, distinct, strict=True)}
-        if self._is_log and len(labels) * TICKS_APART > 1:
-            ticks = [float(f"{digit}e{decade}") for digit in (1, 3) for decade in DECADES]
+        self._is_continuous = self._is_numeric and len(labels) * TICKS_APART > 1
+        if self._is_continuous:
+            ticks = self._round_logarithmic() if self._is_log else self._round_linear()
             labels = {at: brief(at) for at in ticks if self._low <= at <= self._high}
         self.labels: dict[float, str] = {}  # by coordinate, without those that would overlap
         for at, text in labels.items():
@@ -226,10 +227,18 @@ class Scale:
         return (at - low) / (high - low) if high > low else 0.5
 
     def axis(self, title: str) -> dict[str, Any]:
-        """Return plotly's axis, with its own ticks for numbers."""
-        if not self._is_numeric:
-            return axis(title, tickvals=[*self.labels], ticktext=[*self.labels.values()])
-        if not self._is_log:
+        """Return plotly's axis, with its own ticks for many numbers on a linear one."""
+        if self._is_continuous and not self._is_log:
             return axis(title)
-        decades = math.log10(self._high) - math.log10(self._low)
-        return axis(title, **LOG, dtick="D2" if decades < 2 else math.ceil(decades / 4))
+        kind = {"type": "log"} if self._is_log else {}
+        return axis(title, tickvals=[*self.labels], ticktext=[*self.labels.values()], **kind)
+
+    def _round_logarithmic(self) -> list[float]:
+        return [float(f"{digit}e{decade}") for digit in (1, 3) for decade in DECADES]
+
+    def _round_linear(self) -> list[float]:
+        """Return two to six multiples of 1, 2 or 5 times a power of ten."""
+        steps = [float(f"{digit}e{decade}") for decade in DECADES for digit in (1, 2, 5)]
+        step = next(step for step in steps if self._high - self._low <= 5 * step)
+        multiples = range(math.ceil(self._low / step), math.floor(self._high / step) + 1)
+        return [step * multiple for multiple in multiples]

@@ -1,6 +1,7 @@
 """Render the page of one run or many: one self-contained HTML file that runs only its scripts."""
 
 import json
+import math
 import os
 import secrets
 import time
@@ -151,8 +152,9 @@ def _curves(plots: Plots, results: Results) -> dict[str, str]:
     series = [mean_curve([history.series(key)]) for key in losses]
     curves = plots.series([*zip(marks, series, strict=True)], "loss", 380)
     others = [key for key in history.columns if key not in losses][:OTHER_CURVES]
+    dotted = " &nbsp;Dotted: a restart." if len(history.attempts) > 1 else ""
     return {
-        "Losses": curves and f"<p>{legend_of(marks)} Dotted: a restart.</p>{curves}",
+        "Losses": curves and f"<p>{legend_of(marks)}{dotted}</p>{curves}",
         "Learning rate, speed and metrics": grid(
             "".join(plots.curves(key, words(key), 260) for key in others)
         ),
@@ -171,7 +173,7 @@ def _parameters(plots: Plots, results: Results, keys: list[str]) -> str:
 def _front(plots: Plots, results: Results) -> str:
     if results.front is None:
         return ""
-    line = front_line(results.front, len(results.groups))
+    line = front_line(results.front, len(results.groups), words)
     return f"<p>{escape(line)}</p>{plots.front()}"
 
 
@@ -229,5 +231,12 @@ def _settings(jobs: list[Job]) -> str:
     for key, value in config.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
-    text = yaml.safe_dump(groups, sort_keys=False, allow_unicode=True, default_flow_style=None)
-    return f"<p>{escape(', '.join(facts))}</p><pre>{escape(text)}</pre>"
+    lines = [f"{group}: {_flow(values)}" for group, values in groups.items()]
+    return f"<p>{escape(', '.join(facts))}</p><pre>{escape(''.join(lines))}</pre>"
+
+
+def _flow(values: dict[str, Value]) -> str:
+    """Return YAML on one line, which the page wraps."""
+    return yaml.safe_dump(
+        values, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
+    )

@@ -115,28 +115,33 @@ class Plots:
     def against(self, key: str) -> str:
         """Draw the objective over one parameter, with error bars; outliers are triangles."""
         marks = [mark for mark in self._marks if {key, OBJECTIVE} <= {*mark.values}]
+        if not marks:
+            return ""
         scale = Scale(mark.values[key] for mark in marks)
         x = [scale.at(mark.values[key]) for mark in marks]
         y = [mark.values[OBJECTIVE] for mark in marks]
         trace = points(marks, x, y)
-        ends = []
-        for mark, at in zip(marks, y, strict=True):
-            deviation = mark.spread.deviation or 0.0
-            ends += [at - deviation, at + deviation]
         bars = [mark.spread.half_width or 0.0 for mark in marks]
+        # longer bars, as of two seeds, leave the plot
+        longest = max([max(y) - min(y), *(mark.spread.deviation or 0.0 for mark in marks)])
+        ends = []
+        for bar, at in zip(bars, y, strict=True):
+            ends += [at - min(bar, longest), at + min(bar, longest)]
         if any(bars):
             trace["error_y"] = {"array": bars, "color": INCOMPLETE, "thickness": 1.5, "width": 4}
         title = label(self.names[key])
         if key in self._results.importance:
             title += f", importance {self._results.importance[key]:.2f}"
         xaxis = scale.axis(title)
-        return self._draw([trace] if marks else [], xaxis, loss_axis(ends, self._title), 260)
+        return self._draw([trace], xaxis, loss_axis(ends, self._title), 260)
 
     def parallel(self, keys: list[str]) -> str:
-        """Draw a line per row through its parameters to its objective.
+        """Draw a line per row through its parameters to its objective; "" for one parameter.
 
         It is below the axes of the parameters that the row lacks.
         """
+        if len(keys) < 2:
+            return ""
         heights: dict[Mark, list[float]] = {
             mark: [] for mark in self._marks if not mark.values.keys().isdisjoint(keys)
         }

@@ -100,7 +100,7 @@ def test_long_directories_do_not_break_the_table(tmp_path):
 
 def test_a_band_and_a_line_for_each_recipe(sweep, tmp_path):
     report([sweep], tmp_path / "page.html")
-    curves, training, against, parallel = figures_of(tmp_path / "page.html")
+    curves, training, against = figures_of(tmp_path / "page.html")
     for figure in (curves, training):
         assert [trace["mode"] for trace in figure["data"]] == ["none", "lines", "none", "lines"]
     band, line = curves["data"][2:]  # the best is drawn last
@@ -114,7 +114,6 @@ def test_a_band_and_a_line_for_each_recipe(sweep, tmp_path):
     assert points["error_y"]["array"] == pytest.approx([3 * HALF, HALF])
     low, high = against["layout"]["yaxis"]["range"]
     assert low < 2.2 - math.sqrt(0.18) and high > 2.2 + math.sqrt(0.18), "a deviation to both sides"
-    assert len(parallel["data"]) == 2
     text = (tmp_path / "page.html").read_text()
     assert "<h2>Groups</h2>" in text and "<h2>Jobs</h2>" in text
     assert text.count("<tr><td>") == 2 + 4
@@ -180,10 +179,10 @@ def test_the_front_is_marked(tmp_path):
     assert cells(lines[0])[-2:] == ["speed<b>", "job"]
     assert [line[0] for line in lines[1:4]] == ["*", "*", " "]
     assert "Pareto front, marked *: 2 of 3; minimize val_loss, maximize speed<b>" in lines
-    front, points = figures_of(tmp_path / "page.html")[4]["data"]
+    front, points = figures_of(tmp_path / "page.html")[3]["data"]
     assert (front["x"], front["y"], front["line"]["shape"]) == ([1, 2], [10, 20], "hv")
     assert len(points["x"]) == 3
-    assert "<b>" not in json.dumps(figures_of(tmp_path / "page.html")[4]["layout"])
+    assert "<b>" not in json.dumps(figures_of(tmp_path / "page.html")[3]["layout"])
 
 
 # The importance of parameters

@@ -306,11 +306,19 @@ def test_decades_are_logarithmic():
     scale = Scale([1.0, 2.0, 5.0])
     assert scale.share(scale.at(2)) == pytest.approx(0.25)
     assert "type" not in scale.axis("lr"), "linear, for plotly"
+    assert scale.axis("lr")["ticktext"] == ["1", "2", "5"], "the values, if they are few"
 
 
 def test_many_values_on_a_logarithmic_axis_have_round_labels():
     scale = Scale([1.7e-4 * 1.3**number for number in range(20)])
     assert [*scale.labels.values()] == ["0.001", "0.01", "3e-4", "0.003"]
+    assert scale.axis("lr")["ticktext"] == [*scale.labels.values()]
+
+
+def test_many_values_on_a_linear_axis_have_round_labels():
+    scale = Scale([1.503 + 0.0101 * number for number in range(37)])
+    assert [*scale.labels.values()] == ["1.6", "1.7", "1.8"]
+    assert "tickvals" not in scale.axis("loss"), "plotly's, which follow a zoom"
 
 
 def test_values_that_are_not_numbers_are_categories():
@@ -447,14 +455,15 @@ def test_a_row_links_to_the_page_of_its_run(tmp_path):
 
 def test_a_verdict_and_the_fixed_settings(tmp_path):
     for number in range(6):
-        values = {"optimizer.lr": 0.1 + number % 2, "run.seed": number // 2}
+        values = {"optimizer.lr": 0.1 + number % 2, "model.n_layer": 1 + number % 2}
+        values["run.seed"] = number // 2
         fake_run(tmp_path / f"{number}", values, val_loss=2 + number % 2 + number**2 / 100)
     report([tmp_path], tmp_path / "page.html")
     text = Page(tmp_path / "page.html").text
     headings = ["Best configuration", "Comparison", "Loss curves", "Parameters"]
     headings += ["Parallel coordinates", "Groups", "Jobs", "Fixed settings"]
     assert sorted(headings, key=text.index) == headings, "what was asked comes first"
-    assert "lr=0.1 is better than lr=1.1 by 1.050 ± 0.099" in text
+    assert "n_layer=1, lr=0.1 is better than n_layer=2, lr=1.1 by 1.050 ± 0.099" in text
     fixed = text[text.index("Fixed settings") :]
     assert "data python_docs, path builtin:python_docs, model gpt_nano, begun 2023-11-1" in fixed
     assert "weight_decay: 0.1" in fixed and "lr: " not in fixed and "seed: " not in fixed
@@ -557,8 +566,8 @@ def test_curves_of_any_height_and_length(tmp_path):
 
 
 def test_jobs_without_curves(tmp_path):
-    fake_run(tmp_path / "a", {"optimizer.lr": 1}, None, None)
-    fake_run(tmp_path / "b", {"optimizer.lr": 2}, "failed", None)
+    fake_run(tmp_path / "a", {"optimizer.lr": 1, "model.n_layer": 1}, None, None)
+    fake_run(tmp_path / "b", {"optimizer.lr": 2, "model.n_layer": 2}, "failed", None)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "result.json").write_text('{"status": "complete", "val_loss": 2.5}')
     text = report([tmp_path], tmp_path / "page.html")
