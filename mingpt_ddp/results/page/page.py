@@ -34,6 +34,7 @@ IMPORTANCE = (
     "Importance: how much the values of a parameter differ between the best groups and all "
     "(PED-ANOVA), as shares; the most important comes first."
 )
+BARS = "Bars: the 95% interval of each mean. They can overlap where a comparison by seed differs."
 MOST_SENTENCES = 12  # of the verdict
 OTHER_CURVES = 16  # of one run
 FIXED = {"data.name": "data", "data.path": "path", "model.name": "model", "run.seed": "seed"}
@@ -167,6 +168,8 @@ def _parameters(plots: Plots, results: Results, keys: list[str]) -> str:
     more = len(results.keys) - len(keys)
     if more:
         figures = f"<p>The first {DRAWN}; the table has the other {more}.</p>{figures}"
+    if results.has_replicates and figures:
+        figures = f"<p>{BARS}</p>{figures}"
     return f"<p>{IMPORTANCE}</p>{figures}" if results.importance else figures
 
 
