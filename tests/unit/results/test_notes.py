@@ -297,9 +297,7 @@ def test_each_plot_names_what_it_shows(tmp_path):
     fake_run(tmp_path / "a")
     fake_run(tmp_path / "b", {"optimizer.lr": 2})
     report([tmp_path], tmp_path / "page.html")
-    validation, training, against = (
-        figure["layout"] for figure in figures(tmp_path / "page.html")
-    )
+    validation, training, against = (figure["layout"] for figure in figures(tmp_path / "page.html"))
     assert validation["title"]["text"] == "validation loss"
     assert training["title"]["text"] == "training loss"
     assert against["yaxis"]["title"]["text"] == "validation loss"
