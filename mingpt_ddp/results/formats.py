@@ -18,6 +18,7 @@ WORDS = {
     "n_head": "heads",
     "n_embd": "width",
     "grad_norm": "gradient norm",
+    "best_val_loss": "best validation loss",
     "tokens_per_s": "tokens per second",
     "samples_per_s": "samples per second",
     "step_ms": "time of a step, ms",

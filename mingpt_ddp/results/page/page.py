@@ -224,7 +224,8 @@ def _settings(jobs: list[Job]) -> str:
         return ""
     same = set.intersection(*(set(recipe(job, job.config)) for job in jobs))
     config = {key: value for key, value in first.items() if (key, identity(value)) in same}
-    facts = [f"{word} {shown(config[key])}" for key, word in FIXED.items() if key in config]
+    known_facts = [key for key in FIXED if config.get(key) is not None]
+    facts = [f"{FIXED[key]} {shown(config[key])}" for key in known_facts]
     sizes = {_number(job, "parameters") for job in jobs}
     facts += [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
     codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
