@@ -139,8 +139,7 @@ def device_facts(device: str) -> dict[str, Any]:
     from mingpt_ddp.distributed.device.compile import should_compile
     from mingpt_ddp.distributed.device.device import total_memory
     from mingpt_ddp.errors import ConfigError
-    from mingpt_ddp.metrics.meters import measured_matmul_flops
-    from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
+    from mingpt_ddp.metrics.mfu import measured_matmul_flops, vendor_peak_flops
     from mingpt_ddp.models.ops import DTYPES, resolve_device, resolve_precision
 
     where = resolve_device(device, "device")

@@ -11,7 +11,7 @@ import torch
 from common import ROOT, environment, in_fresh_process
 
 from mingpt_ddp.config.keys.model_config import GPTConfig
-from mingpt_ddp.metrics.meters import fastest, measured_matmul_flops
+from mingpt_ddp.metrics.mfu import fastest, measured_matmul_flops
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.models.gpt import GPT
 

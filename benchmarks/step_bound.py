@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainers import MODERN, PLAIN, SETTINGS, Setting
 
 from mingpt_ddp.distributed.device.device import keep_freed_memory
-from mingpt_ddp.metrics.meters import measured_matmul_flops
+from mingpt_ddp.metrics.mfu import measured_matmul_flops
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 

@@ -23,9 +23,9 @@ from common import ROOT, compose_config, log, parser, report, timed
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.storage.run_dir import run_directory, with_run_name
+from mingpt_ddp.storage.run_directory import run_directory, with_run_name
 from mingpt_ddp.sweeps.job import job_name
-from mingpt_ddp.sweeps.search.trials import Trials
+from mingpt_ddp.sweeps.search.trial_jobs import Trials
 from mingpt_ddp.sweeps.sources import source_of
 
 MAIN = [sys.executable, str(ROOT / "main.py"), "-m"]

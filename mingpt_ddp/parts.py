@@ -4,6 +4,7 @@ Shapes: B sequences, T tokens, C = n_embd, H = n_head heads of D = C / H, V = vo
 """
 
 from mingpt_ddp.config.keys.model_config import PartConfig
+from mingpt_ddp.models.block_parts import Attention, BlockSpec
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache
 from mingpt_ddp.models.ops import (
     causal_attention,
@@ -12,7 +13,6 @@ from mingpt_ddp.models.ops import (
     relu_squared,
     rms_norm,
 )
-from mingpt_ddp.models.parts import Attention, BlockSpec
 from mingpt_ddp.models.rotary import RotaryAttention
 
 __all__ = [

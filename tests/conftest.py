@@ -67,8 +67,8 @@ def fitted():
 def only_built_in():
     """Forget what the code of an example has registered in this process."""
     yield
-    if registry := sys.modules.get("mingpt_ddp.config.registry"):
-        registry.run_code({}, [])
+    if builders := sys.modules.get("mingpt_ddp.config.builders"):
+        builders.run_code({}, [])
 
 
 @pytest.fixture(autouse=True)

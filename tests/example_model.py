@@ -12,8 +12,8 @@ import torch
 import yaml
 from example_files import EXAMPLES
 
+from mingpt_ddp.config.builders import BUILDERS, run_file
 from mingpt_ddp.config.config import Config, build_group
-from mingpt_ddp.config.registry import BUILDERS, run_file
 
 EXAMPLE = EXAMPLES / "model_parallel.py"
 

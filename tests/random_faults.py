@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launching import Job, children, is_running, last_step, read, wait_for
 
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 VICTIMS = {"worker": 3, "parent": 2, "server": 1, "all": 2}  # how often each occurs in a round
 ENDS = {"KILL": 4, "TERM": 2, "INT": 1, "STOP CONT": 1, "STOP KILL": 1, "STOP TERM CONT": 1}

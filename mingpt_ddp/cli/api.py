@@ -48,7 +48,7 @@ def train(
 
     from mingpt_ddp.cli.application import application_words
     from mingpt_ddp.errors import ConfigError
-    from mingpt_ddp.storage.run_dir import read_result
+    from mingpt_ddp.storage.run_directory import read_result
 
     with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
         if isinstance(overrides, DictConfig):
@@ -105,7 +105,7 @@ def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
     from mingpt_ddp.distributed.env import REPORT_FILE
     from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError
-    from mingpt_ddp.storage.records import read_json
+    from mingpt_ddp.storage.yaml_and_json import read_json
 
     if nproc is not None:
         words = [*words, f"ddp.nproc_per_node={nproc}"]
@@ -234,7 +234,7 @@ def load(
     """
     import torch
 
-    from mingpt_ddp.config.registry import run_file
+    from mingpt_ddp.config.builders import run_file
     from mingpt_ddp.models import move_model
     from mingpt_ddp.snapshots.read.load_model import load_with_state
 

@@ -41,7 +41,7 @@ from mingpt_ddp.distributed.launch.channels import reporter
 from mingpt_ddp.distributed.launch.launcher import train_on_workers
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
-from mingpt_ddp.storage.run_dir import (
+from mingpt_ddp.storage.run_directory import (
     next_free_name,
     run_directory,
     with_run_name,

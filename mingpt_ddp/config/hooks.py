@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.registry import BUILDERS, Entry, add_entry
+from mingpt_ddp.config.builders import BUILDERS, Entry, add_entry
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 EVENTS = ("step", "evaluate", "end")

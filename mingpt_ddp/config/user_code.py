@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.config.keys.model_config import ModelConfig, changed_parts
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 
-from mingpt_ddp.data.file_records import FileRecords, Hash, file_status
+from mingpt_ddp.data.known_files import FileRecords, Hash, file_status
 from mingpt_ddp.storage.storage import read_regular
 
 # Of what a filesystem knows of a file, what changes with its content: HTTP, S3, Azure; Google;

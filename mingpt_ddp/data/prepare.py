@@ -7,7 +7,7 @@ from typing import Any
 
 from mingpt_ddp.config.keys.components import GIVEN_SPLITS, DataConfig, Form
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
-from mingpt_ddp.data.file_records import digest_of
+from mingpt_ddp.data.known_files import digest_of
 from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode_text import encode, is_divided
 from mingpt_ddp.data.text.opened_text import Text, sha256_of_all

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.components import DatasetConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import CodeError, DataError

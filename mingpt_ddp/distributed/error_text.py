@@ -5,7 +5,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-from mingpt_ddp.config.registry import MAX_ERROR_LENGTH
+from mingpt_ddp.config.builders import MAX_ERROR_LENGTH
 from mingpt_ddp.errors import relative_path
 
 PACKAGE = f"{Path(__file__).parents[1]}/"

@@ -76,7 +76,7 @@ class Runtime:
         return torch.amp.GradScaler(self.device.type, init_scale, enabled=is_enabled)
 
     def alone(self) -> "Runtime":
-        """Return the runtime of this rank by itself, for trials before the run.
+        """Return the runtime of this rank by itself, for steps tried before the run.
 
         It has the same device and precision, and a loss scaler of its own; no call is a collective,
         and nothing is compiled.

@@ -24,7 +24,7 @@ class GPU:
 # Sources: NVIDIA's data sheets of H100, H200, HGX B200, A100 and L40S, and its white paper on Ada
 # (RTX 4090). CUDA reports less memory than a sheet's gigabytes, of L40S by its error correction. A
 # link is half of what a sheet says of NVLink, or of PCIe 4.0 with 16 lanes, for both directions.
-# Matrix-product rates are in peak_flops.py.
+# Matrix-product rates are in mfu.py.
 GPUS = {
     "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 39 * GIB, 1555 * GB, 300 * GB),
     "a100-80gb": GPU("NVIDIA A100-SXM4-80GB", 79 * GIB, 2039 * GB, 300 * GB),

@@ -14,7 +14,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import reason
-from mingpt_ddp.metrics.columns import MARKERS, Column, Columns, Record, parse
+from mingpt_ddp.metrics.jsonl_columns import MARKERS, Column, Columns, Record, parse
 from mingpt_ddp.storage.lines import append_line, read_backwards, read_chunks
 
 log = logging.getLogger(__name__)

@@ -1,26 +1,18 @@
-"""Averages over training steps, MFU, and the matmul rate of the device."""
+"""Averages over training steps, and their speed."""
 
 import time
-import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.distributed.device.device import peak_memory
 from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.metrics.peak_flops import vendor_peak_flops
-from mingpt_ddp.models import flops_per_token
 from mingpt_ddp.tasks.outputs import COUNT, SUM
-
-# n x n; operand and result of the largest take 270 MB in bf16
-MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-SATURATED_S = 0.002  # a product that takes this long saturates the device
-REPETITIONS = 5  # per measurement; the fastest counts
 
 
 @dataclass
@@ -155,72 +147,3 @@ def means(sums: dict[str, float], steps: int) -> dict[str, float]:
         elif not name.startswith(COUNT):
             metrics[f"train/{name}"] = total / steps
     return metrics
-
-
-class Utilization:
-    """The model's FLOP/s on one device, as a share of what the device could do.
-
-    MFU divides by the rate in the vendor's data sheet, the matmul utilization by a measured one.
-    """
-
-    def __init__(self, runtime: Runtime, model: nn.Module) -> None:
-        """
-        Args:
-            model: not wrapped; nothing is reported if it has no `flops_per_token()`.
-        """
-        self.runtime = runtime
-        self._flops_per_token = flops_per_token(model)
-        self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
-        self._matmul_flops = 0.0  # until `measure`
-
-    def measure(self) -> None:
-        """Measure the device's matmul rate, if it is needed."""
-        if self._flops_per_token is None:
-            return
-        device = self.runtime.device
-        self._matmul_flops = measured_matmul_flops(device, self.runtime.dtype)
-        if device.type == "cuda":
-            # exclude the measurement's matrices
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def metrics(self, tokens_per_s: float) -> dict[str, float]:
-        """Return `speed/matmul_utilization` and, for a listed GPU, `speed/mfu`.
-
-        Args:
-            tokens_per_s: of all ranks.
-        """
-        if self._flops_per_token is None:
-            return {}
-        flops = self._flops_per_token * tokens_per_s / self.runtime.group.world_size
-        metrics = {"speed/matmul_utilization": flops / self._matmul_flops}
-        if self._peak_flops is not None:
-            metrics["speed/mfu"] = flops / self._peak_flops
-        return metrics
-
-
-def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest product of square matrices, with torch's thread count.
-
-    Takes less than 0.1 seconds and draws nothing from torch's global generators.
-    """
-    size = MATRIX_SIZES[0]
-    generator = torch.Generator().manual_seed(0)
-    tile = torch.randn(size, size, generator=generator).to(device, dtype)
-    best = 0.0
-    for n in MATRIX_SIZES:
-        # zeros would draw less power and run faster
-        a = tile.repeat(n // size, n // size)
-        out = torch.empty_like(a)
-        seconds = fastest("torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": out})
-        best = max(best, 2 * n**3 / seconds)
-        if seconds > SATURATED_S:
-            break
-    return best
-
-
-@torch.no_grad()
-def fastest(statement: str, variables: dict[str, object]) -> float:
-    """Return the shortest time of a statement in seconds; a GPU in use is synchronized."""
-    wait = "; torch.cuda.synchronize()" if torch.cuda.is_initialized() else ""
-    timer = timeit.Timer(statement + wait, globals=variables)
-    return min(timer.repeat(REPETITIONS, number=1))

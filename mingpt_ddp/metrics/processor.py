@@ -13,7 +13,8 @@ from mingpt_ddp.distributed.core_waits import CoreWaits
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
-from mingpt_ddp.metrics.meters import Meter, Utilization
+from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.metrics.mfu import Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.sinks.panel import Panel
 from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
@@ -21,7 +22,7 @@ from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.sample_texts import append_sample
-from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern

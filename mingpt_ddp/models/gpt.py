@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.keys.model_config import GPTConfig, PartConfig
-from mingpt_ddp.models.kv_cache import CachePosition, select_positions
-from mingpt_ddp.models.ops import cross_entropy, dropout
-from mingpt_ddp.models.parts import (
+from mingpt_ddp.models.block_parts import (
     Attention,
     BlockSpec,
     block_spec,
@@ -25,6 +23,8 @@ from mingpt_ddp.models.parts import (
     new_caches,
     own_part,
 )
+from mingpt_ddp.models.kv_cache import CachePosition, select_positions
+from mingpt_ddp.models.ops import cross_entropy, dropout
 
 
 class Block(nn.Module):

@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mingpt_ddp.config.keys.model_config import ModernConfig, PartConfig
+from mingpt_ddp.models.block_parts import (
+    block_spec,
+    decodes_in_graph,
+    decodes_with_cache,
+    init_own_weights,
+    new_caches,
+    own_part,
+)
 from mingpt_ddp.models.kv_cache import CachePosition, select_positions
 from mingpt_ddp.models.ngrams import HISTORY, NGramEmbedding
 from mingpt_ddp.models.ops import (
@@ -22,14 +30,6 @@ from mingpt_ddp.models.ops import (
     dropout,
     norm_and_shift,
     rms_norm,
-)
-from mingpt_ddp.models.parts import (
-    block_spec,
-    decodes_in_graph,
-    decodes_with_cache,
-    init_own_weights,
-    new_caches,
-    own_part,
 )
 from mingpt_ddp.models.rotary import RotaryAttention, rotary_table
 

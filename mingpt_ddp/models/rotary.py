@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.keys.model_config import PartConfig
+from mingpt_ddp.models.block_parts import BlockSpec, MultiHead
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache
 from mingpt_ddp.models.ops import norm_and_rotate
-from mingpt_ddp.models.parts import BlockSpec, MultiHead
 
 
 class FusedLinear(nn.Linear):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig, OptimizerConfig, SGDConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models.dtensor import is_dtensor
 from mingpt_ddp.optim.muon import Muon

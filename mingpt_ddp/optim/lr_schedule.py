@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.errors import CodeError
 

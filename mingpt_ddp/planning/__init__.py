@@ -1,1 +1,1 @@
-"""What a configuration means before it is trained: read plan.py first."""
+"""What a configuration means before it is trained: read measured_plan.py first."""

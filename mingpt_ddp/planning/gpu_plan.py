@@ -1,7 +1,7 @@
 """What a configuration needs of GPUs that this machine does not have, for every strategy.
 
-Nothing is measured: memory and traffic come from formulas (sizing.py, strategies.py), and the bound
-of the time from data sheets.
+Nothing is measured: memory and traffic come from formulas (sizing.py,
+strategy_formulas.py), and the bound of the time from data sheets.
 """
 
 import math
@@ -21,11 +21,11 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.single import for_one_rank
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
-from mingpt_ddp.metrics.peak_flops import peak_flops_of
+from mingpt_ddp.metrics.mfu import peak_flops_of
 from mingpt_ddp.models import count_parameters, flops_per_token
 from mingpt_ddp.planning.cluster import Cluster
 from mingpt_ddp.planning.doubts import find_doubts
-from mingpt_ddp.planning.plan import (
+from mingpt_ddp.planning.measured_plan import (
     WORLD_SIZES,
     BatchOnRanks,
     describe_work,
@@ -33,13 +33,13 @@ from mingpt_ddp.planning.plan import (
     ranks_row,
     warm_start_of_plan,
 )
-from mingpt_ddp.planning.state import State, precision_of_gpu
-from mingpt_ddp.planning.strategies import STRATEGIES, Footprint, Strategy
-from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.planning.state_shapes import State, precision_of_gpu
+from mingpt_ddp.planning.strategy_formulas import STRATEGIES, Footprint, Strategy
+from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import known_length
-from mingpt_ddp.training.start.preflight import with_batch_size
+from mingpt_ddp.training.start.first_checks import with_batch_size
 
 CONTEXT = 1 << 29  # bytes that CUDA and its libraries take, about
 GIB = 2**30

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from mingpt_ddp.config.keys.model_config import TransformerConfig, changed_parts
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
-from mingpt_ddp.planning.state import State
+from mingpt_ddp.planning.state_shapes import State
 from mingpt_ddp.tasks.language_model import LanguageModel
 
 FP32 = 4

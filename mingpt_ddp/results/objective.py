@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.storage.records import finite
 from mingpt_ddp.storage.storage import read_regular
+from mingpt_ddp.storage.yaml_and_json import finite
 
 # keys of data that determine a text
 TEXT_KEYS = (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
+from mingpt_ddp.results.report_text import table
 from mingpt_ddp.results.results import Results, read_results
 from mingpt_ddp.results.runs import find_runs, is_locked
-from mingpt_ddp.results.text import table
 from mingpt_ddp.storage.storage import atomic_write
 
 PAGE = "report.html"

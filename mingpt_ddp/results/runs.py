@@ -21,9 +21,9 @@ from mingpt_ddp.errors import DataError, RunError, command
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.results.objective import LOSS, Objective, loss_unit, objective_of
 from mingpt_ddp.storage.code_identity import recorded_code
-from mingpt_ddp.storage.records import read_yaml
-from mingpt_ddp.storage.run_dir import RESULT, read_result, recorded_config
+from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 T = TypeVar("T")
 K = TypeVar("K")

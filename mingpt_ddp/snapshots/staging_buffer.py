@@ -17,7 +17,7 @@ from torch import Tensor
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_HEADER_BYTES
 from mingpt_ddp.snapshots.tensor_index import TYPES
-from mingpt_ddp.storage.records import check_size
+from mingpt_ddp.storage.yaml_and_json import check_size
 
 DTYPES = {getattr(torch, name): code for code, (name, _) in TYPES.items()}
 FOR_ALL_GPUS = 1  # cudaHostRegisterPortable

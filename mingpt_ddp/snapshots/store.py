@@ -12,7 +12,7 @@ from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import Files, path_of
 from mingpt_ddp.snapshots.store_reader import StoreReader
 from mingpt_ddp.storage.lease import Lease
-from mingpt_ddp.storage.records import check_size
+from mingpt_ddp.storage.yaml_and_json import check_size
 
 
 class SnapshotStore(StoreReader):

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from mingpt_ddp.storage.records import check_size
 from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.storage.yaml_and_json import check_size
 
 MAX_LINE_BYTES = 1 << 22
 MIN_LINE_BYTES = 24  # on average: those of a run are longer

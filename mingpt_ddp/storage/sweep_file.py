@@ -9,9 +9,9 @@ from typing import Any
 
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.lines import append_line, read_lines
-from mingpt_ddp.storage.records import dump_json, read_json
-from mingpt_ddp.storage.run_dir import FAILURES, SWEEP
+from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
 from mingpt_ddp.storage.storage import atomic_write
+from mingpt_ddp.storage.yaml_and_json import dump_json, read_json
 
 MAX_CORES = 1 << 12  # and threads: torch cannot start any number of them
 MAX_BYTES = 1 << 24  # of failures

@@ -9,13 +9,13 @@ from typing import Any
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import LIMITS, Config, flatten, named_keys, named_values
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.storage.records import finite
-from mingpt_ddp.storage.run_dir import (
+from mingpt_ddp.storage.run_directory import (
     RunStatus,
     read_result,
     recorded_config,
     run_name,
 )
+from mingpt_ddp.storage.yaml_and_json import finite
 
 NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 

@@ -10,7 +10,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import exit_process
 from mingpt_ddp.distributed.launch.launcher import Ended, Launch
 from mingpt_ddp.distributed.launch.slots import Slot
-from mingpt_ddp.storage.run_dir import (
+from mingpt_ddp.storage.run_directory import (
     RunStatus,
     next_free_name,
     read_result,

@@ -15,7 +15,7 @@ from mingpt_ddp.distributed.launch.launcher import Ended, run_workers
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
-from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.run_directory import RunStatus, read_result
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_workers import LocalJob, conclude_local, prepare_local
 from mingpt_ddp.sweeps.sources import Source

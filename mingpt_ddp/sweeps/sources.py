@@ -20,7 +20,7 @@ from mingpt_ddp.sweeps.checks import expand
 from mingpt_ddp.sweeps.job import Job
 
 if TYPE_CHECKING:
-    from mingpt_ddp.sweeps.search.trials import Trials
+    from mingpt_ddp.sweeps.search.trial_jobs import Trials
 
 DRAW_TIMEOUT_S = 600.0  # for rank zero
 
@@ -92,7 +92,7 @@ def _trials_of(
 ) -> "Trials":
     from mingpt_ddp.sweeps.search.space import grid, search_space
     from mingpt_ddp.sweeps.search.study import Study
-    from mingpt_ddp.sweeps.search.trials import Trials
+    from mingpt_ddp.sweeps.search.trial_jobs import Trials
 
     config = replace(first, sweep=settings)
     fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]

@@ -24,13 +24,13 @@ from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, Objective
-from mingpt_ddp.storage.run_dir import with_run_name
+from mingpt_ddp.storage.run_directory import with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job, look_up
 from mingpt_ddp.sweeps.sources import Source
 
 if TYPE_CHECKING:
-    from mingpt_ddp.sweeps.search.trials import Trials
+    from mingpt_ddp.sweeps.search.trial_jobs import Trials
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ Nothing else in the package knows what a run learns. docs/your-own-model.md show
 
 from typing import Any
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.tasks.language_model import LanguageModel

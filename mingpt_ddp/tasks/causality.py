@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import eval_mode, has_cache, has_graph_step
-from mingpt_ddp.models.parts import LABEL
+from mingpt_ddp.models.block_parts import LABEL
 
 # relative to the largest logit; covers summation order and TF32
 TOLERANCE = {"cpu": 1e-3, "cuda": 1e-2}

@@ -7,9 +7,9 @@ minutes. From then on the run is one of so many steps, however long they take.
 
 import logging
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import LIMITS, Config
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.training.train_state import TrainState

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import duration
-from mingpt_ddp.storage.run_dir import RunDirectory, RunStatus
+from mingpt_ddp.storage.run_directory import RunDirectory, RunStatus
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run

@@ -4,8 +4,8 @@ import contextlib
 import logging
 from collections.abc import Container
 
+from mingpt_ddp.config.builders import CHOSEN
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import CHOSEN
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.launch.channels import Judge
@@ -15,7 +15,7 @@ from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.storage.code_identity import start_reading
-from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck

@@ -10,7 +10,7 @@ import pytest
 from launching import TINY, call, python_main
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 HOOKS = """
 import torch

@@ -6,7 +6,7 @@ import sys
 
 from launching import ROOT, TINY, call, python_main
 
-from mingpt_ddp.storage.run_dir import read_result, recorded_config
+from mingpt_ddp.storage.run_directory import read_result, recorded_config
 
 
 def test_again(tmp_path):

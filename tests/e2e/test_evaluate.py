@@ -19,7 +19,7 @@ from launching import ROOT, TINY, WITH_DIGITS, WITH_TOY, call, python_main, torc
 
 from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
 from mingpt_ddp.snapshots.read.load_model import load_model
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 METRICS = ("loss", "accuracy", "bits_per_byte", "bits_per_char")
 

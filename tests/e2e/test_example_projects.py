@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from example_files import EXAMPLES, command_of, run_in_shell
 
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 
 def test_toy(tmp_path):

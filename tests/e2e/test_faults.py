@@ -115,7 +115,7 @@ POINTS = [
     ("training.after_evaluation", "Validation", "_metrics_of", AT_END),
     ("training.after_evaluation", "Validation", "stop_early", f"{AT_END} == self.state.val_step"),
     ("metrics.processor", "MetricsProcessor", "complete", "True"),  # the last snapshot is committed
-    ("storage.run_dir", "RunDirectory", "write_result", "True"),
+    ("storage.run_directory", "RunDirectory", "write_result", "True"),
 ]
 
 

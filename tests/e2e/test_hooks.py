@@ -12,7 +12,7 @@ from mingpt_ddp.config.hooks import on
 from mingpt_ddp.config.keys.schema import RunConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 HOOKS = """
 import json

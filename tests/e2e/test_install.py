@@ -40,7 +40,7 @@ USES = {
 EXAMPLE = ["-m", "mingpt_ddp", WITH_TOY, "experiment=toy", "trainer.max_steps=1"]
 NOT_INSTALLED = {
     "ray": "1.9 GB; what pip would install is looked at",
-    "data": "45 MB; tests/unit/data/test_columns.py uses it",
+    "data": "45 MB; tests/unit/data/test_parquet.py uses it",
     "export": "60 MB, which only the exported modelling file imports",
     "wandb": "large; tests/e2e/test_trackers.py uses it",
     "mlflow": "large; tests/e2e/test_trackers.py uses it",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import ROOT, TINY, call, python_main, with_code
 
-from mingpt_ddp.storage.run_dir import recorded_config
+from mingpt_ddp.storage.run_directory import recorded_config
 
 FILES = 250  # with long names: Hydra's time is that of their number
 TRAIN = [*python_main(), "--config-dir=conf", "data=many", *TINY, "data.truncate=1.0"]
@@ -85,7 +85,7 @@ def test_a_configuration_that_could_not_be_read_is_refused(cwd):
 
     The limit is lower than usual: of so many texts, Hydra would read half a minute.
     """
-    limit = f"from mingpt_ddp.storage import records\nrecords.MAX_YAML_EVENTS = {4 * FILES}\n"
+    limit = f"from mingpt_ddp.storage import yaml_and_json as y\ny.MAX_YAML_EVENTS = {4 * FILES}\n"
     done = call([*TRAIN, "run.name=refused"], cwd, PYTHONPATH=with_code(cwd / "site", limit))
     assert done.returncode == 2
     line = done.stdout.strip().splitlines()[-1]

@@ -15,7 +15,7 @@ from forked import UNREAD, open_output, server_of
 from launching import PATIENCE_S, ROOT, TINY, environment, python_main
 
 from mingpt_ddp.distributed.exit import CLOSED_PIPE
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
 FULL = "output error: cannot write to standard output: No space left on device; "

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from user_code_page import page_files
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 LOSS = "return F.cross_entropy(model(x).flatten(0, 1), tags.flatten())"
 WITH_METRICS = """logits = model(x)

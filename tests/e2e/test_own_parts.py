@@ -11,7 +11,7 @@ import pytest
 from launching import ROOT, TINY, call, python_main
 from user_code_page import page_files
 
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 TWO_RANKS = [*TINY, "--config-dir=my_parts", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
 # A snapshot is committed before the next step: no kill comes before it.

@@ -9,7 +9,7 @@ from example_files import EXAMPLES
 from launching import ROOT, TINY, call, python_main
 
 from mingpt_ddp.metrics.jsonl import METRICS
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 PAGE = (ROOT / "docs" / "research.md").read_text()
 MAX_LINES = 10

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launching import TINY, call, committed, python_main
 
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 SETTINGS = [
     *TINY,

@@ -11,7 +11,7 @@ from launching import TINY, call, python_main
 from user_code_page import page_commands, page_files
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 MAX_LINES = 25
 TWO_RANKS = [*TINY, "--config-dir=mine", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]

@@ -12,7 +12,7 @@ import numpy as np
 from launching import ROOT, TINY, call, committed, python_main
 from pause_points import kill_before
 
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 STEPS = 30
 SETTINGS = [

@@ -14,7 +14,7 @@ import pytest
 from launching import ROOT, TINY, call, committed, python_main
 from pause_points import kill_before
 
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 pytest.importorskip("tokenizers")
 STEPS = 30

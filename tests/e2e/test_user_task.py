@@ -15,7 +15,7 @@ from user_code_page import page_commands, page_files
 from mingpt_ddp.cli.commands.export import ExportConfig, export
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 
 STEPS = 160
 SETTINGS = [

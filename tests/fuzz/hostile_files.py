@@ -219,7 +219,7 @@ def make_hostile(directory: Path) -> None:
 def make_valid(directory: Path) -> None:
     """Write what the valid configurations name. Change into the directory before."""
     from mingpt_ddp.data.tokenizers.bpe import train_bpe
-    from mingpt_ddp.snapshots.exports.export import export_files
+    from mingpt_ddp.snapshots.exports.export_files import export_files
 
     (directory / "good.txt").write_bytes(text(1))
     (directory / "good.gz").write_bytes(gzip.compress(text(1)))

@@ -78,7 +78,7 @@ def stop_before_training() -> None:
     for name in (
         "training.run.build",
         "distributed.launch.launcher._run_with_restarts",
-        "planning.plan.measure",
+        "planning.measured_plan.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
@@ -99,7 +99,7 @@ def stop_before_training() -> None:
 
     for name in (
         "storage.remote.remote.OPERATION_DEADLINE_S",
-        "storage.run_dir.LOCK_WAIT_S",
+        "storage.run_directory.LOCK_WAIT_S",
         "training.start.stages.LOCK_WAIT_S",
     ):
         replace_attribute(f"mingpt_ddp.{name}", 1.0)
@@ -222,7 +222,7 @@ def main() -> None:
     for name in (
         *(f"cli.commands.{name}" for name in COMMANDS),
         "training.run",
-        "planning.plan",
+        "planning.measured_plan",
         "inference.generate",
     ):
         importlib.import_module(f"mingpt_ddp.{name}")

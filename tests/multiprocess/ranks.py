@@ -29,9 +29,9 @@ from launching import PATIENCE_S
 from omegaconf import DictConfig, OmegaConf
 from ports import free_port
 
+from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
-from mingpt_ddp.config.registry import run_code
 
 EXAMPLES = [ROOT / "examples" / name for name in ("digits", "toy")]  # on the search path
 processes = multiprocessing.get_context("forkserver")

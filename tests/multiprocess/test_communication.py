@@ -21,8 +21,8 @@ import torch.distributed as dist
 from example_files import EXAMPLES
 from launching import TINY
 
+from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.registry import run_file
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.device import device_of_rank
 from mingpt_ddp.distributed.env import DistEnv, read_env

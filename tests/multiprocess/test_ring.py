@@ -13,8 +13,8 @@ from example_files import EXAMPLES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mingpt_ddp.config.builders import BUILDERS, run_file
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.registry import BUILDERS, run_file
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from multiprocess.ranks import configure, run_ranks

@@ -25,7 +25,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
-from mingpt_ddp.storage.run_dir import read_result, run_name
+from mingpt_ddp.storage.run_directory import read_result, run_name
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable

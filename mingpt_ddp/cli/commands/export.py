@@ -56,7 +56,7 @@ def _is_among_snapshots(target: Path) -> bool:
 def export(config: ExportConfig) -> int:
     """Write the weights and their description to a new directory, atomically."""
     # torch takes a second to import: only after the keys are validated.
-    from mingpt_ddp.snapshots.exports.export import export_files
+    from mingpt_ddp.snapshots.exports.export_files import export_files
 
     target = Path(config.to)
     check(not os.path.lexists(target), f"to={config.to} already exists; name a new directory")

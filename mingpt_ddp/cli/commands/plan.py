@@ -25,10 +25,10 @@ from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import answer, human_size, parse_value
 from mingpt_ddp.cli.train_job import prepare
+from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.keys.fields import PositiveInt
-from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
@@ -120,7 +120,7 @@ def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
         typed = hydra_utils.typed_keys()
         # torch takes a second to import: report a mistyped key first
         if target is None:
-            from mingpt_ddp.planning.plan import make_plan
+            from mingpt_ddp.planning.measured_plan import make_plan
 
             plan = make_plan(config, typed)
         else:

@@ -49,7 +49,7 @@ def sample(config: SampleConfig, prompt: str) -> list[str]:
         DataError: the prompt has characters that the model does not know.
     """
     # torch takes a second to import: only after the keys are validated.
-    from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_file
+    from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_file
     from mingpt_ddp.inference.decoding import decoding_precision, prepare
     from mingpt_ddp.inference.generate import SamplingParams, generate_text
     from mingpt_ddp.models import move_model

@@ -42,7 +42,7 @@ from mingpt_ddp.results.analysis.version_verdict import version_verdict
 from mingpt_ddp.results.experiments import append
 from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.storage.code_identity import describe, recorded_code
-from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.run_directory import RunStatus, read_result
 
 OWN_KEYS = ("run.seed", "require")
 REQUIREMENTS = (None, "same_bits", "not_worse")

@@ -20,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from mingpt_ddp import __version__
+from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.compose.hydra_internals import own_parser
 from mingpt_ddp.config.config import (
     LIMITS,
@@ -31,7 +32,6 @@ from mingpt_ddp.config.config import (
 )
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
-from mingpt_ddp.config.registry import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.errors import ConfigError, with_commands
 

@@ -32,7 +32,7 @@ Form: TypeAlias = Literal["auto", "text", "jsonl", "parquet", "csv", "tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class UserCodeConfig:
-    """A group that users can extend with their own Python file (mingpt_ddp/config/registry.py)."""
+    """A group that users can extend with their own Python file (mingpt_ddp/config/builders.py)."""
 
     code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
     code_sha256: str | None = neutral(

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.data.content import (
+from mingpt_ddp.data.file_kinds import (
     COMPRESSED,
     HEAD_BYTES,
     HIDDEN,

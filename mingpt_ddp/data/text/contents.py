@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from mingpt_ddp.config.keys.components import Form
-from mingpt_ddp.data.content import HIDDEN, NOT_UTF8, Kind
+from mingpt_ddp.data.file_kinds import HIDDEN, NOT_UTF8, Kind
 from mingpt_ddp.errors import DataError, counted
 
 log = logging.getLogger(__name__)

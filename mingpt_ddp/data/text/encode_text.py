@@ -18,7 +18,7 @@ import numpy as np
 
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
-from mingpt_ddp.data.file_records import digest_of
+from mingpt_ddp.data.known_files import digest_of
 from mingpt_ddp.data.text.opened_text import Text, sha256_of_all
 from mingpt_ddp.data.text.text_cache import TextCache
 from mingpt_ddp.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, train_bpe

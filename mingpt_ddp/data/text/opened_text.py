@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.config.builders import reader_of
 from mingpt_ddp.config.keys.components import DataConfig, Form
-from mingpt_ddp.config.registry import reader_of
-from mingpt_ddp.data.content import BINARY, HEAD_BYTES, NOT_UTF8, kind_of
-from mingpt_ddp.data.file_records import digest_of, file_status
+from mingpt_ddp.data.file_kinds import BINARY, HEAD_BYTES, NOT_UTF8, kind_of
+from mingpt_ddp.data.known_files import digest_of, file_status
 from mingpt_ddp.data.text.contents import Contents, refusal
 from mingpt_ddp.data.tokenizers.tokenizer_base import END
 from mingpt_ddp.data.tokens.token_files import TokenFile

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any, get_args
 
 from mingpt_ddp.config.keys.components import DataConfig, Form
-from mingpt_ddp.data.content import (
+from mingpt_ddp.data.file_kinds import (
     ARROW,
     CSV,
     HEAD_BYTES,
@@ -26,10 +26,8 @@ from mingpt_ddp.data.text.archives import (
     Member,
     decompressed,
 )
-from mingpt_ddp.data.text.columns import column_table
 from mingpt_ddp.data.text.contents import Contents, Counts, Records
-from mingpt_ddp.data.text.opened_text import bytes_of
-from mingpt_ddp.data.text.records import (
+from mingpt_ddp.data.text.json_and_csv import (
     TABLES,
     Table,
     choose_column,
@@ -37,6 +35,8 @@ from mingpt_ddp.data.text.records import (
     is_table,
     json_table,
 )
+from mingpt_ddp.data.text.opened_text import bytes_of
+from mingpt_ddp.data.text.parquet import column_table
 from mingpt_ddp.errors import DataError
 
 COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from mingpt_ddp.config.keys.components import Form
-from mingpt_ddp.data.content import SPLITS
+from mingpt_ddp.data.file_kinds import SPLITS
 from mingpt_ddp.data.text.archives import Files, Member
 from mingpt_ddp.data.text.contents import Share
 from mingpt_ddp.data.text.record_files import is_left_out, kinds_of, look_at

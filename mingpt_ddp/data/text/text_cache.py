@@ -17,7 +17,7 @@ from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.download import DOWNLOADS, user_cache
-from mingpt_ddp.data.file_records import (
+from mingpt_ddp.data.known_files import (
     INVALID,
     RECORDS,
     FileRecords,

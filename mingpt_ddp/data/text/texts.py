@@ -9,10 +9,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code, reader_of
 from mingpt_ddp.config.keys.components import DataConfig, Form
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, reader_of
-from mingpt_ddp.data.content import kind_of_names
 from mingpt_ddp.data.download import download_path, fetch, matches, open_filesystem
+from mingpt_ddp.data.file_kinds import kind_of_names
 from mingpt_ddp.data.text.archives import (
     DAMAGES,
     Files,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import fsspec
 import numpy as np
 
-from mingpt_ddp.data.content import CONTROLS, FORMATS, SPLITS, Kind, is_hidden, is_utf8
+from mingpt_ddp.data.file_kinds import CONTROLS, FORMATS, SPLITS, Kind, is_hidden, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 

@@ -36,7 +36,7 @@ from mingpt_ddp.distributed.launch.workers import (
     shared_environ,
 )
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.run_directory import RunStatus, read_result
 from mingpt_ddp.storage.sockets import make_socket_directory
 
 log = logging.getLogger(__name__)

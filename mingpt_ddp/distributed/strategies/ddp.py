@@ -16,9 +16,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mingpt_ddp import torch_internals
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.group.ordered_sum import build_reducer
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.strategies.base import WARMUP_PASSES, Strategy

@@ -20,9 +20,9 @@ from mingpt_ddp.config.keys.model_config import GPTConfig, changed_parts
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models.block_parts import MultiHead
 from mingpt_ddp.models.dtensor import is_dtensor, local_tensor, whole_tensor
 from mingpt_ddp.models.gpt import Block
-from mingpt_ddp.models.parts import MultiHead
 from mingpt_ddp.torch_internals import for_each
 
 # How many matrices the weight of a layer of this name concatenates; each of them is split.

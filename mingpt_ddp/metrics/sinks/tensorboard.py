@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import reason
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.record_writer import RecordWriter

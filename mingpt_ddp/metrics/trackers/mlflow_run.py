@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.metrics.trackers.outbox import Points
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 
 TAG = "mingpt_ddp.run_id"
 MAX_PARAM = 500  # characters, as any server allows

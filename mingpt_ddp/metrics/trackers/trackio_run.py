@@ -8,7 +8,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.metrics.trackers.outbox import REMOTE_S, Points
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 
 
 class TrackioTracker:

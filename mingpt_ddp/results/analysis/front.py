@@ -9,7 +9,7 @@ from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.results.runs import known, number
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
-from mingpt_ddp.storage.run_dir import HEADER, JOURNAL
+from mingpt_ddp.storage.run_directory import HEADER, JOURNAL
 from mingpt_ddp.storage.storage import open_regular
 
 MOST_OBJECTIVES = 8

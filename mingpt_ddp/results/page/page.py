@@ -25,9 +25,9 @@ from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.page import one_run
 from mingpt_ddp.results.page.figures import DRAWN, SERIES, Mark, mean_curve, parameters
 from mingpt_ddp.results.page.plots import Plots, legend_of
+from mingpt_ddp.results.report_text import cells_of, front_line, with_interval
 from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
-from mingpt_ddp.results.text import cells_of, front_line, with_interval
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 IMPORTANCE = (

@@ -4,7 +4,6 @@ The architecture `gpt` is a GPT-2 there: no code of ours is needed. `modern` bri
 modeling_modern.py.
 """
 
-from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -16,18 +15,19 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 from mingpt_ddp.snapshots.format import MODEL, Snapshot
-from mingpt_ddp.snapshots.huggingface.model_files import (
+from mingpt_ddp.snapshots.read.load_model import build_around, read_model_spec
+from mingpt_ddp.snapshots.transformers_format.model_files import (
+    MODELING,
     gpt2_tensors,
     gpt2_values,
     modern_values,
 )
-from mingpt_ddp.snapshots.huggingface.tokenizer_files import (
+from mingpt_ddp.snapshots.transformers_format.tokenizer_files import (
     json_file,
     padding,
     special_tokens,
     tokenizer_json,
 )
-from mingpt_ddp.snapshots.read.load_model import build_around, read_model_spec
 from mingpt_ddp.storage.storage import Content
 
 # transformers' defaults are GPT-2's
@@ -42,7 +42,6 @@ BEGIN_NAMES = (
     "<|startoftext|>",
     "<|endoftext|>",  # GPT-2 has one token for both
 )
-MODELING = "modeling_modern.py"
 ARCHITECTURES = ("gpt", "modern")
 
 
@@ -69,10 +68,9 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         tensors = gpt2_tensors(snapshot.model)
     else:
         assert isinstance(model, Modern)
-        path = Path(__file__).with_name(MODELING)
-        values = modern_values(model, path.stem)
+        values = modern_values(model)
         tensors = snapshot.model
-        code[MODELING] = path.read_bytes()
+        code[MODELING.name] = MODELING.read_bytes()
     special = special_tokens(spec.tokenizer)
     ends = _begin_and_end(special)
     files = {MODEL: safetensors.torch.save(tensors, {"format": "pt"}), **code}

@@ -19,11 +19,11 @@ from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, MODEL, load_json
 from mingpt_ddp.snapshots.hashes import sha256_of_tensors
-from mingpt_ddp.snapshots.huggingface.model_files import model_values, our_tensors
-from mingpt_ddp.snapshots.huggingface.tokenizer_files import read_tokenizer
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.read.load_model import read_model_spec
 from mingpt_ddp.snapshots.tensor_index import check_memory, decode
+from mingpt_ddp.snapshots.transformers_format.model_files import model_values, our_tensors
+from mingpt_ddp.snapshots.transformers_format.tokenizer_files import read_tokenizer
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 

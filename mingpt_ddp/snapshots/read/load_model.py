@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.config import build_group
 from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig, changed_parts
-from mingpt_ddp.config.registry import attribute_errors_to_user_code
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
@@ -18,7 +18,7 @@ from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.read.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
-from mingpt_ddp.storage.records import MAX_YAML_BYTES
+from mingpt_ddp.storage.yaml_and_json import MAX_YAML_BYTES
 
 MAX_CONFIG_CHARS = 2 * MAX_YAML_BYTES  # as JSON, which escapes more
 

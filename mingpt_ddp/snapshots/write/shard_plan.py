@@ -18,7 +18,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import HOOKS, shard_name
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import PROBE
+from mingpt_ddp.storage.run_directory import PROBE
 
 TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer, ema, hooks), name
 

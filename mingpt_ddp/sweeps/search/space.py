@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.results.optuna_library import no_warnings, optuna
-from mingpt_ddp.storage.records import finite
+from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.sweeps.checks import expand
 from mingpt_ddp.sweeps.search.optuna_trials import BaseDistribution
 

@@ -11,7 +11,7 @@ from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.results.optuna_library import optuna
-from mingpt_ddp.storage.run_dir import HEADER, JOURNAL
+from mingpt_ddp.storage.run_directory import HEADER, JOURNAL
 from mingpt_ddp.sweeps.search.journal import Journal
 from mingpt_ddp.sweeps.search.methods import pruner_settings, sampler_settings
 from mingpt_ddp.sweeps.search.optuna_trials import (
@@ -24,13 +24,13 @@ from mingpt_ddp.sweeps.search.optuna_trials import (
     in_memory,
 )
 from mingpt_ddp.sweeps.search.pruners import Pruning
-from mingpt_ddp.sweeps.search.samplers import draw
 from mingpt_ddp.sweeps.search.study_checks import (
     ANOTHER,
     HEADERS,
     Header,
     check_same_study,
 )
+from mingpt_ddp.sweeps.search.trial_values import draw
 
 EARLIER = "trials.jsonl"  # the record of earlier versions
 

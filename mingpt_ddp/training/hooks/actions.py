@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code, relative_path
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code, relative_path
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.runtime import Runtime

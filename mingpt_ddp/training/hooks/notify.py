@@ -11,7 +11,7 @@ from typing import Any
 
 from mingpt_ddp.config.keys.schema import RunConfig
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.run_directory import RunStatus, read_result
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.signals import SignalHandler
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Hooks:
-    """The hooks of this run (config/registry.py). Rank zero calls them, with copies of values."""
+    """The hooks of this run (config/builders.py). Rank zero calls them, with copies of values."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group

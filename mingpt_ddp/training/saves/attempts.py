@@ -9,7 +9,7 @@ import math
 import time
 
 from mingpt_ddp.distributed.env import DistEnv, launcher_id
-from mingpt_ddp.storage.run_dir import Attempt, RunDirectory
+from mingpt_ddp.storage.run_directory import Attempt, RunDirectory
 from mingpt_ddp.training.train_state import TrainState
 
 FIRST_SHARE = 0.25  # of what the last attempt trained without a snapshot, until the next has one

@@ -14,9 +14,9 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import MAX_STATE_BYTES, STATE, encode_json
-from mingpt_ddp.storage.records import dump_yaml, load_yaml
+from mingpt_ddp.storage.yaml_and_json import dump_yaml, load_yaml
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.start.preflight import Recorded
+from mingpt_ddp.training.start.first_checks import Recorded
 
 log = logging.getLogger(__name__)
 

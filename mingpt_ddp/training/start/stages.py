@@ -25,7 +25,7 @@ from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
-from mingpt_ddp.storage.run_dir import (
+from mingpt_ddp.storage.run_directory import (
     Attempt,
     RunDirectory,
     difference,
@@ -37,7 +37,8 @@ from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes
 from mingpt_ddp.training.saves.resume import check_state, restore
-from mingpt_ddp.training.start.preflight import (
+from mingpt_ddp.training.start.dry_run import check_user_code
+from mingpt_ddp.training.start.first_checks import (
     Recorded,
     check_directories,
     check_fits,
@@ -56,7 +57,6 @@ from mingpt_ddp.training.start.start_log import (
     warn_of_lost_snapshots,
     warn_of_unused_changes,
 )
-from mingpt_ddp.training.start.trial import check_user_code
 from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 from mingpt_ddp.training.train_state import (
     TrainState,

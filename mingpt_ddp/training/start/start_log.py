@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import LIMITS, Config, build_group
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.device.device import chooses_fp32
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
@@ -19,7 +19,7 @@ from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.storage.code_identity import describe, difference_of, recorded_code
-from mingpt_ddp.storage.run_dir import DIRECTORY_KEYS, Attempt, difference
+from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, early_end
 

@@ -25,7 +25,7 @@ from mingpt_ddp.snapshots.read.initial_weights import (
     of_state,
     read_initial_weights,
 )
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)

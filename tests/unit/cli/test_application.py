@@ -14,7 +14,7 @@ from mingpt_ddp.cli.application import application_words
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 
 pytestmark = pytest.mark.core
 

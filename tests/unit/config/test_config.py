@@ -16,7 +16,7 @@ from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.keys.schema import GROUPS, MODELS, SnapshotConfig, selected
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 
 CONF = config_directory()
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
-from mingpt_ddp.data.file_records import digest_of
+from mingpt_ddp.data.known_files import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer import (

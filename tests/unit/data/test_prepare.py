@@ -17,7 +17,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from mingpt_ddp.config import registry
+from mingpt_ddp.config import builders
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.text import opened_text, texts
 from mingpt_ddp.data.text.texts import python_docs
@@ -361,7 +361,7 @@ def reader(monkeypatch):
     """Register an iterator of pieces of text as the reader `own`."""
 
     def register_as_own(pieces) -> None:
-        monkeypatch.setitem(registry.BUILDERS["data"], "own", pieces)
+        monkeypatch.setitem(builders.BUILDERS["data"], "own", pieces)
 
     return register_as_own
 

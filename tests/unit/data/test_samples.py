@@ -136,10 +136,10 @@ def test_an_evaluation_does_not_change_and_may_be_a_part():
 @pytest.fixture
 def registered(monkeypatch):
     """Return a function that registers a dataset as `own` and builds it."""
-    from mingpt_ddp.config import registry
+    from mingpt_ddp.config import builders
 
     def build(datasets) -> Datasets:
-        for names in (registry.BUILDERS["dataset"], GROUPS["data"][1]):
+        for names in (builders.BUILDERS["dataset"], GROUPS["data"][1]):
             monkeypatch.setitem(names, "own", None)
             del names["own"]
         register("dataset", "own", DatasetConfig)(lambda config: datasets)

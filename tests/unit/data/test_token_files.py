@@ -17,7 +17,7 @@ import pytest
 
 from mingpt_ddp.data import locate_tokens
 from mingpt_ddp.data.dataset import TextDataset
-from mingpt_ddp.data.file_records import RECORDS
+from mingpt_ddp.data.known_files import RECORDS
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError

@@ -15,11 +15,11 @@ from launching import ROOT
 from multiprocess.ranks import configure
 from torch.utils.data import TensorDataset
 
+from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.registry import run_file
 from mingpt_ddp.data.samples import Datasets
 from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 
 SIZES = {"train": 40, "t10k": 10}
 

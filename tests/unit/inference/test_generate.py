@@ -7,7 +7,7 @@ import torch
 from tasks import gpt_config
 from torch import Tensor, nn
 
-from mingpt_ddp.config.registry import BUILDERS
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
 from mingpt_ddp.data.tokenizers.tokenizer_base import END
 from mingpt_ddp.errors import DataError

@@ -13,7 +13,7 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.metrics import columns, jsonl
+from mingpt_ddp.metrics import jsonl, jsonl_columns
 from mingpt_ddp.metrics.jsonl import (
     METRICS,
     HistoryEnd,
@@ -237,7 +237,7 @@ def test_a_line_that_could_not_be_read_is_left_out(path, log_lines):
 
 
 def test_the_number_of_keys_is_limited(path, monkeypatch):
-    monkeypatch.setattr(columns, "MAX_KEYS", 3)
+    monkeypatch.setattr(jsonl_columns, "MAX_KEYS", 3)
     path.write_text('{"step": 1, "a": 1, "b": 2, "c": 3}\n')
     assert read_history(path).rows == [{"step": 1, "a": 1, "b": 2, "c": 3}]
     path.write_text('{"step": 1, "a": 1, "b": 2}\n{"step": 1, "c": 3, "d": 4}\n')

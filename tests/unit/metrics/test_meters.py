@@ -1,4 +1,4 @@
-"""Averages over training steps, and the measured matmul rate of the device."""
+"""Averages over training steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics import meters
-from mingpt_ddp.metrics.meters import Meter, measured_matmul_flops
+from mingpt_ddp.metrics.meters import Meter
 
 CPU = torch.device("cpu")
 
@@ -151,33 +151,3 @@ def test_a_nonfinite_loss_is_reported(runtime):
     meter = Meter(runtime, 1, "tokens")
     record(meter, 4.0, math.nan, 4.0)
     assert math.isnan(meter.read()["train/loss"])
-
-
-@pytest.mark.parametrize("product_s", [0.01, 0.003])
-def test_a_product_counts_two_operations_for_each_of_n_cubed(product_s, monkeypatch):
-    """A device on which every product takes as long."""
-    sizes = []
-
-    def mm(a, b, out):
-        sizes.append(a.shape)
-        time.sleep(product_s)
-
-    monkeypatch.setattr(torch, "mm", mm)
-    limit = 2 * 256**3 / product_s
-    assert limit / 3 < measured_matmul_flops(CPU, torch.float32) <= limit
-    assert set(sizes) == {(256, 256)}  # larger ones only take longer
-
-
-def test_matrices_grow_while_products_are_fast(monkeypatch):
-    sizes = []
-    monkeypatch.setattr(torch, "mm", lambda a, b, out: sizes.append((len(a), a.dtype)))
-    monkeypatch.setattr(meters, "REPETITIONS", 2)
-    measured_matmul_flops(CPU, torch.bfloat16)
-    assert sorted(set(sizes)) == [(n, torch.bfloat16) for n in meters.MATRIX_SIZES]
-
-
-def test_measuring_draws_no_random_number():
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    assert measured_matmul_flops(CPU, torch.float32) > 1e7
-    assert torch.equal(torch.get_rng_state(), before)

@@ -11,6 +11,7 @@ import torch
 from tasks import gpt_config
 from torch import nn
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.optimizer_config import (
     SCHEDULES,
     AdamWConfig,
@@ -18,7 +19,6 @@ from mingpt_ddp.config.keys.optimizer_config import (
     ScheduleConfig,
     SGDConfig,
 )
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer

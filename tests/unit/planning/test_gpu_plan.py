@@ -12,14 +12,14 @@ import pytest
 from multiprocess.ranks import configure
 
 from mingpt_ddp.cli.commands.plan import describe
+from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.config.registry import run_code
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
-from mingpt_ddp.metrics.peak_flops import PEAK_TFLOPS, peak_flops_of
+from mingpt_ddp.metrics.mfu import PEAK_TFLOPS, peak_flops_of
 from mingpt_ddp.models.ops import DTYPES
-from mingpt_ddp.planning import strategies as formulas
+from mingpt_ddp.planning import strategy_formulas as formulas
 from mingpt_ddp.planning.gpu_plan import CONTEXT, make_gpu_plan
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 2, 48, 3, 64, 8, 4

@@ -29,7 +29,7 @@ from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import RunDirectory
+from mingpt_ddp.storage.run_directory import RunDirectory
 from mingpt_ddp.training.saves.resume import check_state, restore, snapshot_state
 from mingpt_ddp.training.train_state import TrainState
 

@@ -19,9 +19,10 @@ from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME, Tokenizer
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.exports.transformers_export import MODELING, transformers_files
+from mingpt_ddp.snapshots.exports.transformers_export import transformers_files
 from mingpt_ddp.snapshots.format import Snapshot
-from mingpt_ddp.snapshots.huggingface.tokenizer_files import tokenizer_json
+from mingpt_ddp.snapshots.transformers_format.model_files import MODELING
+from mingpt_ddp.snapshots.transformers_format.tokenizer_files import tokenizer_json
 
 # Line ends, spaces of every width, a combining accent, an astral character, a joiner, control
 # characters, and what tokenizers and JSON treat as special.
@@ -93,12 +94,12 @@ def test_modern_brings_its_code():
     saved = random_snapshot(CharTokenizer(ODD), "model=modern_nano")
     files = transformers_files(saved)
     names = {
-        node.name for node in ast.parse(files[MODELING]).body if isinstance(node, ast.ClassDef)
+        node.name for node in ast.parse(files[MODELING.name]).body if isinstance(node, ast.ClassDef)
     }
     modules = {
         tuple(name.split(".")) for name in json.loads(files["config.json"])["auto_map"].values()
     }
-    assert {f"{module}.py" for module, _ in modules} == {MODELING} and {
+    assert {f"{module}.py" for module, _ in modules} == {MODELING.name} and {
         name for _, name in modules
     } <= names
     assert safetensors.torch.load(files["model.safetensors"]).keys() == saved.model.keys()

@@ -9,7 +9,11 @@ import pytest
 from mingpt_ddp.data.tokenizers.bpe import train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.snapshots.huggingface.tokenizer_files import padding, read_tokenizer, tokenizer_json
+from mingpt_ddp.snapshots.transformers_format.tokenizer_files import (
+    padding,
+    read_tokenizer,
+    tokenizer_json,
+)
 from mingpt_ddp.storage.urls import open_storage
 
 

@@ -17,7 +17,7 @@ from mingpt_ddp.storage import sweep_file
 from mingpt_ddp.storage.sweep_file import SweepFile, read_failures
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
-from mingpt_ddp.sweeps.search.trials import Trials
+from mingpt_ddp.sweeps.search.trial_jobs import Trials
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 from tests.unit.sweeps.studies import open_study

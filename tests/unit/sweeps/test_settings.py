@@ -19,7 +19,7 @@ from mingpt_ddp.distributed.group import rendezvous
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
-from mingpt_ddp.storage.run_dir import FAILURES, SWEEP
+from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile, read_failures
 from mingpt_ddp.sweeps import settings
 from mingpt_ddp.sweeps.job import Job

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.keys.schema import DDPConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.data.tokenizers.tokenizer import CharTokenizer
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group.process_group import ProcessGroup

@@ -11,8 +11,8 @@ from multiprocess.ranks import configure
 from tasks import text_task
 from torch import Tensor
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config, from_mapping
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
@@ -20,7 +20,7 @@ from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.run import train_run
-from mingpt_ddp.training.start.action_trial import Outcome, check_actions, refuse_differences
+from mingpt_ddp.training.start.hooks_dry_run import Outcome, check_actions, refuse_differences
 from mingpt_ddp.training.trainable import build_trainable
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]

@@ -12,7 +12,7 @@ import pytest
 
 from mingpt_ddp.distributed.env import DistEnv, launcher_id
 from mingpt_ddp.metrics.jsonl import METRICS
-from mingpt_ddp.storage.run_dir import Attempt, RunDirectory
+from mingpt_ddp.storage.run_directory import Attempt, RunDirectory
 from mingpt_ddp.training.saves.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.train_state import TrainState
 

@@ -21,12 +21,12 @@ from make_format2 import DATA, MORE_STEPS, STEPS, configuration, train
 from multiprocess.ranks import configure
 from tasks import text_task
 
+from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.registry import run_code
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage import code_identity
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records

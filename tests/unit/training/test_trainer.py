@@ -29,7 +29,7 @@ from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.jsonl import read_history
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
-from mingpt_ddp.storage.run_dir import read_result
+from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy

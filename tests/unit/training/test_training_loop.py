@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError, TrainingError
-from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training import trainer as trainer_module
 from mingpt_ddp.training.after_evaluation import Decision
 from mingpt_ddp.training.anomaly import MAX_CONSECUTIVE_SKIPS

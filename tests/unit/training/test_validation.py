@@ -16,7 +16,7 @@ import pytest
 from tasks import noted_pause
 
 from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.storage.run_dir import RunStatus
+from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.after_evaluation import Decision, Validation
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.hooks.observers import Observers

@@ -25,12 +25,12 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
-from mingpt_ddp.planning.plan import make_plan
-from mingpt_ddp.snapshots.huggingface.model_files import NAMES
+from mingpt_ddp.planning.measured_plan import make_plan
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_dir import read_result, run_name
+from mingpt_ddp.snapshots.transformers_format.model_files import NAMES
+from mingpt_ddp.storage.run_directory import read_result, run_name
 from mingpt_ddp.training.run import train_run
 
 # A step that changes nothing: what a run starts from is in its snapshot.

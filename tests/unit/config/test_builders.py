@@ -11,9 +11,9 @@ from contextlib import nullcontext
 import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
+from mingpt_ddp.config.builders import BUILDERS, register, run_code, run_file
 from mingpt_ddp.config.hooks import acts
 from mingpt_ddp.config.keys.schema import BASES, GROUPS, DDPConfig
-from mingpt_ddp.config.registry import BUILDERS, register, run_code, run_file
 from mingpt_ddp.errors import CodeError, ConfigError
 
 FILE = """

@@ -15,9 +15,9 @@ from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_
 from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
 from mingpt_ddp.planning.cluster import Cluster, Traffic, all_gather, all_reduce
-from mingpt_ddp.planning.plan import BatchOnRanks
+from mingpt_ddp.planning.measured_plan import BatchOnRanks
 from mingpt_ddp.planning.sizing import FP32, MOMENTS, activations_of
-from mingpt_ddp.planning.state import State, part
+from mingpt_ddp.planning.state_shapes import State, part
 
 BF16 = 2
 HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits

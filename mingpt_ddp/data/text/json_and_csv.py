@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from mingpt_ddp.data.content import HEAD_BYTES, value_is_cut
+from mingpt_ddp.data.file_kinds import HEAD_BYTES, value_is_cut
 from mingpt_ddp.errors import DataError
 
 MAX_RECORD = 1 << 29  # bytes of a line, characters of an object in an array

@@ -15,7 +15,7 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.planning import measure
 from mingpt_ddp.planning.doubts import find_doubts
-from mingpt_ddp.planning.plan import make_plan
+from mingpt_ddp.planning.measured_plan import make_plan
 from mingpt_ddp.training.length import RunLength
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ import pytest
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.sweeps.search.methods import PRUNERS, SAMPLERS
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState, optuna
-from mingpt_ddp.sweeps.search.samplers import rounded, seed_of
+from mingpt_ddp.sweeps.search.trial_values import rounded, seed_of
 from tests.unit.sweeps.studies import open_study, run_all
 
 Float = optuna.distributions.FloatDistribution

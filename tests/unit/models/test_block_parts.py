@@ -14,9 +14,9 @@ from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mingpt_ddp.config.builders import BUILDERS, register, run_code
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import PARTS, PartConfig, changed_parts
-from mingpt_ddp.config.registry import BUILDERS, register, run_code
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.dataloader import MicroBatch
@@ -29,7 +29,7 @@ from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model, has_cache, has_graph_step
 from mingpt_ddp.parts import Attention, RotaryAttention, causal_attention
 from mingpt_ddp.tasks.causality import check_is_causal_lm
-from mingpt_ddp.training.start.trial import check_resumes_exactly
+from mingpt_ddp.training.start.dry_run import check_resumes_exactly
 
 T, V = 16, 11
 CHOICES = [

@@ -18,7 +18,7 @@ from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
-from mingpt_ddp.storage.run_dir import run_name
+from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
 from mingpt_ddp.training.train_state import TrainState

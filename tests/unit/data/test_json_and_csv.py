@@ -17,10 +17,10 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from mingpt_ddp.data.content import HEAD_BYTES
 from mingpt_ddp.data.dataset import RecordedText
+from mingpt_ddp.data.file_kinds import HEAD_BYTES
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.text import archives, records
+from mingpt_ddp.data.text import archives, json_and_csv
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare, text_of
 
@@ -192,9 +192,9 @@ def test_a_long_row(settings, tmp_path, monkeypatch):
     """It is read while it is shorter than a limit, which is named."""
     long = {"text": "to be, " * HEAD_BYTES}
     for content in (json.dumps(long), json.dumps([long, long])):
-        monkeypatch.setattr(records, "MAX_RECORD", 1 << 29)
+        monkeypatch.setattr(json_and_csv, "MAX_RECORD", 1 << 29)
         assert long["text"] in text_of(settings(content))
-        monkeypatch.setattr(records, "MAX_RECORD", HEAD_BYTES)
+        monkeypatch.setattr(json_and_csv, "MAX_RECORD", HEAD_BYTES)
         with pytest.raises(DataError, match=r"(line|object) 1 has over 262,144 bytes; divide it"):
             prepare(settings(content, cache_dir=str(tmp_path / "new")))
 

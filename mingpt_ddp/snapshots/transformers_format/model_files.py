@@ -5,6 +5,7 @@ biases are never missing.
 """
 
 import re
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from mingpt_ddp.models.gpt import GPT
 from mingpt_ddp.models.modern import Modern
 
+MODELING = Path(__file__).with_name("modeling_modern.py")  # that an export of modern contains
 GPT2_NAMES = {
     "token_embedding": "wte",
     "position_embedding": "wpe",
@@ -54,13 +56,10 @@ def gpt2_values(model: GPT) -> dict[str, Any]:
     }
 
 
-def modern_values(model: Modern, code: str) -> dict[str, Any]:
-    """Return the config.json of architecture modern.
-
-    Args:
-        code: the module of its classes for transformers.
-    """
+def modern_values(model: Modern) -> dict[str, Any]:
+    """Return the config.json of architecture modern; MODELING has its classes."""
     config = model.config
+    code = MODELING.stem
     return {
         "model_type": "mingpt_modern",
         "architectures": ["ModernForCausalLM"],

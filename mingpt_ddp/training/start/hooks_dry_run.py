@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.hashes import sha256_of_tensors
@@ -46,16 +46,16 @@ def check_actions(
     received = group.broadcast_tensors(gradients)
 
     def try_all() -> list[Outcome]:
-        trial = _Trial(runtime, task, received)
+        dry_run = _DryRun(runtime, task, received)
         with attribute_errors_to_user_code():
-            outcomes = [trial.check(key, hook) for key, hook in BUILDERS["action"].items()]
+            outcomes = [dry_run.check(key, hook) for key, hook in BUILDERS["action"].items()]
         _refuse_twice(outcomes, taken)
         return outcomes
 
     group.decide_on_rank_zero(try_all, refuse_differences)
 
 
-class _Trial:
+class _DryRun:
     """A model with weights and gradients that are the same for each hook."""
 
     def __init__(self, runtime: Runtime, task: Task, gradients: dict[str, Tensor]) -> None:

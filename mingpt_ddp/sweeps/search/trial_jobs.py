@@ -6,8 +6,8 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage.records import finite
-from mingpt_ddp.storage.run_dir import RunStatus, read_result
+from mingpt_ddp.storage.run_directory import RunStatus, read_result
+from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.sweeps.job import has_ended
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import override_text

@@ -16,9 +16,9 @@ from mingpt_ddp.config.config import Config, flatten, without_removed
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
-from mingpt_ddp.storage.records import dump_json, dump_yaml, read_json, read_yaml
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
+from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
 
 log = logging.getLogger(__name__)
 

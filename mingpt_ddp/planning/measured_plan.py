@@ -35,12 +35,12 @@ from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.measure import Measured, measure
-from mingpt_ddp.storage.run_dir import run_directory
+from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes, known_length
 from mingpt_ddp.training.saves.save_schedule import automatic_interval
-from mingpt_ddp.training.start.preflight import check_fits, newest_snapshot, with_batch_size
+from mingpt_ddp.training.start.first_checks import check_fits, newest_snapshot, with_batch_size
 from mingpt_ddp.training.start.stages import snapshot_stores
 from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mingpt_ddp.data.text.archives import import_pyarrow
-from mingpt_ddp.data.text.records import Table
+from mingpt_ddp.data.text.json_and_csv import Table
 from mingpt_ddp.errors import DataError
 
 BATCH_ROWS = 1024  # of Parquet; a row group is never whole in memory

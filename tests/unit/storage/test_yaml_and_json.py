@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage import records
-from mingpt_ddp.storage.records import (
+from mingpt_ddp.storage import yaml_and_json
+from mingpt_ddp.storage.yaml_and_json import (
     MAX_JSON_BYTES,
     MAX_YAML_BYTES,
     MAX_YAML_EVENTS,
@@ -66,7 +66,7 @@ def test_a_large_result_is_read_as_it_was_written(tmp_path):
 
 
 def test_json_ends_at_its_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MAX_JSON_BYTES", 100)
+    monkeypatch.setattr(yaml_and_json, "MAX_JSON_BYTES", 100)
     assert MAX_JSON_BYTES > 100
     for size in (80, 90):
         (tmp_path / "a.json").write_bytes(dump_json({"a": size * "x"}))

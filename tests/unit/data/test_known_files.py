@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from mingpt_ddp.config import registry
+from mingpt_ddp.config import builders
 from mingpt_ddp.config.keys.components import DataConfig
-from mingpt_ddp.data import file_records
-from mingpt_ddp.data.file_records import RECORDS, SMALL_BYTES
+from mingpt_ddp.data import known_files
+from mingpt_ddp.data.known_files import RECORDS, SMALL_BYTES
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.text import text_cache
 from mingpt_ddp.errors import DataError
@@ -29,8 +29,8 @@ LATER_NS = 10_000_000_000
 @pytest.fixture
 def later(monkeypatch):
     """Let ten seconds pass since the files were written, for the package alone."""
-    now = file_records.time.time_ns
-    monkeypatch.setattr(file_records.time, "time_ns", lambda: now() + LATER_NS)
+    now = known_files.time.time_ns
+    monkeypatch.setattr(known_files.time, "time_ns", lambda: now() + LATER_NS)
 
 
 @pytest.fixture
@@ -135,9 +135,9 @@ def test_long_tokens_are_recorded_when_they_are_written(settings, hashed, monkey
     """The encoding waits until they are two seconds old."""
     monkeypatch.setattr(text_cache, "LONG_BYTES", 0)
     slept_ns = [0]
-    now = file_records.time.time_ns
-    monkeypatch.setattr(file_records.time, "time_ns", lambda: now() + sum(slept_ns))
-    monkeypatch.setattr(file_records.time, "sleep", lambda s: slept_ns.append(int(s * 1e9)))
+    now = known_files.time.time_ns
+    monkeypatch.setattr(known_files.time, "time_ns", lambda: now() + sum(slept_ns))
+    monkeypatch.setattr(known_files.time, "sleep", lambda s: slept_ns.append(int(s * 1e9)))
     config = settings(TEXT)
     start(config, hashed)
     assert start(config, hashed) == ["text"]
@@ -154,7 +154,7 @@ def test_tokens_that_were_written_to_are_encoded_again(settings, hashed):
 
 
 def with_digest(records: object) -> bytes:
-    return json.dumps({"files": records, "digest": file_records.digest_of(records)}).encode()
+    return json.dumps({"files": records, "digest": known_files.digest_of(records)}).encode()
 
 
 @pytest.mark.usefixtures("later")
@@ -204,7 +204,7 @@ def test_a_text_that_is_not_what_was_recorded_is_found_while_it_is_encoded(setti
 
 @pytest.mark.usefixtures("later")
 def test_the_oldest_records_are_dropped(settings, hashed, monkeypatch):
-    monkeypatch.setattr(file_records, "MAX_RECORDS", 2)  # of a text and its tokens
+    monkeypatch.setattr(known_files, "MAX_RECORDS", 2)  # of a text and its tokens
     old, new = settings(TEXT), settings(TEXT)
     new = replace(new, path=str(Path(old.path).with_name("new.txt")))
     Path(new.path).write_text(TEXT.upper())
@@ -295,10 +295,10 @@ def test_a_reader_that_names_its_files_is_called_again_once_they_change(
     def calls(content: str) -> int:
         """Return how often a new process calls the reader."""
         code.write_text(content)
-        monkeypatch.setattr(registry, "_files", {})
-        registry.BUILDERS["data"].pop("own", None)
-        registry._configs("data").pop("own", None)
-        registry.run_file(code, "data.code")
+        monkeypatch.setattr(builders, "_files", {})
+        builders.BUILDERS["data"].pop("own", None)
+        builders._configs("data").pop("own", None)
+        builders.run_file(code, "data.code")
         Path("calls").write_text("")
         prepare_all(config)
         return len(Path("calls").read_text())
@@ -312,7 +312,7 @@ def test_a_reader_that_names_its_files_is_called_again_once_they_change(
         assert calls(READER.replace(", files=lambda config: [config.path]", "")) == 1
         assert calls(READER.replace("[config.path]", "['nowhere']")) == 1
     finally:
-        registry.BUILDERS["data"].pop("own", None)
-        registry._configs("data").pop("own", None)
+        builders.BUILDERS["data"].pop("own", None)
+        builders._configs("data").pop("own", None)
     with pytest.raises(ValueError, match="only a reader of text has files"):
-        registry.register("model", "own", registry.ModelConfig, files=lambda config: [])
+        builders.register("model", "own", builders.ModelConfig, files=lambda config: [])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.model_config import model_label
-from mingpt_ddp.config.registry import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.data.dataloader import BatchPlan, Loader, MicroBatch
 from mingpt_ddp.distributed.device.compile import check_compiles
 from mingpt_ddp.distributed.runtime import Runtime
@@ -25,13 +25,13 @@ from mingpt_ddp.tasks.task import Task, check_metrics
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.saves.resume import restore
-from mingpt_ddp.training.start.action_trial import check_actions
+from mingpt_ddp.training.start.hooks_dry_run import check_actions
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
 MIN_AVERAGED_BYTES = 4  # per number: 16 bits do not resolve the small steps of an average
-TRIAL_MICRO_BATCHES = 2  # at most: the second shows that gradients accumulate
+DRY_RUN_MICRO_BATCHES = 2  # at most: the second shows that gradients accumulate
 
 
 def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPlan) -> None:
@@ -76,15 +76,15 @@ def check_resumes_exactly(
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
-    few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:TRIAL_MICRO_BATCHES]]
-    trial_loader = _TrialLoader(loader, few)
+    few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:DRY_RUN_MICRO_BATCHES]]
+    same_batch = _SameBatchLoader(loader, few)
     with attribute_errors_to_user_code():
         optimizer = task.config.optimizer
         length = RunLength(task.config, loader.steps_per_epoch)
         check_schedule(optimizer, length.known_steps or optimizer.schedule_steps or 1)
         names = _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
         # new ones: the checks may have changed buffers
-        first = _Trial(runtime, task, trial_loader)
+        first = _DryRun(runtime, task, same_batch)
         fresh = first.digest()
         first.step(1)
         trainable = first.trainable
@@ -97,7 +97,7 @@ def check_resumes_exactly(
         loss = first.step(4)
         end = first.digest()
         del first, trainable
-        second = _Trial(runtime, task, trial_loader)
+        second = _DryRun(runtime, task, same_batch)
         if fresh != second.digest():
             raise _not_exact(f"model {model_label(task.config.model)}", "first weights depend")
         second.load(saved)
@@ -156,7 +156,7 @@ def _not_exact(part: str, depends: str) -> CodeError:
     )
 
 
-class _TrialLoader:
+class _SameBatchLoader:
     """The same few micro-batches in every step."""
 
     def __init__(self, loader: Loader, batches: list[Any]) -> None:
@@ -208,13 +208,13 @@ class _GradientCheck:
         self.counts = dict.fromkeys(self.counts, 0)
 
 
-class _Trial:
+class _DryRun:
     """The train step of the run with fresh objects, built as every start of the run builds them.
 
-    The hooks that act have a trial of their own, on all ranks.
+    The hooks that act have a dry run of their own, on all ranks.
     """
 
-    def __init__(self, runtime: Runtime, task: Task, loader: _TrialLoader) -> None:
+    def __init__(self, runtime: Runtime, task: Task, loader: _SameBatchLoader) -> None:
         self.runtime = runtime.alone()
         self.trainable = replace(
             build_trainable(self.runtime, task), actions=Actions(task.config, self.runtime, ())

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.model_config import PARTS, PartConfig, TransformerConfig
-from mingpt_ddp.config.registry import BUILDERS
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models.kv_cache import CachePosition, KVCache, attend

@@ -14,7 +14,7 @@ from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config import registry, user_code
+from mingpt_ddp.config import builders, user_code
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig
@@ -26,8 +26,8 @@ from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
+from mingpt_ddp.training.start.dry_run import check_resumes_exactly
 from mingpt_ddp.training.start.record_checks import with_recorded_format
-from mingpt_ddp.training.start.trial import check_resumes_exactly
 
 V, T = 5, 4
 BATCH = (torch.arange(8).view(2, T) % V, torch.arange(1, 9).view(2, T) % V)
@@ -49,7 +49,7 @@ def preflight(config, runtime, monkeypatch):
 
     def run(model=None, optimizer=None, ranks: int = 1) -> None:
         for group in ("model", "optimizer"):
-            for names in (registry.BUILDERS[group], GROUPS[group][1]):
+            for names in (builders.BUILDERS[group], GROUPS[group][1]):
                 monkeypatch.setitem(names, "own", None)
                 del names["own"]
         chosen = config

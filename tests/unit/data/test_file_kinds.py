@@ -27,8 +27,8 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from mingpt_ddp.data.content import HEAD_BYTES, kind_of
 from mingpt_ddp.data.dataset import RecordedText
+from mingpt_ddp.data.file_kinds import HEAD_BYTES, kind_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import make_directory, make_tar, make_zip, prepare

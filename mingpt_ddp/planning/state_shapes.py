@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mingpt_ddp.config.registry import attribute_errors_to_user_code
+from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.distributed.strategies.tensor_split import keep_part
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import apply_activation_checkpointing

@@ -24,7 +24,7 @@ from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import lock as lock_module
 from mingpt_ddp.storage.lock import LOCK, check_can_lock
-from mingpt_ddp.storage.run_dir import (
+from mingpt_ddp.storage.run_directory import (
     RunDirectory,
     difference,
     next_free_name,
@@ -37,7 +37,7 @@ CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}
 HOLDER = """
 import sys, time
 from pathlib import Path
-from mingpt_ddp.storage.run_dir import RunDirectory
+from mingpt_ddp.storage.run_directory import RunDirectory
 directory = RunDirectory(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(100)
@@ -282,7 +282,7 @@ def test_a_name_and_what_it_stands_for_are_no_difference(directory):
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory, monkeypatch):
     logged: list[str] = []
     monkeypatch.setattr(
-        logging.getLogger("mingpt_ddp.storage.run_dir"),
+        logging.getLogger("mingpt_ddp.storage.run_directory"),
         "info",
         lambda form, *values: logged.append(form % values),
     )
