@@ -21,9 +21,9 @@ def main() -> None:
     for name, part in PARTS.items():
         expected = os.path.realpath(os.path.join(directory, part))
         spec = importlib.util.find_spec(name) if os.path.isdir(expected) else None
-        found = next(iter(spec.submodule_search_locations or [""])) if spec else expected
-        if os.path.realpath(found) != expected:
-            text = f"run error: {name} is imported from {found}, not from {expected}"
+        imported = next(iter(spec.submodule_search_locations or [""])) if spec else expected
+        if os.path.realpath(imported) != expected:
+            text = f"run error: {name} is imported from {imported}, not from {expected}"
             print(text, file=sys.stderr)
             sys.exit(2)
     runpy.run_module("mingpt_ddp", run_name="__main__")

@@ -83,10 +83,10 @@ def fetch(
     with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
         part = Path(directory) / "download"
         fs.get_file(name, str(part))
-        found = Hash(hash_file(part))
+        content_hash = Hash(hash_file(part))
         os.replace(part, target)
     if version is not None:
-        records.add(record, version, version_of(url), found)
+        records.add(record, version, version_of(url), content_hash)
 
 
 def read_file(url: str, limit: int) -> bytes:

@@ -50,15 +50,15 @@ def file_status(files: Iterable[Path]) -> list[Any] | None:
     newest = 0
     for path in files:
         try:
-            found = path.stat()
+            attributes = path.stat()
         except OSError:
             return None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(attributes.st_mode):
             return None
-        times = (found.st_mtime_ns, found.st_ctime_ns)
+        times = (attributes.st_mtime_ns, attributes.st_ctime_ns)
         # no device: its number may be another one after each mount
-        status.append([found.st_size, *times, found.st_ino])
-        size += found.st_size
+        status.append([attributes.st_size, *times, attributes.st_ino])
+        size += attributes.st_size
         newest = max(newest, *times)
     if size < SMALL_BYTES or newest > time.time_ns() - SETTLED_NS:
         return None
@@ -102,14 +102,14 @@ class FileRecords:
                 return build(kind, value, "")
         return None
 
-    def add(self, key: Any, before: Any, after: Any, found: Any) -> None:
+    def add(self, key: Any, before: Any, after: Any, values: Any) -> None:
         """Keep what was found by reading, unless the state before or after it is another one.
 
         Args:
-            found: a dataclass of JSON values.
+            values: a dataclass of JSON values.
         """
         if before is not None and before == after:
-            self.new[digest_of(key)] = [digest_of(after), asdict(found)]
+            self.new[digest_of(key)] = [digest_of(after), asdict(values)]
 
     def _load(self) -> dict[str, Any]:
         """Return the records by key; {} if they are damaged."""

@@ -23,18 +23,18 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
         plan: what `make_plan` or `make_gpu_plan` return.
         cores: of this machine.
     """
-    found = [*_of_length(config, plan), *_of_batch(config.optimizer, plan["batch"])]
+    doubts = [*_of_length(config, plan), *_of_batch(config.optimizer, plan["batch"])]
     if "gpu" in plan:
-        return found
-    found += _of_memory(plan["memory"])
-    found += _of_snapshots(plan["snapshots"])
-    found += _of_times(plan["time"])
+        return doubts
+    doubts += _of_memory(plan["memory"])
+    doubts += _of_snapshots(plan["snapshots"])
+    doubts += _of_times(plan["time"])
     workers = config.ddp.local_workers
     if config.trainer.device == "cpu" and workers > cores:
-        found.append(
+        doubts.append(
             f"ddp.nproc_per_node={workers} is more than the {cores} cores of this machine; lower it"
         )
-    return found
+    return doubts
 
 
 def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:

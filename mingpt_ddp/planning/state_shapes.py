@@ -89,11 +89,11 @@ class State:
         """
         if not isinstance(self.optimizer, Muon):
             return []
-        found = Counter[torch.Size]()
+        counts = Counter[torch.Size]()
         for name in names:
             parameter = self.trained[name]
             if "momentum" in self.optimizer.state[parameter]:
                 rows = parameter.shape[-2] // self.optimizer.parts[parameter]
                 shape = torch.Size((rows, parameter.shape[-1]))
-                found[shape] += parameter.numel() // shape.numel()
-        return [(count, shape.numel()) for shape, count in found.items()]
+                counts[shape] += parameter.numel() // shape.numel()
+        return [(count, shape.numel()) for shape, count in counts.items()]

@@ -47,8 +47,8 @@ class Objective:
 
     def value(self, result: Mapping[str, Any]) -> float:
         """Return the value in a result.json; infinity if there is none, which is ranked last."""
-        found = finite(self.of(result))
-        return math.inf if found is None else found
+        value = finite(self.of(result))
+        return math.inf if value is None else value
 
 
 LOSS = Objective("loss", "validation loss", "val loss")

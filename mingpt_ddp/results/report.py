@@ -27,10 +27,10 @@ def page_path(directories: list[Path]) -> Path:
     """
     if len(directories) == 1:
         return directories[0] / PAGE
-    found = [os.path.realpath(directory) for directory in directories]
-    above = os.path.commonpath(found)
+    paths = [os.path.realpath(directory) for directory in directories]
+    above = os.path.commonpath(paths)
     parts = []
-    for path in found:
+    for path in paths:
         parts.append(os.path.basename(path) if path == above else os.path.relpath(path, above))
     names = "+".join(parts)
     readable = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", names)

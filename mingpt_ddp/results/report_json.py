@@ -59,9 +59,9 @@ def _group(group: Group, keys: list[str]) -> dict[str, Any]:
 
 def _job(job: Job) -> dict[str, Any]:
     result = {}
-    for key, found in job.result.items():
-        if type(found) in (int, float):
-            result[cut(str(key), LONGEST)] = found if number(found) is not None else None
+    for key, value in job.result.items():
+        if type(value) in (int, float):
+            result[cut(str(key), LONGEST)] = value if number(value) is not None else None
     return {
         "name": job.name,
         "directory": str(job.directory),

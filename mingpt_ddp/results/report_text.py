@@ -119,10 +119,10 @@ def _steps(group: Group) -> str:
     return low if low == high else f"{low}-{high}"
 
 
-def with_interval(found: Estimate) -> str:
+def with_interval(estimate: Estimate) -> str:
     """Format a mean as `2.1000 ± 0.0500`; alone if there is no interval."""
-    mean = fixed(found.mean, ".4f")
-    return mean if found.half_width is None else f"{mean} ± {fixed(found.half_width, '.4f')}"
+    mean = fixed(estimate.mean, ".4f")
+    return mean if estimate.half_width is None else f"{mean} ± {fixed(estimate.half_width, '.4f')}"
 
 
 def importance_line(importance: dict[str, float]) -> str:

@@ -90,8 +90,8 @@ class Job:
     @cached_property
     def code(self) -> str:
         """The SHA-256, cut, of the code, or of several, that trained it; "" if it is unknown."""
-        found = recorded_code(self.result)
-        codes = [*found.get("earlier", []), found["sha256"]] if found else []
+        record = recorded_code(self.result)
+        codes = [*record.get("earlier", []), record["sha256"]] if record else []
         return "+".join(str(each)[:12] for each in codes)
 
     @property
@@ -111,7 +111,7 @@ def read_jobs(directories: list[Path]) -> list[Job]:
     Raises:
         RunError: one of them is not a directory, or contains no run.
     """
-    found: dict[Path, tuple[Path, str]] = {}
+    runs_by_path: dict[Path, tuple[Path, str]] = {}
     for directory in directories:
         if not directory.is_dir():
             raise RunError(
@@ -126,8 +126,8 @@ def read_jobs(directories: list[Path]) -> list[Job]:
         above = base if len(directories) == 1 and runs != [directory] else base.parent
         for run in runs:
             name = (base / run.relative_to(directory)).relative_to(above).as_posix()
-            found.setdefault(run.resolve(), (run, name))
-    jobs = [_read(path, name) for path, name in found.values()]
+            runs_by_path.setdefault(run.resolve(), (run, name))
+    jobs = [_read(path, name) for path, name in runs_by_path.values()]
     objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
     jobs = [replace(job, ranked_by=objective) for job in jobs]
     return sorted(jobs, key=by_objective)
@@ -179,7 +179,7 @@ def varying(jobs: Sequence[Row]) -> list[str]:
             values.setdefault(key, {}).setdefault(preset, set()).add(identity(value))
     keys = []
     for key, by_preset in values.items():
-        is_varied = any(len(found) > 1 for found in by_preset.values())
+        is_varied = any(len(distinct) > 1 for distinct in by_preset.values())
         if is_varied and key not in PLACES:
             keys.append(key)
     return keys

@@ -108,22 +108,22 @@ class SnapshotManager:
         whole = not self.runtime.strategy.is_sharded
         if not whole:
             self._shard_plan.check_reach()
-        found: Snapshot | None = None  # on rank zero
+        newest: Snapshot | None = None  # on rank zero
 
         def find() -> dict[str, Any] | None:
-            nonlocal found
+            nonlocal newest
             source = self.config.run.source
             stores = readable_stores(self.stores, self.directory, source)
-            found = self._newest_of(stores, whole)
-            is_own = found is not None
+            newest = self._newest_of(stores, whole)
+            is_own = newest is not None
             if source and not is_own:
-                found = load(source, self._kinds, whole=whole)
+                newest = load(source, self._kinds, whole=whole)
             elif source and stores == self.stores:
                 log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
-            if found is None:
+            if newest is None:
                 return None
-            check(found.step, found.state)
-            values = {"step": found.step, "state": found.state, "index": found.index}
+            check(newest.step, newest.state)
+            values = {"step": newest.step, "state": newest.state, "index": newest.index}
             return {"values": values, "is_own": is_own}
 
         meta = group.run_on_rank_zero(find)
@@ -131,7 +131,7 @@ class SnapshotManager:
             return None
         tensors: dict[str, Any] = {}
         for kind in TENSOR_KINDS:
-            tensors[kind] = group.broadcast_tensors(getattr(found, kind) if found else None)
+            tensors[kind] = group.broadcast_tensors(getattr(newest, kind) if newest else None)
         snapshot = Snapshot(**meta["values"], **tensors)
         self.last_step = snapshot.step if meta["is_own"] else None
         return snapshot
@@ -155,12 +155,12 @@ class SnapshotManager:
         errors = []
         for store in stores:
             try:
-                found = store.read_latest(self._kinds, whole)
+                latest = store.read_latest(self._kinds, whole)
             except SnapshotError as error:  # all its snapshots are damaged
                 errors.append(error)
                 continue
-            if found is not None and (newest is None or found.step > newest.step):
-                newest = found
+            if latest is not None and (newest is None or latest.step > newest.step):
+                newest = latest
         if errors and newest is None:
             raise errors[0]
         for damage in errors:

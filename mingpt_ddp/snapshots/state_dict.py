@@ -53,11 +53,11 @@ def parameters_by_name(
 ) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters, in its order, by their names in the model."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {}
+    parameters = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found[names[parameter]] = parameter
-    return found
+            parameters[names[parameter]] = parameter
+    return parameters
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

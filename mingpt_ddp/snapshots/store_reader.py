@@ -97,8 +97,8 @@ class StoreReader:
         files = _of_kinds(layout.decode_manifest(manifest, step), kinds)
         with self._pool() as pool:
             sizes = pool.map(partial(self.size, step), files)
-            for name, found in zip(files, sizes, strict=True):
-                if found != files[name]["bytes"]:
+            for name, actual in zip(files, sizes, strict=True):
+                if actual != files[name]["bytes"]:
                     raise CorruptSnapshotError(f"{name} is missing or has another size")
         return files
 

@@ -90,7 +90,7 @@ def read_header(start: bytes, size: int) -> Header:
     length = int.from_bytes(start[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError("its header is too large")
-    found = {}
+    entries = {}
     done = 0
     try:
         header = json.loads(start[8 : 8 + length])
@@ -107,13 +107,13 @@ def read_header(start: bytes, size: int) -> Header:
                 raise ValueError(f"{name[:100]} does not begin where the tensor before it ends")
             if end - begin != math.prod(shape) * width:
                 raise ValueError(f"{name[:100]} has another size than its shape")
-            found[name] = TensorEntry(dtype, shape, 8 + length + begin)
+            entries[name] = TensorEntry(dtype, shape, 8 + length + begin)
             done = end
         if done != size - 8 - length:
             raise ValueError("its tensors are not all of the file")
     except Exception as error:  # untrusted: not a header
         raise ValueError(str(error)) from error
-    return found
+    return entries
 
 
 def make_index(headers: Mapping[str, Header]) -> Index:

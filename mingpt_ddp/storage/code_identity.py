@@ -152,10 +152,10 @@ def read_code(chosen: Mapping[str, Path], package: Path | None = None) -> Code:
     for root in filter(None, dict.fromkeys(map(root_of, folders))):
         name = str(root) if root.name in commits else root.name
         try:
-            found = read_checkout(root, name)
-            commits[name] = found.commit
-            patch += found.patch
-            lost = lost or found.lost
+            checkout = read_checkout(root, name)
+            commits[name] = checkout.commit
+            patch += checkout.patch
+            lost = lost or checkout.lost
         except subprocess.TimeoutExpired:
             commits[name] = f"{UNKNOWN}: git took more than {GIT_S:g} s"
         except (OSError, subprocess.CalledProcessError):
@@ -209,11 +209,11 @@ def _sha256(content: bytes) -> str:
 @functools.cache
 def _package_files(package: Path) -> dict[str, str]:
     """Return the SHA-256 of each Python file of a package by name, as this process has it."""
-    found = {}
+    hashes = {}
     for name in glob("**/*.py", root_dir=package, recursive=True):  # follows the link to conf/
         with contextlib.suppress(OSError):  # it is being replaced
-            found[f"{package.name}/{name}"] = _sha256((package / name).read_bytes())
-    return found
+            hashes[f"{package.name}/{name}"] = _sha256((package / name).read_bytes())
+    return hashes
 
 
 @functools.cache
@@ -221,17 +221,17 @@ def _user_files(path: Path) -> dict[str, str]:
     """Return the SHA-256 of a user's file, and of what it imports from next to it, by name."""
     folder = path.parent
     left = [path]
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     while left:
         file = left.pop()
         name = file.relative_to(folder).as_posix()
-        if name in found or name.startswith(f"{PACKAGE.name}/"):
+        if name in hashes or name.startswith(f"{PACKAGE.name}/"):
             continue
         with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             content = read_regular(file, MAX_CODE_BYTES)
-            found[name] = _sha256(content)
+            hashes[name] = _sha256(content)
             left += _imported(ast.parse(content), file, folder)
-    return found
+    return hashes
 
 
 def _imported(tree: ast.Module, file: Path, folder: Path) -> Iterator[Path]:

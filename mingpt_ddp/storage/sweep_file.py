@@ -37,11 +37,11 @@ def _failures(directory: Path) -> dict[str, Failure]:
 
     A line that cannot be read, as of a killed process, counts as none.
     """
-    found: dict[str, Failure] = {}
+    failures: dict[str, Failure] = {}
     for record in _records(directory):
         with contextlib.suppress(LookupError, TypeError):
-            _apply(record, found)
-    return found
+            _apply(record, failures)
+    return failures
 
 
 def _records(directory: Path) -> Iterator[Any]:
@@ -117,10 +117,10 @@ class SweepFile:
         """Return the threads of each rank of a job with so many ranks; keep the default."""
         kept = self._values.get("threads")
         threads = kept if isinstance(kept, dict) else {}
-        found = _count(threads.get(str(ranks)))
-        if found is None:
+        kept_threads = _count(threads.get(str(ranks)))
+        if kept_threads is None:
             self._write("threads", {**threads, str(ranks): default})
-        return found or default
+        return kept_threads or default
 
     def failure_of(self, label: str, directory: str) -> Failure | None:
         """Return the failure of a job; None if it has not failed, or has succeeded since.

@@ -48,18 +48,18 @@ class RunLength:
     def limits(self) -> dict[str, int]:
         """The steps at which each of the limits that are set ends the run, by key."""
         trainer = self.trainer
-        found = {}
+        steps_by_limit = {}
         if trainer.max_steps is not None:
-            found["max_steps"] = trainer.max_steps
+            steps_by_limit["max_steps"] = trainer.max_steps
         if trainer.max_epochs is not None:
-            found["max_epochs"] = trainer.max_epochs * self.steps_per_epoch
+            steps_by_limit["max_epochs"] = trainer.max_epochs * self.steps_per_epoch
         if self.over_at is not None:
-            found["max_minutes"] = self.over_at
+            steps_by_limit["max_minutes"] = self.over_at
         elif trainer.max_minutes is not None and self.state.step_seconds is not None:
-            found["max_minutes"] = round(
+            steps_by_limit["max_minutes"] = round(
                 60 * trainer.max_minutes / max(self.state.step_seconds, 1e-9)
             )
-        return found
+        return steps_by_limit
 
     @property
     def steps(self) -> int:
@@ -100,10 +100,10 @@ class RunLength:
         if self.is_fixed or (step < self.fixed_at and not self.state.timed_steps):
             return None
         assert self.trainer.max_minutes is not None
-        found = int(60 * self.trainer.max_minutes / self._pace)
-        if step < self.fixed_at and found > step:
+        steps = int(60 * self.trainer.max_minutes / self._pace)
+        if step < self.fixed_at and steps > step:
             return None
-        return min(max(found, step), UNKNOWN)
+        return min(max(steps, step), UNKNOWN)
 
     def fix(self, steps: int, step: int) -> None:
         """Fix the number of steps.

@@ -208,7 +208,7 @@ class TrainStep:
         Its backward differs from that of `passes`: the ranks keep their gradients apart, so that it
         is known whose are wrong. A collective; call it when the gradients are free.
         """
-        found = ""
+        problem = ""
         self.runtime.group.set_activity(ACTIVITIES["fetch"].format(step))
         for micro in self.fetch(step):
             with self.strategy.maybe_no_sync(self.parallel_model, last=False):
@@ -216,13 +216,13 @@ class TrainStep:
                     loss = self.forward(step, micro).losses["loss"]
                 with self.phase("backward", step):
                     self.runtime.scaler.scale(loss * micro.scale).backward()
-            found = found or self._find_nonfinite(loss, micro)
-            if self.strategy.may_leave_passes(bool(found)):
+            problem = problem or self._find_nonfinite(loss, micro)
+            if self.strategy.may_leave_passes(bool(problem)):
                 break
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.broadcast_buffers(self.model)
         culprits = []
-        for rank, what in enumerate(self.runtime.group.all_gather(found)):
+        for rank, what in enumerate(self.runtime.group.all_gather(problem)):
             if what:
                 culprits.append(f"rank {rank}: {what}")
         if not culprits:

@@ -205,19 +205,19 @@ class Trainer:
         )
         return send_flags(flags, losses, self.runtime.group)
 
-    def _skip(self, step: int, anomaly: str, found: float) -> bool:
+    def _skip(self, step: int, anomaly: str, loss_and_norm: float) -> bool:
         """Skip the step, roll back or stop, by trainer.on_nonfinite; return whether it is skipped.
 
         Args:
             anomaly: what is wrong with the step.
-            found: the sum of its loss and its gradient norm.
+            loss_and_norm: the sum of its loss and its gradient norm.
 
         Raises:
             TrainingError: the run stops.
             DamageError: a rank holds a damaged copy of a tensor, which may be the cause.
         """
         self.saves.copies.compare(step - 1)
-        cause = "" if math.isfinite(found) else f" ({self.train_step.diagnose(step)})"
+        cause = "" if math.isfinite(loss_and_norm) else f" ({self.train_step.diagnose(step)})"
         message = f"step {step} has {anomaly}{cause}"
         self.state.consecutive_skips += 1
         skips = self.state.consecutive_skips

@@ -117,12 +117,12 @@ class StepLines(io.TextIOBase):
 
 
 def describe_difference(
-    recorded: Hashes, found: Hashes, kinds: Sequence[str] = TENSOR_KINDS
+    recorded: Hashes, computed: Hashes, kinds: Sequence[str] = TENSOR_KINDS
 ) -> str:
     """Return the first kind whose hashes differ, with both; "" if all are equal."""
     for kind in kinds:
         before = recorded.get(kind)
-        now = found.get(kind)
+        now = computed.get(kind)
         if before != now:
             return f"{kind}: SHA-256 {str(now)[:12]}..., recorded {str(before)[:12]}..."
     return ""

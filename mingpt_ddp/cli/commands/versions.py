@@ -94,15 +94,15 @@ def _command(words: list[str]) -> int:
             words.append(f'run.name="{name}/{directory.name}"')
             trials[label].append(Trial(version, words, directory))
     _train([*zip(*trials.values(), strict=True)])
-    found, document, text = version_verdict(_settings(trials), _digests(trials))
+    verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
     recorded = {label: describe(each[0].version.code.record) for label, each in trials.items()}
     experiment = {"runs": names, "versions": recorded, "overrides": others, **document}
     if note := append(root, experiment):
         echo_error(f"note: {note}")
     echo(f"{text}\nthe runs are in {root / name}")
     if required == "same_bits":
-        return int(not all(each.has_same_bits for each in found))
-    return int(required is not None and any(each.is_worse for each in found))
+        return int(not all(each.has_same_bits for each in verdicts))
+    return int(required is not None and any(each.is_worse for each in verdicts))
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -197,8 +197,8 @@ def _settings(trials: dict[str, list[Trial]]) -> list[Setting]:
         jobs[job.directory] = job
     settings = []
     for label, of_version in trials.items():
-        found = [jobs[trial.directory] for trial in of_version]
-        settings.append(Setting(found, found[0].config, label))
+        jobs_of_version = [jobs[trial.directory] for trial in of_version]
+        settings.append(Setting(jobs_of_version, jobs_of_version[0].config, label))
     return settings
 
 

@@ -266,9 +266,9 @@ def _skip_spaces(text: str, at: int, file: io.TextIOWrapper) -> tuple[str, int]:
     Read on if there is none; the text is empty at the end of the file.
     """
     while True:
-        found = NO_SPACE.search(text, at)
-        if found:
-            return text, found.start()
+        match = NO_SPACE.search(text, at)
+        if match:
+            return text, match.start()
         text = file.read(ARRAY_CHARS)
         at = 0
         if not text:

@@ -198,11 +198,14 @@ def _files_of_reader(config: DataConfig) -> list[Path] | None:
     Raises:
         CodeError: its function raised an exception; names its line.
     """
-    found = reader_of(str(config.reader))
-    if found is None or found[0].files is None:
+    known = reader_of(str(config.reader))
+    if known is None:
+        return None
+    entry, _ = known
+    if entry.files is None:
         return None
     with attribute_errors_to_user_code():
-        return [*map(Path, found[0].files(config))]
+        return [*map(Path, entry.files(config))]
 
 
 def _read_pieces(config: DataConfig, source: str) -> Iterator[bytes]:

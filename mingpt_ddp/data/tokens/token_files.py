@@ -122,9 +122,9 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     if head.startswith(NPY):
-        found = _npy_tokens(path, name)
+        token_file = _npy_tokens(path, name)
     elif known := _header(head, name):
-        found = replace(known, path=path)
+        token_file = replace(known, path=path)
     elif dtype is None:
         raise DataError(
             f"{name} has no header that says of which type its tokens are; give "
@@ -138,17 +138,17 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
                 f"{name} has {size:,} bytes, no multiple of the {itemsize} of "
                 f"data.dtype={dtype}; it is cut off, or of another type"
             )
-        found = TokenFile(path, dtype, 0, size // itemsize)
-    if dtype not in (None, found.dtype):
-        raise DataError(f"{name} has tokens of {found.dtype}, not data.dtype={dtype}")
-    expected = found.offset + found.length * found.itemsize
+        token_file = TokenFile(path, dtype, 0, size // itemsize)
+    if dtype not in (None, token_file.dtype):
+        raise DataError(f"{name} has tokens of {token_file.dtype}, not data.dtype={dtype}")
+    expected = token_file.offset + token_file.length * token_file.itemsize
     if size != expected:
         raise DataError(
             f"{name} has {size:,} bytes, and {expected:,} by its header; it is cut off or damaged"
         )
-    if found.length == 0:
+    if token_file.length == 0:
         raise DataError(f"{name} has no tokens")
-    return found
+    return token_file
 
 
 def _check_head(head: bytes, name: str, dtype: str) -> None:

@@ -113,9 +113,9 @@ def _compare_pairs(pairs: Iterable[Sequence[Setting]], tests: int) -> list[Compa
         why = _why_incomparable(best, other)
         test = None if why else difference(best.by_seed, other.by_seed)
         comparisons.append(Comparison(best, other, test, why))
-    found = [comparison for comparison in comparisons if comparison.difference]
-    ps = [comparison.difference.p for comparison in found if comparison.difference]
-    for comparison, p in zip(found, holm(ps, tests), strict=True):
+    tested = [comparison for comparison in comparisons if comparison.difference]
+    ps = [comparison.difference.p for comparison in tested if comparison.difference]
+    for comparison, p in zip(tested, holm(ps, tests), strict=True):
         comparison.p = p
     return comparisons
 

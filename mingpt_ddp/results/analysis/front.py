@@ -46,8 +46,8 @@ def read_goals(directories: Sequence[Path]) -> list[Goal]:
 
     The header is untrusted: one that is not as expected counts as none, and so do different ones.
     """
-    found = [goals for directory in directories if (goals := _read_goals(directory / JOURNAL))]
-    return found[0] if found and all(goals == found[0] for goals in found) else []
+    all_goals = [goals for directory in directories if (goals := _read_goals(directory / JOURNAL))]
+    return all_goals[0] if all_goals and all(each == all_goals[0] for each in all_goals) else []
 
 
 def front_of(groups: Sequence[Group], goals: Sequence[Goal]) -> list[int]:

@@ -83,12 +83,12 @@ def scalings(groups: list[Group]) -> list[Scaling]:
     """
     swept = varying(groups)
     known_keys = {key for axis in AXES for key in axis.keys}
-    found: list[Scaling] = []
+    laws: list[Scaling] = []
     for axis in [*AXES, *(_axis_of(key) for key in swept if key not in known_keys)]:
         keys = [key for key in swept if key not in axis.keys]
         series = grouped(groups, lambda group, axis=axis: _rest(group, axis))  # type: ignore[misc]
-        found += known(_scaling(axis, members, keys) for members in series.values())[:MOST]
-    return found
+        laws += known(_scaling(axis, members, keys) for members in series.values())[:MOST]
+    return laws
 
 
 def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None:

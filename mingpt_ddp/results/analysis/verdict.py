@@ -63,16 +63,16 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
 
 
 def to_text(
-    jobs: list[Job], settings: list[Setting], notes: list[str], found: Iterable[str]
+    jobs: list[Job], settings: list[Setting], notes: list[str], conclusions: Iterable[str]
 ) -> str:
     """Return a comparison as text.
 
     Args:
-        found: what it shows, in sentences.
+        conclusions: what it shows, in sentences.
     """
     lines = [f"compared by {_objective(jobs)}", *_table(settings)]
     lines += [f"note: {note}" for note in notes]
-    lines += found
+    lines += conclusions
     return printable("\n".join(line.replace("\n", "\\n") for line in lines))
 
 
@@ -89,10 +89,10 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     comparisons = compare(settings)
     if not comparisons:
         return [nothing(settings)]
-    found = [sentence(comparison) for comparison in comparisons[:most]]
+    conclusions = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
-        found.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
-    return found + _correction(pairs_of(settings))
+        conclusions.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
+    return conclusions + _correction(pairs_of(settings))
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -108,23 +108,24 @@ def sentence(comparison: Comparison) -> str:
     """Return what a comparison shows, in a sentence."""
     best = comparison.best.label
     other = comparison.other.label
-    found = comparison.difference
-    if found is None:
+    difference = comparison.difference
+    if difference is None:
         return f"nothing can be said of {other} against {best}: {comparison.why}"
     if comparison.is_better:
-        return f"{best} is better than {other} by {_amount(found, comparison.p)}"
-    return f"no difference shown between {best} and {other}: {_amount(found, comparison.p)}"
+        return f"{best} is better than {other} by {_amount(difference, comparison.p)}"
+    return f"no difference shown between {best} and {other}: {_amount(difference, comparison.p)}"
 
 
-def _amount(found: Difference, p: float) -> str:
+def _amount(difference: Difference, p: float) -> str:
     """Return `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
-    half = (found.high - found.low) / 2
+    half = (difference.high - difference.low) / 2
     decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
     mean, half_width, low, high = (
-        f"{value:.{decimals}f}" for value in (found.difference, half, found.low, found.high)
+        f"{value:.{decimals}f}"
+        for value in (difference.difference, half, difference.low, difference.high)
     )
-    ours, theirs = found.seeds
-    seeds = f"{ours} paired seeds" if found.test == PAIRED else f"{ours} and {theirs} seeds"
+    ours, theirs = difference.seeds
+    seeds = f"{ours} paired seeds" if difference.test == PAIRED else f"{ours} and {theirs} seeds"
     chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
     return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
 
@@ -163,10 +164,10 @@ def _correction(pairs: int) -> list[str]:
 def _table(settings: list[Setting]) -> list[str]:
     rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
     for setting in settings:
-        found = setting.estimate
-        interval = "-" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
-        mean, deviation = (fixed(value, ".4f") for value in (found.mean, found.deviation))
-        rows.append([mean, str(found.n), deviation, interval, setting.label])
+        estimate = setting.estimate
+        interval = "-" if estimate.low is None else f"{estimate.low:.4f} to {estimate.high:.4f}"
+        mean, deviation = (fixed(value, ".4f") for value in (estimate.mean, estimate.deviation))
+        rows.append([mean, str(estimate.n), deviation, interval, setting.label])
     return table_lines(rows, left=(4,))
 
 

@@ -39,8 +39,10 @@ class Against:
         """Whether it is worse by more than chance, or nothing can be said."""
         if self.is_equal:
             return False
-        found = self.comparison
-        return found.difference is None or (found.is_better and found.other is self.other)
+        comparison = self.comparison
+        return comparison.difference is None or (
+            comparison.is_better and comparison.other is self.other
+        )
 
     @property
     def sentences(self) -> list[str]:
@@ -50,7 +52,7 @@ class Against:
         if self.is_equal:
             quality = f"{names}: the same {self.first.ranked_by.title} at each seed"
         seeds = grouped(self.bits, self.bits.__getitem__)
-        bits = "; ".join(f"{found} with seed {', '.join(seeds[found])}" for found in seeds)
+        bits = "; ".join(f"{verdict} with seed {', '.join(seeds[verdict])}" for verdict in seeds)
         speeds = f"a step {_shown(self.speed(_step_ms))}, the whole {_shown(self.speed(_seconds))}"
         return [quality, f"{names}, speed: {speeds}", f"{names}: {bits}"]
 
@@ -68,10 +70,10 @@ class Against:
         ours = means_by_seed(self.first.jobs, time)
         theirs = means_by_seed(self.other.jobs, time)
         both = [seed for seed in ours if seed in theirs]
-        found = estimate([math.log(ours[seed] / theirs[seed]) for seed in both])
-        if found.mean is None or found.low is None or found.high is None:
+        log_ratio = estimate([math.log(ours[seed] / theirs[seed]) for seed in both])
+        if log_ratio.mean is None or log_ratio.low is None or log_ratio.high is None:
             return None
-        return [*map(math.exp, (found.mean, found.low, found.high))]
+        return [*map(math.exp, (log_ratio.mean, log_ratio.low, log_ratio.high))]
 
 
 def version_verdict(
@@ -86,16 +88,16 @@ def version_verdict(
     jobs = [job for setting in settings for job in setting.jobs]
     ours = {seed_of(job): job for job in first.jobs}
     comparisons = compare_with_first(settings)
-    found = []
+    verdicts = []
     for other, comparison in zip(others, comparisons, strict=True):
         bits = {seed_of(job): _bits(ours[seed_of(job)], job, digests) for job in other.jobs}
-        found.append(Against(first, other, comparison, bits))
+        verdicts.append(Against(first, other, comparison, bits))
     notes = notes_on(jobs, settings, len(others), by_code=True)
     document = to_numbers(jobs, settings, comparisons, notes, len(others))
-    for record, each in zip(document["comparisons"], found, strict=True):
+    for record, each in zip(document["comparisons"], verdicts, strict=True):
         record.update(each.numbers())
-    sentences = [line for each in found for line in each.sentences]
-    return found, document, to_text(jobs, settings, notes, sentences)
+    sentences = [line for each in verdicts for line in each.sentences]
+    return verdicts, document, to_text(jobs, settings, notes, sentences)
 
 
 def _step_ms(job: Job) -> float | None:

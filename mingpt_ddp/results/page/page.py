@@ -115,9 +115,9 @@ def _best(plots: Plots, results: Results) -> str:
     if results.has_replicates:
         text += f", mean of {counted(best.complete, 'seed')}"
     for key in sorted(best.first.result):
-        found = best.estimate_of(partial(_number, key=key))
-        if found.n and key.startswith("val_") and key != ranked_by.series:
-            text += f", {cut(words(key))} {with_interval(found)}"
+        estimate = best.estimate_of(partial(_number, key=key))
+        if estimate.n and key.startswith("val_") and key != ranked_by.series:
+            text += f", {cut(words(key))} {with_interval(estimate)}"
     text = ", ".join([escape(text), *parameters(best, plots.names)])
     html = f"<p>{text}.</p><pre>{escape(command_line(best.first))}</pre>"
     return html + (_numbers(only) if only else "")

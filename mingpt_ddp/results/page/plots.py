@@ -93,16 +93,16 @@ class Plots:
 
     def curves(self, key: str, title: str, height: int = 340) -> str:
         """Draw a measurement of every row over the steps, the mean of its seeds in a band."""
-        found = []
+        curves = []
         for group, mark in zip(self._groups, self._marks, strict=True):
-            found.append((mark, mean_curve(job.history.series(key) for job in group.samples)))
-        return self.series(found, title, height)
+            curves.append((mark, mean_curve(job.history.series(key) for job in group.samples)))
+        return self.series(curves, title, height)
 
-    def series(self, found: list[tuple[Mark, Curve]], title: str, height: int = 260) -> str:
+    def series(self, curves: list[tuple[Mark, Curve]], title: str, height: int = 260) -> str:
         """Draw curves over the steps, of one run with a dotted line at each restart."""
         traces: list[dict[str, Any]] = []
         values: list[float] = []
-        for mark, curve in found:
+        for mark, curve in curves:
             means = known(each.mean for each in curve.values())
             values += means
             if any(each.half_width for each in curve.values()):

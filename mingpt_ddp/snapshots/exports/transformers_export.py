@@ -117,9 +117,9 @@ def _begin_and_end(special: dict[str, int]) -> dict[str, str]:
     Args:
         special: ids by name.
     """
-    found = {}
+    token_names = {}
     for kind, names in (("bos_token", BEGIN_NAMES), ("eos_token", END_NAMES)):
         known = [name for name in names if name in special]
         if known:
-            found[kind] = known[0]
-    return found
+            token_names[kind] = known[0]
+    return token_names

@@ -78,11 +78,11 @@ def check_none_newer(stores: list[SnapshotStore], directory: Path, newest: int) 
         SnapshotError: one elsewhere is newer, or all there are damaged.
     """
     for store in earlier_stores(stores, directory):
-        found = store.read_latest(())
-        if found is not None and found.step > newest:
+        latest = store.read_latest(())
+        if latest is not None and latest.step > newest:
             url = redact(store.url)
             raise SnapshotError(
-                f"the run has a snapshot of step {found.step} at {url}, where this command does "
+                f"the run has a snapshot of step {latest.step} at {url}, where this command does "
                 f"not look; add run.resume={url} to go on from there, or choose another run.name"
             )
 
@@ -116,7 +116,7 @@ def find_steps(
     if named:
         parent, only = named
         locations = [parent.url]
-    found = list[tuple[SnapshotStore, list[int]]]()
+    steps_by_store = list[tuple[SnapshotStore, list[int]]]()
 
     def list_steps(store: SnapshotStore) -> None:
         store.storage.set_deadline(ANSWER_TIMEOUT_S)
@@ -124,24 +124,24 @@ def find_steps(
         if named:
             steps = [step for step in steps if step == only]
         if steps:
-            found.append((store, steps))
+            steps_by_store.append((store, steps))
         store.storage.set_deadline(math.inf)
 
     errors = _ask_each(locations, url, list_steps)
-    _raise_or_log(errors, bool(found) and not strict)
+    _raise_or_log(errors, bool(steps_by_store) and not strict)
     elsewhere = list[str]()
     if not (named or follow):
         looked_at = {*candidate_urls(url, follow=False)}  # which reads nothing
         elsewhere = [each for each in candidate_urls(url) if each not in looked_at]
     where = redact(", ".join(elsewhere))
     hint = f"the run also has some at {where}; add follow=true to include them"
-    if not found:
+    if not steps_by_store:
         raise SnapshotError(
             f"there are no snapshots at {url}{_if_missing(url)}; {hint if elsewhere else ADVICE}"
         )
     if elsewhere:
         log.warning("%s: %s", url, hint)
-    return found
+    return steps_by_store
 
 
 def load(
@@ -173,20 +173,20 @@ def _read_newest(url: str, kinds: Sequence[str], whole: bool) -> Snapshot:
     Raises:
         SnapshotError: there is none.
     """
-    found: Snapshot | None = None
+    newest_of_all: Snapshot | None = None
 
     def read_newer(store: SnapshotStore) -> None:
-        nonlocal found
-        if found is None or max(store.steps(), default=0) > found.step:
+        nonlocal newest_of_all
+        if newest_of_all is None or max(store.steps(), default=0) > newest_of_all.step:
             newest = store.read_latest(kinds, whole)
-            if newest is not None and (found is None or newest.step > found.step):
-                found = newest
+            if newest is not None and (newest_of_all is None or newest.step > newest_of_all.step):
+                newest_of_all = newest
 
     errors = _ask_each(candidate_urls(url), url, read_newer)
-    _raise_or_log(errors, found is not None)
-    if found is None:
+    _raise_or_log(errors, newest_of_all is not None)
+    if newest_of_all is None:
         raise SnapshotError(f"there is no whole snapshot at {url}{_if_missing(url)}; {ADVICE}")
-    return found
+    return newest_of_all
 
 
 def _if_missing(url: str) -> str:
@@ -234,7 +234,7 @@ def _read_first(
     errors = list[SnapshotError]()
     for store in stores:
         try:
-            found = store.read(step, kinds, whole)
+            snapshot = store.read(step, kinds, whole)
         except CorruptSnapshotError as damage:
             url = f"{store.url}/{layout.directory_name(step)}"
             error = SnapshotError(f"{url} cannot be used: {damage}")
@@ -243,7 +243,7 @@ def _read_first(
             continue
         for error in errors:
             log.warning("%s", error)
-        return found
+        return snapshot
     raise errors[0]
 
 
@@ -254,27 +254,27 @@ def _find_stores(url: str, step: int | str) -> tuple[int, list[SnapshotStore]]:
         SnapshotError: there is none.
         StorageUnavailableError: no store that responds has snapshots.
     """
-    found: list[tuple[int, SnapshotStore]] = []
+    listed: list[tuple[int, SnapshotStore]] = []
     for store, steps in find_steps(url, strict=False):
-        found.extend((number, store) for number in steps)
-    found.sort(key=lambda pair: pair[0], reverse=True)
-    wanted: Any = _best_step(found) if step == "best" else step
-    stores = [store for number, store in found if number == wanted]
+        listed.extend((number, store) for number in steps)
+    listed.sort(key=lambda pair: pair[0], reverse=True)
+    wanted: Any = _best_step(listed) if step == "best" else step
+    stores = [store for number, store in listed if number == wanted]
     if not stores:
-        newest, _ = found[0]
+        newest, _ = listed[0]
         raise SnapshotError(
             f"there is no snapshot of step {wanted} at {url}; the newest is of step {newest}"
         )
     return wanted, stores
 
 
-def _best_step(found: list[tuple[int, SnapshotStore]]) -> Any:
+def _best_step(listed: list[tuple[int, SnapshotStore]]) -> Any:
     """Return the best step that the newest readable state records; "best" if there is none.
 
     Args:
-        found: steps and their stores, the newest first.
+        listed: steps and their stores, the newest first.
     """
-    for number, store in found:
+    for number, store in listed:
         with contextlib.suppress(CorruptSnapshotError):
             _, state = store.read_metadata(number)
             best = recorded_train_state(state).get("best_step")
@@ -295,15 +295,15 @@ def _is_link(url: str) -> bool:
 
 def _recorded_urls(run: str) -> list[list[str]]:
     """Return the snapshot URLs outside a run directory that it records, of its last start first."""
-    found: list[list[str]] = []
+    urls: list[list[str]] = []
     with contextlib.suppress(Exception):  # not a run directory, or there are no more
         directory = open_storage(run)
         for number in itertools.count(1):
             name = "config.yaml" if number == 1 else f"config.{number}.yaml"
             content = directory.read(name, limit=MAX_YAML_BYTES + 1)
             with contextlib.suppress(Exception):  # not of a run
-                found.insert(0, _urls_in(load_yaml(content), directory.root))
-    return found
+                urls.insert(0, _urls_in(load_yaml(content), directory.root))
+    return urls
 
 
 def _urls_in(config: Any, directory: str) -> list[str]:

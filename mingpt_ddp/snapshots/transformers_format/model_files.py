@@ -77,7 +77,7 @@ def modern_values(model: Modern) -> dict[str, Any]:
 
 def gpt2_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return our weights by GPT-2's names."""
-    found: dict[str, Tensor] = {}
+    by_their_name: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix = "transformer."
         if name.startswith("blocks."):
@@ -86,11 +86,11 @@ def gpt2_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         part, _, kind = name.rpartition(".")
         module = GPT2_NAMES[part]
         if kind == "weight" and module not in ("wte", "wpe"):
-            found.setdefault(f"{prefix}{module}.bias", tensor.new_zeros(len(tensor)))
+            by_their_name.setdefault(f"{prefix}{module}.bias", tensor.new_zeros(len(tensor)))
         if kind == "weight" and module.startswith(LINEAR):
             tensor = tensor.T.contiguous()
-        found[f"{prefix}{module}.{kind}"] = tensor
-    return found
+        by_their_name[f"{prefix}{module}.{kind}"] = tensor
+    return by_their_name
 
 
 def model_values(config: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, int]]:
@@ -131,7 +131,7 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     if "head.weight" in tensors:  # of architecture modern
         return tensors
-    found = {}
+    by_our_name = {}
     for full, tensor in tensors.items():
         name = full.removeprefix("transformer.")
         if re.fullmatch(r"h\.\d+\.attn\.(bias|masked_bias)", name):  # the causal mask
@@ -152,5 +152,5 @@ def our_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         prefix = "" if block is None else f"blocks.{block}."
         if kind == "weight" and module.startswith(LINEAR):
             tensor = tensor.T
-        found[f"{prefix}{NAMES[module]}.{kind}"] = tensor.float()
-    return found
+        by_our_name[f"{prefix}{NAMES[module]}.{kind}"] = tensor.float()
+    return by_our_name

@@ -94,16 +94,16 @@ class Ledger:
 
     def read(self) -> dict[int, Record]:
         """Return the newest line of each step; what is no such line is skipped."""
-        found = {}
+        records = {}
         try:
             for line in read_lines(self.path, MAX_BYTES):
                 if record := _parse(line):
-                    found[record.step] = record
+                    records[record.step] = record
         except FileNotFoundError:
             pass
         except OSError as error:
             log.warning("not all hashes of snapshots can be read: %s", error)
-        return found
+        return records
 
 
 def _parse(line: bytes) -> Record | None:

@@ -242,7 +242,7 @@ class Actions:
         """
         group = self.runtime.group
         before = group.heartbeat
-        found: dict[str, Mean] = {}
+        metrics: dict[str, Mean] = {}
         for action in self._of(event):
             activity = f"in a hook of @acts({event!r}), {before['activity']}"
             group.set_activity(activity, self.runtime.strategy.waits_in_passes)
@@ -251,8 +251,8 @@ class Actions:
                 returned = action.hook(*values)
             means = as_means(returned or {}, action.label)
             check_outputs(action.label, Outputs({}, means))
-            if twice := found.keys() & means.keys():
+            if twice := metrics.keys() & means.keys():
                 raise CodeError(f"{action.label}: another hook has a metric {min(twice)}, too")
-            found |= means
+            metrics |= means
         group.set_activity(before["activity"], before["waiting"])
-        return found
+        return metrics

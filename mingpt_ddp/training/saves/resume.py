@@ -66,12 +66,12 @@ def restore_newest(manager: SnapshotManager, task: Task, trainable: Trainable) -
     Raises:
         SnapshotError: there are snapshots, but none that this run can resume from.
     """
-    found = manager.load_latest(partial(check_state, task=task))
-    if found is None:
+    snapshot = manager.load_latest(partial(check_state, task=task))
+    if snapshot is None:
         return None
-    manager.runtime.resume_precision(task.config, found.state)
-    found = manager.read_shards(found, trainable.model, trainable.optimizer)
-    return restore(found, trainable, manager.runtime.scaler)
+    manager.runtime.resume_precision(task.config, snapshot.state)
+    snapshot = manager.read_shards(snapshot, trainable.model, trainable.optimizer)
+    return restore(snapshot, trainable, manager.runtime.scaler)
 
 
 def restore(snapshot: Snapshot, trainable: Trainable, scaler: GradScaler) -> TrainState:

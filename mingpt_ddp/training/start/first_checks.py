@@ -81,8 +81,8 @@ def read_recorded(
         _check(newest)
         return {"step": newest.step, "state": newest.state}
 
-    found = group.run_on_rank_zero(read)
-    return None if found is None else Recorded(**found)
+    recorded = group.run_on_rank_zero(read)
+    return None if recorded is None else Recorded(**recorded)
 
 
 def _check(newest: Snapshot) -> None:

@@ -93,11 +93,11 @@ def warm_start(
         tensors.update(weights.tensors)
         return _described(weights, weights.sha256())
 
-    found = group.run_on_rank_zero(find)
-    config = _with_sizes(config, found, typed)
+    description = group.run_on_rank_zero(find)
+    config = _with_sizes(config, description, typed)
     if recorded is None:
-        _check_typed_data(config, found["data"])
-    return WarmStart(config, found["state"], found["sizes"], tensors)
+        _check_typed_data(config, description["data"])
+    return WarmStart(config, description["state"], description["sizes"], tensors)
 
 
 def _described(weights: InitialWeights, sha256: Any) -> dict[str, Any]:
@@ -123,30 +123,34 @@ def _recorded_sha256(url: str, recorded: Any) -> Any:
     return sha256
 
 
-def _with_sizes(config: Config, found: dict[str, Any], typed: Container[str]) -> Config:
+def _with_sizes(config: Config, description: dict[str, Any], typed: Container[str]) -> Config:
     """Return the configuration with the sizes of the weights and their SHA-256.
 
     The run keeps its name.
     """
     run = config.run
     own = config.to_dict()["model"]
-    if run.init_sha256 not in (None, found["sha256"]):
+    if run.init_sha256 not in (None, description["sha256"]):
         raise ConfigError(
-            f"run.init_from={run.init_from} has SHA-256 {found['sha256']}, not "
+            f"run.init_from={run.init_from} has SHA-256 {description['sha256']}, not "
             f"run.init_sha256={run.init_sha256}; set that to null to use it"
         )
     code = {key: own.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
-    model = asdict(build_group("model", {**found["model"], **code}))
+    model = asdict(build_group("model", {**description["model"], **code}))
     chosen = {key for key in own if "model" in typed or f"model.{key}" in typed}
     for key in sorted(chosen):
         if key in FREE:
             model[key] = own[key]
         elif own[key] != model.get(key):
             raise _differs(f"model.{key}", own[key], model.get(key), run.init_from)
-    config = replace(config, run=replace(run, name=run_name(config), init_sha256=found["sha256"]))
+    config = replace(
+        config, run=replace(run, name=run_name(config), init_sha256=description["sha256"])
+    )
     config = replace(config, model=build_group("model", model))
     if isinstance(config.data, DataConfig):
-        not_typed = {k: value for k, value in found["data"].items() if f"data.{k}" not in typed}
+        not_typed = {
+            k: value for k, value in description["data"].items() if f"data.{k}" not in typed
+        }
         config = replace(config, data=replace(config.data, **not_typed))
     return config
 
