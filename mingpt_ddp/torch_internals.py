@@ -46,8 +46,8 @@ def for_each(operation: str, tensors: Sequence[Tensor], *arguments: Any, **optio
         return fused(tensors, *arguments, **options)
     results = []
     for i, tensor in enumerate(tensors):
-        own = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
-        results.append(getattr(tensor, operation)(*own, **options))
+        arguments_of_one = [a[i] if isinstance(a, (list, tuple)) else a for a in arguments]
+        results.append(getattr(tensor, operation)(*arguments_of_one, **options))
     return tuple(results)
 
 

@@ -15,8 +15,8 @@ PARTS = {"mingpt_ddp": "mingpt_ddp", "mingpt_ddp.conf": "conf", "hydra_plugins":
 def main() -> None:
     """Run `python -m mingpt_ddp` if all parts that the directory has are imported from there."""
     directory = sys.argv.pop(1)
-    own = os.path.dirname(os.path.realpath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in (own, os.getcwd())]
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) not in (here, os.getcwd())]
     sys.path.insert(0, directory)
     for name, part in PARTS.items():
         expected = os.path.realpath(os.path.join(directory, part))

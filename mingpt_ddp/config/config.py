@@ -64,7 +64,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as YAML and JSON can hold them; without those of a sweep."""
-        values = _plain(dataclasses.asdict(self))
+        values = _as_json_values(dataclasses.asdict(self))
         del values["sweep"]  # of all jobs, which another schedule must not change
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
@@ -171,7 +171,7 @@ def flatten(values: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _plain(value: Any) -> Any:
+def _as_json_values(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
@@ -185,7 +185,7 @@ def default_values(cls: type) -> dict[str, Any]:
     defaults = {}
     for field in fields(cls):
         if field.default is not dataclasses.MISSING:
-            defaults[field.name] = _plain(field.default)
+            defaults[field.name] = _as_json_values(field.default)
     return _without_optional_nulls(defaults)
 
 

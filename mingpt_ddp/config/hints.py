@@ -36,7 +36,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
         names = [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")]
     if key in known:
         return f" of the chosen {group}"
-    ours = _ours(key) or _ours(name)
+    ours = _key_for(key) or _key_for(name)
     if ours is not None:
         in_group = ours.startswith(f"{group}.")
         if not names or not in_group or ours.removeprefix(f"{group}.") in names:
@@ -57,7 +57,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     return "" if meant is None else f"; did you mean {meant}?"
 
 
-def _ours(word: str) -> str | None:
+def _key_for(word: str) -> str | None:
     """Return our key for a name of another program."""
     for key, words in other_names().items():
         if word in words.split():

@@ -219,8 +219,8 @@ class TokenLoader:
         count = min(count, self.steps_per_epoch - first)
         begin = first * self.batch_size
         starts = self._window_starts(epoch, begin, begin + count * self.batch_size)
-        own = starts.reshape(count, plan.n_micro, size)[:, indices.start :: plan.world_size]
-        x, y = self._tokens.gather(own.reshape(-1))
+        by_micro_batch = starts.reshape(count, plan.n_micro, size)
+        x, y = self._tokens.gather(by_micro_batch[:, indices.start :: plan.world_size].reshape(-1))
         batches = zip(x.split(size), y.split(size), strict=True)
         steps = []
         for _ in range(count):

@@ -71,9 +71,9 @@ def _prepare_all(
         texts = _open_all(config, cache, form=None, by_name=False)
     form = texts[0].form
     by_name = config.split_paths is None and any(text.split for text in texts)
-    of_training = _prepare(texts, config, tokenizer, cache, is_new)
-    encoded = {"": replace(of_training, by_name=by_name)}
-    tokenizer = tokenizer_from_state(of_training.tokenizer)
+    train_text = _prepare(texts, config, tokenizer, cache, is_new)
+    encoded = {"": replace(train_text, by_name=by_name)}
+    tokenizer = tokenizer_from_state(train_text.tokenizer)
     for name, path in (config.val_paths or {}).items():
         one = replace(config, path=path, truncate=1.0, **ONE_TEXT)
         try:

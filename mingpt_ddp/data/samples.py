@@ -184,8 +184,8 @@ class SampleLoader:
             order = feistel_permute(positions, self.n, seed).tolist()
             for j in plan.indices_for_rank(rank):
                 begin = j * plan.micro_batch_size
-                own = order[begin : begin + plan.micro_batch_size]
-                yield [(epoch, index) for index in own]
+                indices = order[begin : begin + plan.micro_batch_size]
+                yield [(epoch, index) for index in indices]
 
 
 class SampleSplit:
@@ -213,7 +213,7 @@ class SampleSplit:
 
     def batches(self, rank: int, world_size: int) -> Iterator[Any]:
         """Yield the batches of a rank: number i is for rank i mod world size."""
-        own = []
+        batches = []
         for batch in self._batches[rank::world_size]:
-            own.append([(0, index) for index in batch])
-        return _loader(self._dataset, own, self.config, self.on_gpu)
+            batches.append([(0, index) for index in batch])
+        return _loader(self._dataset, batches, self.config, self.on_gpu)

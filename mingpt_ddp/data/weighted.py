@@ -58,10 +58,10 @@ class WeightedLoader(TokenLoader):
         begin = 0
         for text, windows in enumerate(self._windows):
             end = int(self._ends[text])
-            own = (begin <= order) & (order < end)
-            drawn = (epoch * (end - begin) + order[own] - begin) % windows
+            chosen = (begin <= order) & (order < end)
+            drawn = (epoch * (end - begin) + order[chosen] - begin) % windows
             window = feistel_permute(drawn, windows, derive_seed("source", self.seed, text))
             offset = derive_seed("offset", self.seed, epoch, text) % self.stride
-            starts[own] = self._begins[text] + offset + window * self.stride
+            starts[chosen] = self._begins[text] + offset + window * self.stride
             begin = end
         return starts

@@ -43,15 +43,15 @@ def describe_error(error: BaseException, activity: str = "") -> str:
 
 def _locate(error: BaseException) -> str:
     """Return `file:line` of the innermost call in a user's file, else in this package."""
-    of_package = ""
+    location_in_package = ""
     for raised in (error, error.__cause__):  # one of all ranks has the traceback in its cause
         for file, line in reversed(_calls(raised)):
             location = f"{relative_path(Path(file))}:{line}"
             if file.startswith(PACKAGE):
-                of_package = of_package or location
+                location_in_package = location_in_package or location
             elif not any(part in file for part in OTHERS):
                 return location
-    return of_package
+    return location_in_package
 
 
 def _calls(error: BaseException | None) -> list[tuple[str, int]]:

@@ -41,11 +41,11 @@ TAGS = {key: tag for tag, key in KEYS.items()}
 
 def own_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Return by name what a task or a model has measured in training."""
-    own = {}
+    by_name = {}
     for tag, value in metrics.items():
         if tag.startswith("train/") and tag not in KEYS and not tag.startswith("train/loss_"):
-            own[tag.removeprefix("train/")] = value
-    return own
+            by_name[tag.removeprefix("train/")] = value
+    return by_name
 
 
 def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:

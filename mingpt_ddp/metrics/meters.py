@@ -117,10 +117,10 @@ class Meter:
         group = self.runtime.group
         with group.waiting():  # reading waits for a GPU
             names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # in one order on all ranks
-            own = torch.stack([self._sums[name] for name in names]).cpu()
+            sums = torch.stack([self._sums[name] for name in names]).cpu()
         if BUILDERS["action"]:  # the loop has compared the names of all others
             group.check_agreement(names, refuse_other_names)
-        totals = group.all_reduce(own)
+        totals = group.all_reduce(sums)
         return dict(zip(names, totals.tolist(), strict=True)), self._steps
 
     def load_state(self, sums: dict[str, float], steps: int) -> None:
@@ -129,9 +129,9 @@ class Meter:
         Rank zero holds the whole sums, so that `state` returns them bit for bit.
         """
         zeros = dict.fromkeys(sums, 0.0)
-        own = self.runtime.group.env.call_on_rank_zero(lambda: sums) or zeros
+        sums_of_rank = self.runtime.group.env.call_on_rank_zero(lambda: sums) or zeros
         self._sums = {}
-        for name, total in own.items():
+        for name, total in sums_of_rank.items():
             self._sums[name] = torch.tensor(total, dtype=torch.float64, device=self.runtime.device)
         self._steps = steps
 

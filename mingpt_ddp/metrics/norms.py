@@ -30,9 +30,9 @@ class LayerNorms:
         self.group = group
         self.every = every
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        of_parameters = list(map(layer_of, self._parameters))
-        self.layers = list(dict.fromkeys(of_parameters))
-        self._indices = torch.tensor([self.layers.index(layer) for layer in of_parameters])
+        layers = list(map(layer_of, self._parameters))
+        self.layers = list(dict.fromkeys(layers))
+        self._indices = torch.tensor([self.layers.index(layer) for layer in layers])
 
     @contextmanager
     @torch.no_grad()

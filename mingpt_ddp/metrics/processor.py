@@ -172,8 +172,8 @@ class MetricsProcessor:
             measured["speed/data_ms"],
             strategy.clock.micro_batches,
         )
-        of_run = {"speed/goodput": goodput, **slowest}
-        shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: of_run) or {})}
+        run_metrics = {"speed/goodput": goodput, **slowest}
+        shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
         for logger in self.loggers:
             logger.log(step, shown)
         self.panel.update(shown)

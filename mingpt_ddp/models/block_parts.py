@@ -70,8 +70,8 @@ def block_spec(
         bias=bias,
         activation=ACTIVATIONS.get(config.activation, F.gelu),
     )
-    own = own_part("activation", config, spec)
-    return spec if own is None else replace(spec, activation=own)
+    activation = own_part("activation", config, spec)
+    return spec if activation is None else replace(spec, activation=activation)
 
 
 def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module | None:
@@ -85,13 +85,13 @@ def own_part(kind: str, config: TransformerConfig, spec: BlockSpec) -> nn.Module
     builder = BUILDERS[kind].get(name)
     if builder is None:
         return None
-    own = config.part_configs()[kind]
+    part_config = config.part_configs()[kind]
     label = f"the {kind} {name}"
     if not isinstance(builder, type):
         check_takes(builder, ("x", "config"), label)
-        return _labelled(FunctionPart(builder, own), kind, name)
+        return _labelled(FunctionPart(builder, part_config), kind, name)
     check_takes(builder, ("config", "block"), label)
-    part = builder(own, spec)
+    part = builder(part_config, spec)
     if not isinstance(part, nn.Module):
         raise CodeError(f"{label} must be an nn.Module, not {type(part).__name__}")
     if getattr(part.forward, "__func__", None) is nn.Module.forward:

@@ -38,8 +38,8 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     with a linear decay. A schedule of the user has the warm-up in its hands too.
     """
     total = config.schedule_steps or run_steps
-    if own := BUILDERS["schedule"].get(config.schedule):
-        return config.lr * _own_factor(own, step, total, config)
+    if schedule := BUILDERS["schedule"].get(config.schedule):
+        return config.lr * _user_factor(schedule, step, total, config)
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -56,14 +56,16 @@ def get_lr(step: int, config: OptimizerConfig, run_steps: int) -> float:
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * coeff)
 
 
-def _own_factor(own: Callable[..., Any], step: int, total: int, config: OptimizerConfig) -> float:
+def _user_factor(
+    schedule: Callable[..., Any], step: int, total: int, config: OptimizerConfig
+) -> float:
     """Return what a schedule of the user makes of a step.
 
     Raises:
         CodeError: that is no rate.
     """
     where = f"the schedule {config.schedule}"
-    factor = own(step, total, config.own_schedule())
+    factor = schedule(step, total, config.own_schedule())
     try:
         rate = float(factor)
     except (TypeError, ValueError, OverflowError) as error:
@@ -81,10 +83,10 @@ def check_schedule(config: OptimizerConfig, run_steps: int) -> None:
     Raises:
         CodeError: names the step.
     """
-    own = BUILDERS["schedule"].get(config.schedule)
-    if own is None:
+    schedule = BUILDERS["schedule"].get(config.schedule)
+    if schedule is None:
         return
-    check_takes(own, ("step", "steps", "config"), f"the schedule {config.schedule}")
+    check_takes(schedule, ("step", "steps", "config"), f"the schedule {config.schedule}")
     steps = [*range(1, run_steps + 1, max(1, run_steps // 100)), run_steps]
     rates = [get_lr(step, config, run_steps) for step in steps]
     for step, rate in zip(reversed(steps), reversed(rates), strict=True):

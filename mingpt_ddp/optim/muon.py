@@ -97,11 +97,11 @@ def _polynomial(gram: Tensor, a: float, b: float, c: float) -> Tensor:
 
 def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, Any]]:
     """Group parameters by algorithm and learning rate."""
-    of_embeddings: set[nn.Parameter] = set()
+    embedding_weights: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
-            of_embeddings.update(module.parameters())
-    of_head = set(getattr(model, "head", nn.Module()).parameters())
+            embedding_weights.update(module.parameters())
+    head_weights = set(getattr(model, "head", nn.Module()).parameters())
 
     embeddings = []
     head = []
@@ -112,9 +112,9 @@ def _parameter_groups(model: nn.Module, config: MuonConfig) -> list[dict[str, An
             continue
         if parameter.dim() < 2:
             vectors.append(parameter)
-        elif parameter in of_embeddings:
+        elif parameter in embedding_weights:
             embeddings.append(parameter)
-        elif parameter in of_head:
+        elif parameter in head_weights:
             head.append(parameter)
         else:
             matrices.append(parameter)
@@ -236,22 +236,23 @@ class Muon(torch.optim.AdamW):
         if self.world_size == 1 or sum(stack.numel() for stack in stacks) < MIN_NUMEL_TO_SHARD:
             return [self._orthogonalize(stack) for stack in stacks]
 
-        own = []
+        own_shards = []
         for stack in stacks:
             count = math.ceil(len(stack) / self.world_size)
             shard = stack[self.rank * count : (self.rank + 1) * count]
             missing = count - len(shard)  # all_gather needs equal sizes
             padding = stack.new_zeros(missing, *stack.shape[1:])
-            own.append(torch.cat([self._orthogonalize(shard), padding]).flatten())
+            own_shards.append(torch.cat([self._orthogonalize(shard), padding]).flatten())
 
-        sent = torch.cat(own)
+        sent = torch.cat(own_shards)
         received = sent.new_empty(self.world_size, len(sent))
         with self.waiting():
             # as bytes: gloo lacks bf16
             dist.all_gather(list(received.view(torch.uint8)), sent.view(torch.uint8))
 
         whole = []
-        by_stack = received.split([len(shard) for shard in own], dim=1)  # each (world_size, ...)
+        lengths = [len(shard) for shard in own_shards]
+        by_stack = received.split(lengths, dim=1)  # each (world_size, ...)
         for stack, shards in zip(stacks, by_stack, strict=True):
             matrices = shards.reshape(-1, *stack.shape[1:])
             whole.append(matrices[: len(stack)])  # without the padding

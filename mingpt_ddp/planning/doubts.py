@@ -23,12 +23,12 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
         plan: what `make_plan` or `make_gpu_plan` return.
         cores: of this machine.
     """
-    doubts = [*_of_length(config, plan), *_of_batch(config.optimizer, plan["batch"])]
+    doubts = [*_doubt_length(config, plan), *_doubt_batch(config.optimizer, plan["batch"])]
     if "gpu" in plan:
         return doubts
-    doubts += _of_memory(plan["memory"])
-    doubts += _of_snapshots(plan["snapshots"])
-    doubts += _of_times(plan["time"])
+    doubts += _doubt_memory(plan["memory"])
+    doubts += _doubt_snapshots(plan["snapshots"])
+    doubts += _doubt_times(plan["time"])
     workers = config.ddp.local_workers
     if config.trainer.device == "cpu" and workers > cores:
         doubts.append(
@@ -37,7 +37,7 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
     return doubts
 
 
-def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
+def _doubt_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
     length = plan["length"]
     parameters = plan["model"]["parameters"]
     trainer = config.trainer
@@ -70,7 +70,7 @@ def _of_length(config: Config, plan: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_batch(optimizer: OptimizerConfig, batch: dict[str, Any]) -> Iterator[str]:
+def _doubt_batch(optimizer: OptimizerConfig, batch: dict[str, Any]) -> Iterator[str]:
     low, high = LEARNING_RATES.get(optimizer.name, (0.0, math.inf))
     if not low <= batch["lr"] <= high:
         usual = f"for {optimizer.name} {low:g} to {high:g} is usual"
@@ -83,7 +83,7 @@ def _of_batch(optimizer: OptimizerConfig, batch: dict[str, Any]) -> Iterator[str
         )
 
 
-def _of_memory(memory: dict[str, int]) -> Iterator[str]:
+def _doubt_memory(memory: dict[str, int]) -> Iterator[str]:
     needed = memory["total"]
     available = memory["available"]
     if needed > available:
@@ -93,7 +93,7 @@ def _of_memory(memory: dict[str, int]) -> Iterator[str]:
         )
 
 
-def _of_snapshots(snapshots: dict[str, Any]) -> Iterator[str]:
+def _doubt_snapshots(snapshots: dict[str, Any]) -> Iterator[str]:
     kept = snapshots["kept_bytes"]
     free = snapshots["free_bytes"]
     if free is not None and kept > free:
@@ -110,7 +110,7 @@ def _of_snapshots(snapshots: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_times(times: dict[str, Any]) -> Iterator[str]:
+def _doubt_times(times: dict[str, Any]) -> Iterator[str]:
     if times["evaluations"] > 1 and times["evaluations_s"] > times["training_s"]:
         parts = (
             f"evaluations take {times['evaluations_s']:.3g} s and training "

@@ -82,10 +82,10 @@ class GPUPlan:
         if isinstance(loader, SupportsResidence):
             self.data = loader.resident_bytes(self.gpu.memory)
 
-    def of(self, strategy: Strategy) -> dict[str, Any]:
+    def figures(self, strategy: Strategy) -> dict[str, Any]:
         """Return the figures of a strategy; None for each, and the reason, if it cannot run."""
         try:
-            parts = self._parts(strategy)
+            parts = self._ranks_per_copy(strategy)
             batch = self._divide(strategy, parts)
             state = State(self.task, parts) if parts > 1 else self.whole
             footprint = Footprint(strategy, state, self.cluster, batch)
@@ -125,7 +125,7 @@ class GPUPlan:
         ddp = self.task.config.ddp
         return strategy.name == ("tensor_parallel" if ddp.tensor_parallel > 1 else ddp.strategy)
 
-    def _parts(self, strategy: Strategy) -> int:
+    def _ranks_per_copy(self, strategy: Strategy) -> int:
         """Return the ranks that hold a copy of the model together.
 
         Raises:
@@ -133,9 +133,9 @@ class GPUPlan:
         """
         if strategy.name != "tensor_parallel":
             return 1
-        own = self.task.config.ddp.tensor_parallel
-        if own > 1:
-            return own
+        chosen = self.task.config.ddp.tensor_parallel
+        if chosen > 1:
+            return chosen
         heads = getattr(self.task.config.model, "n_head", 0)  # without any, any number is refused
         parts = math.gcd(heads, self.cluster.ranks_per_node)
         message = f"no number of ranks of a node divides model.n_head={heads}; change it"
@@ -216,7 +216,7 @@ def make_gpu_plan(
         length = known_length(config, loader.steps_per_epoch)
     loader.close()
     plan = GPUPlan(task, loader, cluster, machine)
-    strategies = {strategy.name: plan.of(strategy) for strategy in STRATEGIES}
+    strategies = {strategy.name: plan.figures(strategy) for strategy in STRATEGIES}
     runtime.close()
     data = task.describe_data()
     if outputs is not None:

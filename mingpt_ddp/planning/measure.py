@@ -121,12 +121,14 @@ def _time_steps(runtime: Runtime, train_step: TrainStep) -> tuple[list[float], l
 
 def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> int:
     """Return the bytes that a forward pass keeps for the backward pass, besides the parameters."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameter_storages = {
+        parameter.untyped_storage().data_ptr() for parameter in model.parameters()
+    }
     sizes: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in parameter_storages:
             sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 

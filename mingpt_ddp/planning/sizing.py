@@ -80,8 +80,8 @@ class Activations:
         if moment == "end":
             return kept.before, kept.ends
         blocks = 1 if moment == "first" else layers
-        of_one = kept.inputs // layers if self.recomputes else block
-        live = kept.before + blocks * of_one
+        inputs_of_block = kept.inputs // layers if self.recomputes else block
+        live = kept.before + blocks * inputs_of_block
         if moment in ("last", "first"):
             again = (block - kept.shared) * self.recomputes
             return live, kept.backward + again

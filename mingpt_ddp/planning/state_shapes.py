@@ -21,7 +21,7 @@ def precision_of_gpu(precision: str) -> str:
     return "bf16" if precision == "auto" else precision
 
 
-def part(tensor: Tensor, shards: int) -> int:
+def part_bytes(tensor: Tensor, shards: int) -> int:
     """Return the bytes of the largest of `shards` parts, divided by rows: ceil(rows / shards)."""
     if not tensor.dim() or not tensor.shape[0]:
         return tensor.nbytes
@@ -77,7 +77,7 @@ class State:
                 parameter.grad = torch.empty_like(parameter)
         self.optimizer.step()
 
-    def of_optimizer(self, name: str) -> list[Tensor]:
+    def optimizer_tensors(self, name: str) -> list[Tensor]:
         """Return what the optimizer keeps of a parameter."""
         values = self.optimizer.state.get(self.trained[name], {}).values()
         return [value for value in values if isinstance(value, Tensor)]

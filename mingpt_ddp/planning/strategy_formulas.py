@@ -17,7 +17,7 @@ from mingpt_ddp.optim.muon import MIN_NUMEL_TO_SHARD
 from mingpt_ddp.planning.cluster import Cluster, Traffic, all_gather, all_reduce
 from mingpt_ddp.planning.measured_plan import BatchOnRanks
 from mingpt_ddp.planning.sizing import FP32, MOMENTS, activations_of
-from mingpt_ddp.planning.state_shapes import State, part
+from mingpt_ddp.planning.state_shapes import State, part_bytes
 
 BF16 = 2
 HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits
@@ -81,11 +81,11 @@ class Footprint:
             self.shards = cluster.ranks
         if strategy.name == "hsdp":
             self.shards = shards_per_replica([cluster.ranks_per_node] * cluster.nodes)
-        self.own = self._own()
-        self.stacks = state.stacks(self.own)
+        self.updated = self._updated_names()
+        self.stacks = state.stacks(self.updated)
         self.muon_numel = sum(count * numel for count, numel in self.stacks)
 
-    def _own(self) -> list[str]:
+    def _updated_names(self) -> list[str]:
         """Return the names of the parameters that this rank updates."""
         if not self.strategy.has_owners:
             return list(self.state.trained)
@@ -93,28 +93,28 @@ class Footprint:
         names: list[list[str]] = [[] for _ in range(self.cluster.ranks)]
         for name, owner in share_out(sizes, self.cluster.ranks).items():
             names[owner].append(name)
-        return max(names, key=self._optimizer)
+        return max(names, key=self._optimizer_bytes)
 
-    def _optimizer(self, names: Iterable[str]) -> int:
-        return sum(self._part(self.state.of_optimizer(name)) for name in names)
+    def _optimizer_bytes(self, names: Iterable[str]) -> int:
+        return sum(self._part_bytes(self.state.optimizer_tensors(name)) for name in names)
 
-    def _part(self, tensors: Iterable[Tensor]) -> int:
-        return sum(part(tensor, self.shards) for tensor in tensors)
+    def _part_bytes(self, tensors: Iterable[Tensor]) -> int:
+        return sum(part_bytes(tensor, self.shards) for tensor in tensors)
 
     def weights(self) -> int:
         """Return 4 N, divided by rows with fsdp and hsdp; buffers are whole."""
         buffers = sum(buffer.nbytes for buffer in self.state.model.buffers())
-        return buffers + self._part(self.state.parameters.values())
+        return buffers + self._part_bytes(self.state.parameters.values())
 
     def optimizer(self) -> int:
         """Return what a step leaves: of AdamW 8 N, divided by rows or, with zero1, by owners."""
-        return self._optimizer(self.own)
+        return self._optimizer_bytes(self.updated)
 
     def average(self) -> int:
         """Return 4 N with trainer.ema, divided as the weights."""
         if self.state.task.config.trainer.ema is None:
             return 0
-        return self._part(self.state.parameters.values())
+        return self._part_bytes(self.state.parameters.values())
 
     def gradients(self, moment: str) -> int:
         """Return 4 N, divided as the weights, after the first pass and from the end of the last.
@@ -123,7 +123,7 @@ class Footprint:
         4 N more of passes before the last one, which are not in them yet. Muon frees those of its
         matrices, 4 M, unless they are in buckets.
         """
-        whole = self._part(self.state.trained.values())
+        whole = self._part_bytes(self.state.trained.values())
         has_more = self.passes > 1
         in_passes = moment in ("forward", "loss", "last", "first")
         if self.strategy.has_buckets:
@@ -144,7 +144,7 @@ class Footprint:
         if moment == "message" and self.strategy.name == "manual":
             return self.gradients(moment)
         if moment == "message" and self.strategy.has_owners:
-            return sum(self.state.trained[name].nbytes for name in self.own)
+            return sum(self.state.trained[name].nbytes for name in self.updated)
         if moment in ("message", "update") or not self.strategy.divides_rows:
             return 0
         block = max(self.state.blocks, default=0)
@@ -254,9 +254,9 @@ class Footprint:
 
         hsdp: then all-reduce the 4 N / n of a rank over m replicas, 2 (m - 1) / m. Rows are padded.
         """
-        size = self.shards * self._part(self.state.parameters.values()) // FP32
+        size = self.shards * self._part_bytes(self.state.parameters.values()) // FP32
         gathered = 2 * size * self.state.dtype.itemsize
-        reduced = self.shards * self._part(self.state.trained.values())
+        reduced = self.shards * self._part_bytes(self.state.trained.values())
         replicas = self.cluster.ranks // self.shards
         inside = all_gather(self.passes * (gathered + reduced), self.shards)
         between = all_reduce(self.passes * reduced // self.shards, replicas)
@@ -277,5 +277,5 @@ class Footprint:
         layers = self.activations.model.n_layer
         summed = all_reduce(self.passes * layers * message, parts)
         copies = self.cluster.ranks // parts
-        averaged = all_reduce(self._part(self.state.trained.values()), copies)
+        averaged = all_reduce(self._part_bytes(self.state.trained.values()), copies)
         return self.cluster.traffic(summed, parts) + self.cluster.traffic(averaged, copies, parts)

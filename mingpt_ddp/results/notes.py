@@ -118,12 +118,12 @@ def _different_data(jobs: list[Job]) -> list[str]:
 
 def _different_parts(jobs: list[Job]) -> list[str]:
     """List the keys by which the jobs differ in the part of the split that they evaluate."""
-    if len({_part(job) for job in jobs}) < 2:
+    if len({_evaluated_part(job) for job in jobs}) < 2:
         return []
     return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
 
 
-def _part(job: Job) -> Hashable:
+def _evaluated_part(job: Job) -> Hashable:
     """Return what identifies the part; None if it is the whole split."""
     if job.config.get(WINDOWS[0]) is None:
         return None

@@ -41,13 +41,13 @@ class Objective:
         """The key in metrics.jsonl."""
         return f"val_{self.metric}"
 
-    def of(self, result: Mapping[str, Any]) -> Any:
+    def recorded_in(self, result: Mapping[str, Any]) -> Any:
         """Return the value in a result.json, untrusted; None if there is none."""
         return result.get(self.series, result.get(self.metric))
 
     def value(self, result: Mapping[str, Any]) -> float:
         """Return the value in a result.json; infinity if there is none, which is ranked last."""
-        value = finite(self.of(result))
+        value = finite(self.recorded_in(result))
         return math.inf if value is None else value
 
 

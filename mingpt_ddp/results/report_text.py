@@ -93,7 +93,7 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
         cells[LOSS.column if short else LOSS.title] = fixed(loss, ".4f")
     for goal in results.front.goals if results.front else []:
         if goal.name != objective.series:
-            cells[cut(in_words(goal.name))] = fixed(goal.of(group), ".6g")
+            cells[cut(in_words(goal.name))] = fixed(goal.mean_in(group), ".6g")
     return cells
 
 

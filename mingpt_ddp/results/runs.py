@@ -68,7 +68,7 @@ class Job:
             values = self.history.values(measured.series)
             if values:
                 return number(values[-1])
-        return number(measured.of(self.result))
+        return number(measured.recorded_in(self.result))
 
     @cached_property
     def step(self) -> int | None:

@@ -44,9 +44,9 @@ def hash_lines(described: Iterable[Mapping[str, list[str]]]) -> Hashes:
     It is the SHA-256 of the lines in alphabetical order.
     """
     lines = defaultdict[str, list[str]](list)
-    for of_rank in described:
-        for kind, of_kind in of_rank.items():
-            lines[kind] += of_kind
+    for lines_of_rank in described:
+        for kind, lines_of_kind in lines_of_rank.items():
+            lines[kind] += lines_of_kind
     hashes = {}
     for kind in sorted(lines):
         text = "\n".join(sorted(lines[kind]))

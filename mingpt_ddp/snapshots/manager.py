@@ -140,10 +140,10 @@ class SnapshotManager:
         """Return the snapshot with this rank's tensors of model and optimizer. A collective."""
         if snapshot.index is not None:
             return read_shards(self.runtime, snapshot, model, optimizer)
-        own: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         for kind in WEIGHT_KINDS:
-            own[kind] = self.runtime.strategy.split_tensors(getattr(snapshot, kind), model)
-        return replace(snapshot, **own)
+            parts[kind] = self.runtime.strategy.split_tensors(getattr(snapshot, kind), model)
+        return replace(snapshot, **parts)
 
     def _newest_of(self, stores: list[SnapshotStore], whole: bool) -> Snapshot | None:
         """Read the newest undamaged snapshot of several stores; None if there is none.
@@ -179,15 +179,15 @@ class SnapshotManager:
         if step == self.last_step:  # perhaps without its retention, or with another one as the best
             self._apply_retention(retain)
             return
-        own = self._shard_plan.own_files(run.tensors)
-        parts: Parts = {**own}
+        files = self._shard_plan.own_files(run.tensors)
+        parts: Parts = {**files}
         encoded = env.call_on_rank_zero(lambda: encode_json(run.state))
         if encoded is not None:
             parts[STATE] = encoded
         settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""
         capture = Capture(step, parts, settings, run.checksums)
         if run.checksums is not None:
-            originals = {name: checksums(part) for name, part in own.items()}
+            originals = {name: checksums(part) for name, part in files.items()}
             capture = replace(capture, originals=originals)
         self._save = AsyncSave(
             self.runtime, self.stores, self._buffers, capture, retain, self._ledger

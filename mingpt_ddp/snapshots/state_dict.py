@@ -35,10 +35,10 @@ def load_model_state(model: nn.Module, tensors: dict[str, Tensor], assign: bool 
     Raises:
         SnapshotError: names, shapes or types differ.
     """
-    own = model.state_dict()
-    wrong = sorted(own.keys() ^ tensors.keys())
+    expected = model.state_dict()
+    wrong = sorted(expected.keys() ^ tensors.keys())
     if not wrong:
-        wrong = [name for name in own if not _are_alike(own[name], tensors[name])]
+        wrong = [name for name in expected if not _are_alike(expected[name], tensors[name])]
     if wrong:
         raise SnapshotError(f"the snapshot's weights do not fit the model: {', '.join(wrong[:3])}")
     model.load_state_dict(tensors, assign=assign)
@@ -159,9 +159,9 @@ def load_optimizer_state(
     optimizer.load_state_dict(packed)
     for name, parameter in parameters.items():  # but it casts them to the parameter's type
         for key, value in states[name].items():
-            own = optimizer.state[parameter].get(key)
-            if isinstance(value, Tensor) and isinstance(own, Tensor) and own.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.to(own.device)
+            cast = optimizer.state[parameter].get(key)
+            if isinstance(value, Tensor) and isinstance(cast, Tensor) and cast.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(cast.device)
 
 
 def _check_state(

@@ -66,8 +66,8 @@ class SnapshotStore(StoreReader):
             RunError: another process has taken over the lease, or the run directory was deleted.
         """
         files: Files = {}
-        for of_rank in by_rank:
-            files.update(sorted(of_rank.items()))
+        for files_of_rank in by_rank:
+            files.update(sorted(files_of_rank.items()))
         for name, file in files.items():
             if self.storage.size(path_of(step, name)) != file["bytes"]:
                 raise OSError(f"{name} is missing or has another size than was written")

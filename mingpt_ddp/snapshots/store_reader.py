@@ -94,7 +94,7 @@ class StoreReader:
             raise IncompleteSnapshotError("it was never finished")
         size = min(size, layout.MAX_MANIFEST_BYTES)
         manifest = b"".join(self._chunks(step, layout.MANIFEST, size))
-        files = _of_kinds(layout.decode_manifest(manifest, step), kinds)
+        files = _select_kinds(layout.decode_manifest(manifest, step), kinds)
         with self._pool() as pool:
             sizes = pool.map(partial(self.size, step), files)
             for name, actual in zip(files, sizes, strict=True):
@@ -173,8 +173,8 @@ class StoreReader:
         headers = self.verify(step)
         index: dict[str, Any] = {"url": self.url}
         for kind in layout.WEIGHT_KINDS:
-            of_kind = [name for name in files if layout.kind_of(name) == kind]
-            index[kind] = make_index({path_of(step, name): headers[name] for name in of_kind})
+            names = [name for name in files if layout.kind_of(name) == kind]
+            index[kind] = make_index({path_of(step, name): headers[name] for name in names})
         return index
 
     def newest_state(self) -> Snapshot | None:
@@ -300,7 +300,7 @@ class StoreReader:
         return ThreadPoolExecutor(PARALLEL if self.storage.shared else 1)
 
 
-def _of_kinds(files: Files, kinds: Sequence[str] | None) -> Files:
+def _select_kinds(files: Files, kinds: Sequence[str] | None) -> Files:
     """Return the state and the files of these kinds; an average stands for the model alone."""
     if kinds is None:
         return files

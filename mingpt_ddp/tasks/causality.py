@@ -87,7 +87,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         logits = model(x)
         loss = model(x, y)
         again = model(x)
-        of_other = model(other)
+        other_logits = model(other)
         alone = torch.cat([model(row) for row in x.split(1)])
         decoded = _decode(model, x)  # the logits after the last token, by each way
 
@@ -110,7 +110,7 @@ def check_is_causal_lm(model: nn.Module, name: str, vocab_size: int, x: Tensor, 
         "is random in evaluation mode: apply dropout only if self.training is true",
     )
     check_equal(
-        of_other[:, :-1],  # at the last position they may differ
+        other_logits[:, :-1],  # at the last position they may differ
         logits[:, :-1],
         "is not causal: its logits at a position depend on later characters",
     )

@@ -191,18 +191,18 @@ class LanguageModel(Task):
             ConfigError: the text was encoded by a tokenizer of another kind.
         """
         known = tokenizer_from_state(state)
-        own = self.dataset.tokenizer
-        if own.end is not None:
+        encoded_by = self.dataset.tokenizer
+        if encoded_by.end is not None:
             known = known.with_end()
-        if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
-            new = "".join(c for c in own.vocabulary if c not in known.index)
+        if isinstance(known, CharTokenizer) and isinstance(encoded_by, CharTokenizer):
+            new = "".join(c for c in encoded_by.vocabulary if c not in known.index)
             known = CharTokenizer(known.vocabulary + new)
-            ids = known.encode(own.vocabulary)
+            ids = known.encode(encoded_by.vocabulary)
             is_same = ids == list(range(len(ids)))
             self._ids = None if is_same else torch.tensor(ids)
-        elif known.state() != own.state():
+        elif known.state() != encoded_by.state():
             raise ConfigError(
-                f"the weights have a {known.name} tokenizer, the text a {own.name} tokenizer"
+                f"the weights have a {known.name} tokenizer, the text a {encoded_by.name} tokenizer"
             )
         self.dataset.tokenizer = known
         self.shape = (known.vocab_size, self.shape[1])
@@ -221,9 +221,9 @@ class LanguageModel(Task):
         """
         super().adopt(state, is_other_data)
         known = tokenizer_from_state(state)
-        own = self.dataset.tokenizer
-        if isinstance(known, CharTokenizer) and isinstance(own, CharTokenizer):
-            known.encode(own.vocabulary)
+        encoded_by = self.dataset.tokenizer
+        if isinstance(known, CharTokenizer) and isinstance(encoded_by, CharTokenizer):
+            known.encode(encoded_by.vocabulary)
         self.extend(state)
         if is_other_data:
             self.dataset.val = self.dataset.whole

@@ -43,12 +43,12 @@ class CopyCheck:
         if not self.every:
             return None
         strategy = self.run.runtime.strategy
-        own = {}
+        parts = {}
         for kind, named in tensors.items():
             for name, tensor in named.items():
                 part = local_tensor(tensor)
-                own[copy_name(kind, name, part, strategy.part)] = part
-        return checksums(own)
+                parts[copy_name(kind, name, part, strategy.part)] = part
+        return checksums(parts)
 
     def check(self, step: int) -> None:
         """Compare the ranks after a step, if it is due. A collective.
@@ -69,13 +69,13 @@ class CopyCheck:
         if not self.every or group.world_size == 1:
             return
         group.set_activity("comparing the copies of the ranks")
-        own = self.checksums(self.run.trainable.tensors()) or {}
+        checksums = self.checksums(self.run.trainable.tensors()) or {}
 
         def refuse(by_rank: list[dict[str, int]]) -> None:
             if difference := find_difference(by_rank):
                 raise DamageError(f"{difference}, at step {step}")
 
-        group.check_agreement(own, refuse)  # with fsdp, say, ranks hold different tensors
+        group.check_agreement(checksums, refuse)  # with fsdp, say, ranks hold different tensors
         self.agreed_step = step
 
     def may_return_to(self, step: int) -> bool:

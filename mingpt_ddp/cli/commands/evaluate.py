@@ -207,7 +207,7 @@ def _measure_like(values: dict[str, Any], first: Any) -> None:
     Raises:
         ValueError: they have other tasks.
     """
-    own = values["data"]
+    data = values["data"]
     default = DEFAULT_CHOICE["task"]
     name = values.get("task", {}).get("name", default)
     expected = first.get("task", {}).get("name", default)
@@ -215,6 +215,6 @@ def _measure_like(values: dict[str, Any], first: Any) -> None:
         raise ValueError(
             f"task.name={name} does not compare with task.name={expected}; measure it alone"
         )
-    if "block_size" in own:  # a text
-        kept = {key: own[key] for key in OF_TOKENS if key in own}
+    if "block_size" in data:  # a text
+        kept = {key: data[key] for key in OF_TOKENS if key in data}
         values["data"] = {**first["data"], "end_token": False, **kept}

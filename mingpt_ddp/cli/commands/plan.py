@@ -50,16 +50,16 @@ Row: TypeAlias = tuple[str, str]  # a name, and what it is
 
 def main() -> None:
     """Run `python -m mingpt_ddp.plan`."""
-    words, own = _split(sys.argv[1:])
+    words, values = _split(sys.argv[1:])
     with cli_errors():
         if text := answer(__doc__, words, needs_arguments=False):
             echo(text)
             sys.exit(0)
         sys.argv[1:] = words
         prepare(DistEnv())
-        form = own.pop("format", "text")
+        form = values.pop("format", "text")
         check(form in FORMATS, f"format={form} must be text or json")
-        target = _target(own)
+        target = _target(values)
         check(not {"-m", "--multirun"} & {*words}, "a plan is of one run; leave out -m")
         composed: list[DictConfig] = []
 
@@ -81,15 +81,15 @@ def main() -> None:
 def _split(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
     """Return the words of the configuration, and the values of OWN_KEYS."""
     words = []
-    own: dict[str, str] = {}
+    values: dict[str, str] = {}
     rest = iter(arguments)
     for word in rest:
         key, equals, text = word.removeprefix("--").partition("=")
         if key in OWN_KEYS and (equals or word.startswith("--")):
-            own[key] = text if equals else next(rest, "")
+            values[key] = text if equals else next(rest, "")
         else:
             words.append(word)
-    return words, own
+    return words, values
 
 
 @dataclass(frozen=True)

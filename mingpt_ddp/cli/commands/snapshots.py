@@ -82,8 +82,11 @@ class VerifyConfig(ListConfig):
 
     def __post_init__(self) -> None:
         is_replay = self.replay is not None
-        of_replay = self.nproc_per_node is not None or bool(self.words)
-        check(is_replay or not of_replay, "nproc_per_node and words are of a replay; set replay=N")
+        has_replay_keys = self.nproc_per_node is not None or bool(self.words)
+        check(
+            is_replay or not has_replay_keys,
+            "nproc_per_node and words are of a replay; set replay=N",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

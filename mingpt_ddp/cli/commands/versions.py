@@ -107,17 +107,17 @@ def _command(words: list[str]) -> int:
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the values of OWN_KEYS, and the words that train."""
-    own = {}
+    values = {}
     others = []
     for word in words:
         key, _, value = word.removeprefix("--").partition("=")
         check(not REFUSED.match(word), f"{word} does not go with versions; leave it out")
         refuse_credentials(key, value)
         if key in OWN_KEYS:
-            own[key] = value
+            values[key] = value
         else:
             others.append(word)
-    return own, others
+    return values, others
 
 
 def _parse_seeds(text: str) -> list[int]:
@@ -180,9 +180,9 @@ def _check_code(trial: Trial, codes: dict[str, str]) -> None:
         return
     recorded = "+".join([*code.get("earlier", []), code["sha256"]])
     version = trial.version
-    own = version.code.record["sha256"]
+    expected = version.code.record["sha256"]
     is_one = codes.setdefault(str(version.directory), recorded) == recorded
-    is_own = codes.setdefault(recorded, own) == own
+    is_own = codes.setdefault(recorded, expected) == expected
     if not (is_one and is_own):
         raise RunError(
             f"{trial.directory} was not trained by the code of {version.name}: that has changed "
@@ -196,9 +196,9 @@ def _settings(trials: dict[str, list[Trial]]) -> list[Setting]:
     for job in read_jobs([trial.directory for each in trials.values() for trial in each]):
         jobs[job.directory] = job
     settings = []
-    for label, of_version in trials.items():
-        jobs_of_version = [jobs[trial.directory] for trial in of_version]
-        settings.append(Setting(jobs_of_version, jobs_of_version[0].config, label))
+    for label, trials_of_version in trials.items():
+        replicates = [jobs[trial.directory] for trial in trials_of_version]
+        settings.append(Setting(replicates, replicates[0].config, label))
     return settings
 
 

@@ -44,10 +44,10 @@ def changed_parts(model: Mapping[str, Any]) -> list[str]:
     Args:
         model: the group `model`, perhaps untrusted.
     """
-    own = OWN_ACTIVATIONS.get(str(model["architecture"]))
-    if own is None:  # not a decoder of blocks; its keys may have these names
+    activations = OWN_ACTIVATIONS.get(str(model["architecture"]))
+    if activations is None:  # not a decoder of blocks; its keys may have these names
         return []
-    known = (None, *own)
+    known = (None, *activations)
     return [f"model.{kind}={model[kind]}" for kind in PARTS if model.get(kind) not in known]
 
 
@@ -112,8 +112,8 @@ class TransformerConfig(ModelConfig):
                     f"{kept_by} and {label} have a key {field} of different types, "
                     f"{formatannotation(wanted)} and {formatannotation(plain)}; rename one",
                 )
-            own = {name: settings[name] for name in fields if name in settings}
-            configs[kind] = build(classes[name], own, "model.part_settings")
+            values = {name: settings[name] for name in fields if name in settings}
+            configs[kind] = build(classes[name], values, "model.part_settings")
         where = "model.part_settings."
         chosen = " or ".join(changed_parts(vars(self)))
         for setting in settings:

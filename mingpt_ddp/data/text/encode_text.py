@@ -123,13 +123,13 @@ def _write_tokens(
     sizes = []
     with open(path, "wb") as file:
         for split in splits:
-            of_split = []
+            lengths = []
             for part in split:
                 begin = file.tell()
                 for tokens in tokenizer.encode_stream(_read(part)):
                     file.write(tokens.astype(dtype, copy=False).tobytes())
-                of_split.append((file.tell() - begin) // dtype.itemsize)
-            sizes.append(of_split)
+                lengths.append((file.tell() - begin) // dtype.itemsize)
+            sizes.append(lengths)
         file.flush()
         os.fsync(file.fileno())
     return sizes

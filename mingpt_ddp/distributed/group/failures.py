@@ -102,12 +102,12 @@ class FailureReports:
         store = self.store
         if store is None:
             return True
-        own = f"{FAILED}/{hashlib.sha256(message.encode()).hexdigest()}"
+        key = f"{FAILED}/{hashlib.sha256(message.encode()).hexdigest()}"
 
         def compare() -> bool:
-            store.add(own, 1)
+            store.add(key, 1)
             if store.add(FAILED, 1) == self.world_size:
-                are_alike = store.add(own, 0) == self.world_size
+                are_alike = store.add(key, 0) == self.world_size
                 store.set(ARE_ALIKE, str(are_alike))
             store.wait([ARE_ALIKE], timedelta(seconds=ALL_FAILED_TIMEOUT_S))
             return store.get(ARE_ALIKE) == b"True"

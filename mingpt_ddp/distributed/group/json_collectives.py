@@ -68,12 +68,12 @@ class JsonCollectives:
             return [value]
         gets_parts = self.is_rank_zero or not on_rank_zero
         with self._blocked():
-            own = self._padded(value)
-            parts = [torch.empty_like(own) for _ in range(self.world_size * gets_parts)]
+            encoded = self._padded(value)
+            parts = [torch.empty_like(encoded) for _ in range(self.world_size * gets_parts)]
             if on_rank_zero:
-                dist.gather(own, parts or None, dst=0, group=self._group)
+                dist.gather(encoded, parts or None, dst=0, group=self._group)
             else:
-                dist.all_gather(parts, own, group=self._group)
+                dist.all_gather(parts, encoded, group=self._group)
         return [_decode(part) for part in parts]
 
     def broadcast_json(self, value: T) -> T:
@@ -119,8 +119,8 @@ class JsonCollectives:
             UserError: on every rank, the error of rank 0.
             OSError: in place of any other error that is caught; names the rank, has its errno.
         """
-        own = self._attempt(work) if self.is_rank_zero else Outcome()
-        return self._value_of(self.broadcast_json(own.packed), own)
+        outcome = self._attempt(work) if self.is_rank_zero else Outcome()
+        return self._value_of(self.broadcast_json(outcome.packed), outcome)
 
     def run_on_each_node(self, work: Callable[[], T]) -> T:
         """Call `work` on the first rank of every node; return its JSON value on every rank.
@@ -141,17 +141,17 @@ class JsonCollectives:
             UserError, OSError: as `run_on_rank_zero`, of the first rank whose `work` failed, or of
                 `decide`.
         """
-        own = self._attempt(work)
-        packed = own.packed
+        outcome = self._attempt(work)
+        packed = outcome.packed
         gathered = self.all_gather(packed, on_rank_zero=True)
         if self.is_rank_zero:
             failed = [each for each in gathered if "error" in each]
             if failed:
                 packed = failed[0]
             else:
-                own = self._attempt(partial(decide, [each["value"] for each in gathered]))
-                packed = own.packed
-        return self._value_of(self.broadcast_json(packed), own)
+                outcome = self._attempt(partial(decide, [each["value"] for each in gathered]))
+                packed = outcome.packed
+        return self._value_of(self.broadcast_json(packed), outcome)
 
     def _attempt(self, work: Callable[[], Any]) -> Outcome:
         try:

@@ -51,11 +51,11 @@ def name_backends(backend: str, device_type: str) -> tuple[str, str]:
     Args:
         backend: ddp.backend. CPU tensors use gloo or MPI even if there is a GPU.
     """
-    of_cpu = "mpi" if backend == "mpi" else "gloo"
+    cpu_backend = "mpi" if backend == "mpi" else "gloo"
     if device_type != "cuda":
-        return of_cpu, of_cpu
-    of_gpu = "nccl" if backend == "auto" else backend
-    return f"cpu:{of_cpu},cuda:{of_gpu}", of_gpu
+        return cpu_backend, cpu_backend
+    gpu_backend = "nccl" if backend == "auto" else backend
+    return f"cpu:{cpu_backend},cuda:{gpu_backend}", gpu_backend
 
 
 class ProcessGroup(JsonCollectives):
@@ -221,10 +221,10 @@ class ProcessGroup(JsonCollectives):
         if self.world_size == 1:
             assert tensors is not None
             return tensors
-        own = {}
+        shapes = {}
         for name, tensor in (tensors or {}).items():
-            own[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        described = self.broadcast_json(own)
+            shapes[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        described = self.broadcast_json(shapes)
         received = {}
         for name, (shape, dtype) in described.items():
             if tensors:

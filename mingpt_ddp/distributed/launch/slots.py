@@ -33,12 +33,12 @@ def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> li
     slots = []
     for number in range(n):
         first = number * per_job
-        own = [cores[(first + i) % len(cores)] for i in range(min(per_job, len(cores)))]
+        slot_cores = [cores[(first + i) % len(cores)] for i in range(min(per_job, len(cores)))]
         share = None
         if gpus is not None:
             size = len(gpus) // n
             share = tuple(gpus[number * size : (number + 1) * size])
-        slots.append(Slot(number, tuple(sorted(own)), share))
+        slots.append(Slot(number, tuple(sorted(slot_cores)), share))
     return slots
 
 

@@ -276,9 +276,9 @@ class Strategy:
         norm = self.total_norm(gradients)
         if limit is not None:
             factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-            own = [local_tensor(gradient) for gradient in gradients]
-            for device in dict.fromkeys(gradient.device for gradient in own):  # of one model
-                members = [gradient for gradient in own if gradient.device == device]
+            parts = [local_tensor(gradient) for gradient in gradients]
+            for device in dict.fromkeys(gradient.device for gradient in parts):  # of one model
+                members = [gradient for gradient in parts if gradient.device == device]
                 for_each("mul_", members, factor.to(device))
         return norm.to(self.device)  # without gradients torch returns a CPU zero
 

@@ -44,12 +44,12 @@ class TensorParallelStrategy(Strategy):
 
     def split_tensors(self, tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         parameters = dict(model.named_parameters())
-        own = {}
+        parts = {}
         for name, tensor in tensors.items():
             owner = name.partition(":")[0]
             is_split = owner in parameters
-            own[name] = scatter(owner, tensor, parameters[owner]) if is_split else tensor
-        return own
+            parts[name] = scatter(owner, tensor, parameters[owner]) if is_split else tensor
+        return parts
 
     def gather_weights(self, model: nn.Module) -> Mapping[str, Tensor]:
         return self.join_tensors(model.state_dict())

@@ -112,7 +112,7 @@ def keep_part(model: nn.Module, ranks: int) -> None:
                 layer.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[0].clone())
 
 
-def _parts(name: str) -> int:
+def _matrices_in(name: str) -> int:
     """Return how many matrices the parameter of this name concatenates."""
     for layer, parts in FUSED_PARTS.items():
         if f".{layer}." in name:
@@ -122,7 +122,7 @@ def _parts(name: str) -> int:
 
 def _by_rank(name: str, whole: Tensor, ranks: int) -> Tensor:
     """Reorder the rows of a fused weight for shards: (part, rank, head) to (rank, part, head)."""
-    parts = _parts(name)
+    parts = _matrices_in(name)
     if parts == 1:
         return whole
     return whole.unflatten(0, (parts, ranks, -1)).transpose(0, 1).flatten(0, 2)
@@ -134,7 +134,7 @@ def gather(name: str, tensor: Tensor) -> Tensor:
     A collective.
     """
     whole = whole_tensor(tensor)
-    parts = _parts(name)
+    parts = _matrices_in(name)
     if parts == 1 or not is_dtensor(tensor):
         return whole
     ranks = tensor.device_mesh.size()
@@ -190,12 +190,12 @@ def average_gradients(parameters: Sequence[nn.Parameter], group: ProcessGroup) -
 def total_norm(gradients: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     """Return the norm of the gradients of the whole model, of which this rank has a part."""
     assert group.mesh is not None
-    own: list[Tensor] = []  # this rank's parts of what is split
+    split: list[Tensor] = []  # this rank's parts of what is split
     everywhere: list[Tensor] = []  # the same on all ranks
     for gradient in gradients:
         is_split = is_dtensor(gradient) and gradient.placements[0].is_shard()
-        members = own if is_split else everywhere
+        members = split if is_split else everywhere
         members.append(local_tensor(gradient))
-    square = nn.utils.get_total_norm(own).square()
+    square = nn.utils.get_total_norm(split).square()
     dist.all_reduce(square, group=group.mesh.get_group("tensor"))
     return (square + nn.utils.get_total_norm(everywhere).square()).sqrt()

@@ -27,7 +27,7 @@ class Goal:
     def direction(self) -> str:
         return "maximize" if self.maximize else "minimize"
 
-    def of(self, group: Group) -> float | None:
+    def mean_in(self, group: Group) -> float | None:
         """Return the mean over the complete jobs of a group; None if none has it."""
         complete = [job for job in group.jobs if job.status == "complete"]
         return Group(complete, {}).estimate_of(lambda job: number(job.result.get(self.name))).mean
@@ -57,7 +57,7 @@ def front_of(groups: Sequence[Group], goals: Sequence[Goal]) -> list[int]:
     """
     costs = []
     for index, group in enumerate(groups):
-        values = known(goal.of(group) for goal in goals)
+        values = known(goal.mean_in(group) for goal in goals)
         if len(values) == len(goals):
             costs.append((_costs(goals, values), index))
     front: list[tuple[list[float], int]] = []

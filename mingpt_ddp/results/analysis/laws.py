@@ -29,7 +29,7 @@ class Axis:
 
     name: str
     keys: tuple[str, ...]  # that change it
-    of: Callable[[Job], float | None]
+    value_in: Callable[[Job], float | None]
 
 
 def _axis_of(key: str) -> Axis:
@@ -86,7 +86,7 @@ def scalings(groups: list[Group]) -> list[Scaling]:
     laws: list[Scaling] = []
     for axis in [*AXES, *(_axis_of(key) for key in swept if key not in known_keys)]:
         keys = [key for key in swept if key not in axis.keys]
-        series = grouped(groups, lambda group, axis=axis: _rest(group, axis))  # type: ignore[misc]
+        series = grouped(groups, lambda group, axis=axis: _recipe_without(group, axis))  # type: ignore[misc]
         laws += known(_scaling(axis, members, keys) for members in series.values())[:MOST]
     return laws
 
@@ -98,7 +98,7 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
     xs = []
     ys = []
     for job in [job for group in groups for job in group.jobs]:
-        x = axis.of(job) or 0.0
+        x = axis.value_in(job) or 0.0
         y = job.objective or 0.0
         if x > 0 and y > 0:
             xs.append(x)
@@ -112,7 +112,7 @@ def _scaling(axis: Axis, groups: list[Group], keys: list[str]) -> Scaling | None
     return Scaling(axis, _setting(groups[0], keys), xs, ys, law, groups[0].ranked_by)
 
 
-def _rest(group: Group, axis: Axis) -> Recipe:
+def _recipe_without(group: Group, axis: Axis) -> Recipe:
     """Return what identifies the recipe of a group without the axis."""
     return recipe(group, sorted(key for key in group.config if key not in axis.keys))
 

@@ -193,11 +193,11 @@ def _tables(results: Results, page: Path) -> dict[str, str]:
     if results.has_replicates:
         alone = replace(results, groups=singles(jobs), keys=varying(jobs), front=None)
     links = [_link(job, page) for job in jobs]
-    own = f"A row links to the page of its run, once `{command('report')} RUN` has written it."
+    hint = f"A row links to the page of its run, once `{command('report')} RUN` has written it."
     listed = _table(alone, [rank_of[job.directory] for job in jobs], links)
     return {
         "Groups": _table(results, ranks) if results.has_replicates else "",
-        "Jobs": f"<p>{escape(own)}</p>{listed}" if len(jobs) > 1 else "",
+        "Jobs": f"<p>{escape(hint)}</p>{listed}" if len(jobs) > 1 else "",
     }
 
 
@@ -211,10 +211,10 @@ def _table(results: Results, ranks: list[str], links: Sequence[str] = ()) -> str
 
 def _link(job: Job, page: Path) -> str:
     """Return the URL of the page of a run, relative to this page; "" if there is none."""
-    own = job.directory / page.name
-    if not own.is_file():
+    target = job.directory / page.name
+    if not target.is_file():
         return ""
-    return quote(os.path.relpath(own, page.parent), errors="replace")
+    return quote(os.path.relpath(target, page.parent), errors="replace")
 
 
 def _settings(jobs: list[Job]) -> str:

@@ -174,7 +174,7 @@ class Plots:
         goals = front.goals[:2]
         at = {}
         for mark, group in zip(self._marks, self._groups, strict=True):
-            values = known(goal.of(group) for goal in goals)
+            values = known(goal.mean_in(group) for goal in goals)
             if len(values) == 2:
                 at[mark] = values
         traces = [points([*at], *zip(*at.values(), strict=True))] if at else []

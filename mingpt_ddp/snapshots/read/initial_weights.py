@@ -87,17 +87,17 @@ def _read(storage: Storage, url: str) -> InitialWeights:
         )
     if MODEL not in names or "config.json" not in names:
         snapshot = load(url, ("model",))
-        return of_state(snapshot.state, snapshot.model)
+        return weights_of_state(snapshot.state, snapshot.model)
     values = load_json(storage.read("config.json", MAX_STATE_BYTES))
     tensors = _read_tensors(storage)
     if "model_type" not in values:
-        return _of_export(values, tensors)
+        return _weights_of_export(values, tensors)
     model, sizes = model_values(values)
     tokenizer = read_tokenizer(storage, names)
-    return _of_text(model, sizes, tokenizer, our_tensors(tensors))
+    return _weights_of_text(model, sizes, tokenizer, our_tensors(tensors))
 
 
-def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
+def weights_of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWeights:
     """Return the weights of a snapshot.
 
     Args:
@@ -106,10 +106,10 @@ def of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> InitialWei
     if "data" in state:  # of samples
         return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
-    return _of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
+    return _weights_of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
 
 
-def _of_text(
+def _weights_of_text(
     model: dict[str, Any],
     sizes: tuple[int, int],
     tokenizer: Tokenizer | None,
@@ -129,14 +129,14 @@ def _of_text(
     return InitialWeights(model, sizes, state, data, tensors)
 
 
-def _of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
+def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeights:
     """Return the weights of a format=safetensors export.
 
     Args:
         values: its description.
     """
     config = {"model": values["model"], "data": {"block_size": values.get("block_size")}}
-    return of_state({**values, "config": config}, tensors)
+    return weights_of_state({**values, "config": config}, tensors)
 
 
 @contextlib.contextmanager
@@ -174,16 +174,16 @@ def check_initial_weights(
     Raises:
         SnapshotError: names, shapes or kinds of numbers differ otherwise, or a value is not finite.
     """
-    own = model.state_dict()
-    wrong = sorted(own.keys() ^ tensors.keys())
-    for name in sorted(own.keys() & tensors.keys()):
+    expected = model.state_dict()
+    wrong = sorted(expected.keys() ^ tensors.keys())
+    for name in sorted(expected.keys() & tensors.keys()):
         tensor = tensors[name]
         theirs = tuple(tensor.shape)
-        shape = tuple(own[name].shape)
+        shape = tuple(expected[name].shape)
         may_differ = theirs[1:] == shape[1:] and (*theirs[:1], *shape[:1]) in resized
         if theirs != shape and not may_differ:
             wrong.append(f"{name} {theirs} for {shape}")
-        elif tensor.is_floating_point() != own[name].is_floating_point():
+        elif tensor.is_floating_point() != expected[name].is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
             wrong.append(f"{name} in {kind}")
     if wrong:
@@ -191,7 +191,7 @@ def check_initial_weights(
             f"the weights of run.init_from do not fit the model: {', '.join(wrong[:3])}"
         )
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor.to(own[name].dtype)).all():
+        if not torch.isfinite(tensor.to(expected[name].dtype)).all():
             raise SnapshotError(
                 f"the weights of run.init_from cannot be used: {name} has values that are "
                 "not finite"

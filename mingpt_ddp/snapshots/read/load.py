@@ -53,10 +53,10 @@ def earlier_stores(stores: list[SnapshotStore], directory: Path) -> list[Snapsho
     Raises:
         SnapshotError: a recorded URL cannot be opened on this machine.
     """
-    own = {store.url for store in stores}
+    urls_now = {store.url for store in stores}
     recorded = itertools.chain.from_iterable(_recorded_urls(str(directory)))
     urls = dict.fromkeys([f"{directory}/snapshots", *recorded])
-    return [_open_store(url) for url in urls if url not in own]
+    return [_open_store(url) for url in urls if url not in urls_now]
 
 
 def readable_stores(

@@ -122,9 +122,9 @@ def build_around(
 
     try:
         if isinstance(config, TransformerConfig):  # before building a billion modules
-            of_one_layer = len(on_meta(n_layer=1).state_dict())
-            per_layer = len(on_meta(n_layer=2).state_dict()) - of_one_layer
-            if of_one_layer + (config.n_layer - 1) * per_layer != len(tensors):
+            tensors_of_one = len(on_meta(n_layer=1).state_dict())
+            per_layer = len(on_meta(n_layer=2).state_dict()) - tensors_of_one
+            if tensors_of_one + (config.n_layer - 1) * per_layer != len(tensors):
                 raise SnapshotError(
                     f"the snapshot's {len(tensors)} tensors are not those of "
                     f"{config.n_layer} layers"

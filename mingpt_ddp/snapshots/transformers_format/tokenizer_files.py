@@ -133,7 +133,7 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
         text = storage.read("tokenizer.json", MAX_STATE_BYTES).decode()
         values = load_json(text.encode())
         if values["model"]["type"] == "WordLevel":  # an export of ours
-            return _of_characters(values["model"]["vocab"])
+            return _char_tokenizer(values["model"]["vocab"])
         text = _without_padding(text, values)
     elif {"vocab.json", "merges.txt"} <= {*names}:
         lines = storage.read("merges.txt", MAX_STATE_BYTES).decode().split("\n")
@@ -160,7 +160,7 @@ def read_tokenizer(storage: Storage, names: list[str]) -> Tokenizer | None:
     return tokenizer
 
 
-def _of_characters(vocab: dict[str, Any]) -> CharTokenizer:
+def _char_tokenizer(vocab: dict[str, Any]) -> CharTokenizer:
     """Return the tokenizer of a vocabulary of single characters, and of END_NAME if it has one.
 
     Args:

@@ -53,12 +53,14 @@ def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
         writers = {each: ranks[owner] for each, owner in owners.items()}
         return Shares(dict.fromkeys(tensors, ranks[:shards]), writers)
     count = min(len(ranks), len(by_kind))
-    of_kinds = share_out(by_kind, count)
+    owner_by_kind = share_out(by_kind, count)
     loads = [0] * count
-    for kind, owner in of_kinds.items():
+    for kind, owner in owner_by_kind.items():
         loads[owner] += by_kind[kind]
     least_first = sorted(range(count), key=loads.__getitem__)
-    return Shares({kind: [ranks[least_first.index(owner)]] for kind, owner in of_kinds.items()})
+    return Shares(
+        {kind: [ranks[least_first.index(owner)]] for kind, owner in owner_by_kind.items()}
+    )
 
 
 class ShardPlan:

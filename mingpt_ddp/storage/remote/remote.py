@@ -173,9 +173,9 @@ class RemoteStorage(Storage):
             entries = self._request("list", self.root, "ls", self.root, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        own = self.root.strip("/")
+        directory = self.root.strip("/")
         paths = [entry.strip("/") for entry in entries]
-        return sorted(path.rsplit("/", 1)[-1] for path in paths if path != own)
+        return sorted(path.rsplit("/", 1)[-1] for path in paths if path != directory)
 
     def delete(self, name: str) -> None:
         path = self._path(name)

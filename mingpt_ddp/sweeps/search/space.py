@@ -157,7 +157,7 @@ def _choices(override: Override) -> list[Any]:
 
 
 def _choice(line: str, values: list[Any]) -> BaseDistribution:
-    choices = list(dict.fromkeys(_with_type(_plain(value)) for value in values))
+    choices = list(dict.fromkeys(_with_type(_override_value(value)) for value in values))
     check(len(choices) > 0, f"{line} has no values to search")
     check(len(choices) > 1, f"{line} has one value; give that value alone, or more")
     plain = [value for _, value in choices]
@@ -171,7 +171,7 @@ def _with_type(value: Any) -> tuple[str, Any]:
     return type(value).__name__, value
 
 
-def _plain(value: Any) -> bool | int | float | str | None:
+def _override_value(value: Any) -> bool | int | float | str | None:
     """Return a scalar, or the text of an override for anything else."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

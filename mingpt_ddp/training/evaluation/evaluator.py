@@ -95,10 +95,10 @@ class Evaluator:
                         counts[name] = counts.get(name, 0) + n
                 bar.update(group.data_size)
         with group.waiting():  # reading waits for a GPU
-            own = {}
+            sums_and_counts = {}
             for name, values in sums.items():
-                own[name] = ([float(value) for value in values], float(counts[name]))
-        parts = group.all_gather((stopped, own))
+                sums_and_counts[name] = ([float(value) for value in values], float(counts[name]))
+        parts = group.all_gather((stopped, sums_and_counts))
         if any(was_stopped for was_stopped, _ in parts):
             return None
         return means_of_ranks([part for _, part in parts])
@@ -109,11 +109,11 @@ class Evaluator:
         The others make up for a rank that has more, where each pass is a collective.
         """
         group = self.runtime.group
-        own = 0
+        count = 0
         for batch in split.batches(group.data_rank, group.data_size):
-            own += 1
+            count += 1
             yield batch, True
-        for _ in range(own, self.runtime.strategy.passes(len(split))):
+        for _ in range(count, self.runtime.strategy.passes(len(split))):
             yield next(iter(split.batches(0, group.data_size))), False
 
     def sample(self, model: nn.Module, step: int) -> str | None:

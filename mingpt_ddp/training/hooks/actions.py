@@ -185,7 +185,7 @@ class Actions:
         """Let the hooks change the gradients in place; return this rank's shares of metrics."""
         if self.have_state:
             self._keep()
-        if not self._of("gradients"):
+        if not self._actions_at("gradients"):
             return {}
         named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         gradients = {n: local_tensor(gradient) for n, gradient in named}
@@ -194,7 +194,7 @@ class Actions:
     @torch.no_grad()
     def change_weights(self, step: int, model: nn.Module) -> dict[str, Tensor]:
         """Let the hooks change the weights in place; return this rank's shares of metrics."""
-        if not self._of("update"):
+        if not self._actions_at("update"):
             return {}
         weights = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
         return self._shares("update", step, weights)
@@ -218,7 +218,7 @@ class Actions:
         Raises:
             CodeError: a hook raises an exception, or returns a metric that is none or is taken.
         """
-        if not self._of("evaluation"):
+        if not self._actions_at("evaluation"):
             return {}
         with eval_mode(model), self.runtime.autocast():
             evaluation = Evaluation(step, model, task, self.runtime)
@@ -228,10 +228,12 @@ class Actions:
                 raise CodeError(f"a hook of @acts('evaluation'): the task has a metric {name}, too")
         group = self.runtime.group
         with group.waiting():  # reading waits for a GPU
-            own = {name: ([float(total)], float(n)) for name, (total, n) in metrics.items()}
-        return means_of_ranks(group.all_gather(own))
+            sums_and_counts = {
+                name: ([float(total)], float(n)) for name, (total, n) in metrics.items()
+            }
+        return means_of_ranks(group.all_gather(sums_and_counts))
 
-    def _of(self, event: str) -> list[Action]:
+    def _actions_at(self, event: str) -> list[Action]:
         return [action for action in self.actions if action.event == event]
 
     def _call(self, event: str, step: int, *values: Any) -> dict[str, Mean]:
@@ -243,7 +245,7 @@ class Actions:
         group = self.runtime.group
         before = group.heartbeat
         metrics: dict[str, Mean] = {}
-        for action in self._of(event):
+        for action in self._actions_at(event):
             activity = f"in a hook of @acts({event!r}), {before['activity']}"
             group.set_activity(activity, self.runtime.strategy.waits_in_passes)
             seed_everything(action.name, self.config.run.seed, step)

@@ -109,8 +109,8 @@ def newest_snapshot(
         kinds: of the tensors to read, which may be damaged, if it is that of run.resume.
     """
     stores = readable_stores(stores, directory, source)
-    own = [store.newest_state() for store in stores]
-    newest = max(filter(None, own), key=lambda snapshot: snapshot.step, default=None)
+    newest_of_each = [store.newest_state() for store in stores]
+    newest = max(filter(None, newest_of_each), key=lambda snapshot: snapshot.step, default=None)
     check_none_newer(stores, directory, newest.step if newest else 0)
     return load(source, kinds) if source and newest is None else newest
 

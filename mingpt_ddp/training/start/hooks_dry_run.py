@@ -145,10 +145,10 @@ class _DryRun:
         Raises:
             CodeError: names the hook.
         """
-        own = {each.untyped_storage().data_ptr() for each in action.state().values()}
+        state_storages = {each.untyped_storage().data_ptr() for each in action.state().values()}
         for parameter in self.model.parameters():
             for kind, tensor in (("weight", parameter), ("gradient", parameter.grad)):
-                if tensor is not None and tensor.untyped_storage().data_ptr() in own:
+                if tensor is not None and tensor.untyped_storage().data_ptr() in state_storages:
                     raise CodeError(
                         f"{action.label} would not resume exactly: its state holds a {kind} "
                         "itself; keep a clone() of it"
@@ -175,7 +175,7 @@ def _refuse_twice(outcomes: list[Outcome], taken: dict[str, list[str]]) -> None:
     Raises:
         CodeError: names the metric.
     """
-    names = {event: {*of_event} for event, of_event in taken.items()}
+    names = {event: {*names_of_event} for event, names_of_event in taken.items()}
     for outcome in outcomes:
         known = names["val" if outcome["event"] == "evaluation" else "train"]
         if twice := known & {*outcome["metrics"]}:
@@ -192,14 +192,14 @@ def refuse_differences(by_rank: list[list[Outcome]]) -> None:
         CodeError: names one and a rank.
     """
     for rank, outcomes in enumerate(by_rank):
-        for of_zero, own in zip(by_rank[0], outcomes, strict=True):
-            label = of_zero["label"]
-            if differing := sorted({*of_zero["metrics"]} ^ {*own["metrics"]}):
+        for expected, outcome in zip(by_rank[0], outcomes, strict=True):
+            label = expected["label"]
+            if differing := sorted({*expected["metrics"]} ^ {*outcome["metrics"]}):
                 raise CodeError(
                     f"{label} has other metrics on rank {rank} than on rank 0: "
                     f"{', '.join(differing)}; return the same names on every rank"
                 )
-            if own["sha256"] != of_zero["sha256"]:
+            if outcome["sha256"] != expected["sha256"]:
                 raise CodeError(
                     f"{label} leaves other values on rank {rank} than on rank 0; all ranks must do "
                     "the same"

@@ -22,8 +22,8 @@ from mingpt_ddp.snapshots.read.initial_weights import (
     InitialWeights,
     check_initial_weights,
     load_initial_weights,
-    of_state,
     read_initial_weights,
+    weights_of_state,
 )
 from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.tasks.task import Task
@@ -85,7 +85,7 @@ def warm_start(
 
     def find() -> dict[str, Any]:
         if recorded is not None:
-            described = _described(of_state(recorded), _recorded_sha256(url, recorded))
+            described = _described(weights_of_state(recorded), _recorded_sha256(url, recorded))
             if "text" in recorded:  # which the run goes on with
                 described["state"]["text"] = recorded["text"]
             return described
@@ -129,20 +129,20 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
     The run keeps its name.
     """
     run = config.run
-    own = config.to_dict()["model"]
+    configured = config.to_dict()["model"]
     if run.init_sha256 not in (None, description["sha256"]):
         raise ConfigError(
             f"run.init_from={run.init_from} has SHA-256 {description['sha256']}, not "
             f"run.init_sha256={run.init_sha256}; set that to null to use it"
         )
-    code = {key: own.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
+    code = {key: configured.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
     model = asdict(build_group("model", {**description["model"], **code}))
-    chosen = {key for key in own if "model" in typed or f"model.{key}" in typed}
+    chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
     for key in sorted(chosen):
         if key in FREE:
-            model[key] = own[key]
-        elif own[key] != model.get(key):
-            raise _differs(f"model.{key}", own[key], model.get(key), run.init_from)
+            model[key] = configured[key]
+        elif configured[key] != model.get(key):
+            raise _differs(f"model.{key}", configured[key], model.get(key), run.init_from)
     config = replace(
         config, run=replace(run, name=run_name(config), init_sha256=description["sha256"])
     )
@@ -165,15 +165,15 @@ def _check_typed_data(config: Config, data: dict[str, Any]) -> None:
         return
     url = config.run.init_from
     for key, value in data.items():
-        own = getattr(config.data, key)
+        configured = getattr(config.data, key)
         if key == "block_size":
-            if own > value:
+            if configured > value:
                 raise ConfigError(
-                    f"data.block_size={own} is more than the {value} of the weights of "
+                    f"data.block_size={configured} is more than the {value} of the weights of "
                     f"run.init_from={url}; lower it, or leave it out"
                 )
-        elif own != value:
-            raise _differs(f"data.{key}", own, value, url)
+        elif configured != value:
+            raise _differs(f"data.{key}", configured, value, url)
 
 
 def _differs(key: str, value: Any, other: Any, url: str | None) -> ConfigError:
