@@ -37,7 +37,7 @@ class MicroBatch:
     # Of text x and y (B, T) int64, where y has the token after each in x; else collated samples.
     batch: Any
     scale: float = 1.0  # of the loss before backward; 0 for a pass that only other ranks need
-    shares: int = 1  # that make up the loss of a step: one per micro-batch and rank
+    loss_divisor: int = 1  # passes that make up the mean loss of a step, over all ranks
     is_last: bool = True  # of this rank in the step
 
 

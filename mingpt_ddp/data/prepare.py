@@ -106,7 +106,7 @@ def _prepare(
     for text in texts:
         if is_new and config.format == "auto":
             text.contents.refuse()
-        text.contents.report()
+        text.contents.log_summary()
     if tokenizer is not None:
         tokenizer = with_end(tokenizer, config)
     encoded = _find_or_encode(texts, config, tokenizer, cache)

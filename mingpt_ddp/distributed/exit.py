@@ -196,7 +196,7 @@ class ProcessExit:
             may_be_of_all: rank zero reports it first, if it has it too.
         """
         if self.group is not None:
-            self.group.failures.report(str(error), type(error).__name__)
+            self.group.failures.record(str(error), type(error).__name__)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
@@ -257,7 +257,7 @@ class ProcessExit:
             twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
             self.user_error(twice, may_be_of_all=False)  # before a peer exits: that is restarted
         if self.group is not None:
-            self.group.failures.report(text)
+            self.group.failures.record(text)
         exit_process(UserError(f"rank {rank}: {text}"), FAILURE)
 
     def _is_repeated(self, error: Exception, text: str) -> bool:

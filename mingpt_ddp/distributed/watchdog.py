@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.exit import (
     exit_process,
     kill_stopped_siblings,
 )
-from mingpt_ddp.distributed.group.failures import FIRST_FAILURE, FailureReports
+from mingpt_ddp.distributed.group.failures import FIRST_FAILURE, Failures
 from mingpt_ddp.distributed.group.process_group import (
     FIRST_HEARTBEAT,
     PREPARING,
@@ -94,7 +94,7 @@ class Watchdog:
             self._unchanged_since = (heartbeat, now)
         if now - self._unchanged_since[1] < BLOCKED_S or self.group.is_writing:
             return
-        failure = FailureReports(self._store, self.group.rank, self.group.world_size).first(0.0)
+        failure = Failures(self._store, self.group.rank, self.group.world_size).first(0.0)
         if failure is None or failure.rank == self.group.rank or self.group.closed.is_set():
             return
         self._log_stack("is blocked here after another rank failed")

@@ -78,9 +78,9 @@ class Utilization:
         self.runtime = runtime
         self._flops_per_token = flops_per_token(model)
         self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
-        self._matmul_flops = 0.0  # until `measure`
+        self._matmul_flops = 0.0  # until `measure_matmul`
 
-    def measure(self) -> None:
+    def measure_matmul(self) -> None:
         """Measure the device's matmul rate, if it is needed."""
         if self._flops_per_token is None:
             return

@@ -135,7 +135,7 @@ class MetricsProcessor:
             config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
             env = self.runtime.group.env
             env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
-            self.utilization.measure()
+            self.utilization.measure_matmul()
         self._is_set_up = True
 
     def rollback(self, step: int) -> None:

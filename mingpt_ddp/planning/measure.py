@@ -41,7 +41,7 @@ class Measured:
     snapshot: int
 
 
-def measure(runtime: Runtime, task: Task, size: int) -> Measured:
+def measure_training(runtime: Runtime, task: Task, size: int) -> Measured:
     """Train and evaluate for some seconds, with steps of one micro-batch.
 
     Args:
@@ -55,10 +55,10 @@ def measure(runtime: Runtime, task: Task, size: int) -> Measured:
     trainer = replace(task.config.trainer, batch_size=size, micro_batch_size=size)
     task.config = replace(task.config, trainer=trainer)
     with refuse_out_of_memory(task.config, runtime, f"a micro-batch of {size}"):
-        return _measure(runtime, task)
+        return _train_and_evaluate(runtime, task)
 
 
-def _measure(runtime: Runtime, task: Task) -> Measured:
+def _train_and_evaluate(runtime: Runtime, task: Task) -> Measured:
     split = task.split("val", runtime.device)
     assert split is not None
     loader = task.train_loader(runtime.device)

@@ -34,7 +34,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models.ops import resolve_device
 from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.planning.doubts import find_doubts
-from mingpt_ddp.planning.measure import Measured, measure
+from mingpt_ddp.planning.measure import Measured, measure_training
 from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
@@ -89,7 +89,7 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
         check_minutes(task.config)
         loader = task.train_loader(runtime.device)
     loader.close()
-    measured = measure(runtime, task, batch.micro_batch_size)
+    measured = measure_training(runtime, task, batch.micro_batch_size)
     step_s = batch.micro_batches_per_rank * measured.micro_s + measured.update_s
     length = known_length(task.config, loader.steps_per_epoch, step_s)
     work = describe_work(task, loader, length, measured.parameters, measured.flops)

@@ -40,7 +40,7 @@ from mingpt_ddp.snapshots.read.load import load, readable_stores
 from mingpt_ddp.snapshots.read.shard_reader import read_shards
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture, Parts
+from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture, FileContents
 from mingpt_ddp.snapshots.write.ledger import Ledger, digest_settings
 from mingpt_ddp.snapshots.write.retention import apply_retention
 from mingpt_ddp.snapshots.write.shard_plan import ShardPlan, TensorsByKind
@@ -179,15 +179,15 @@ class SnapshotManager:
         if step == self.last_step:  # perhaps without its retention, or with another one as the best
             self._apply_retention(retain)
             return
-        files = self._shard_plan.own_files(run.tensors)
-        parts: Parts = {**files}
+        tensors = self._shard_plan.own_files(run.tensors)
+        files: FileContents = {**tensors}
         encoded = env.call_on_rank_zero(lambda: encode_json(run.state))
         if encoded is not None:
-            parts[STATE] = encoded
+            files[STATE] = encoded
         settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""
-        capture = Capture(step, parts, settings, run.checksums)
+        capture = Capture(step, files, settings, run.checksums)
         if run.checksums is not None:
-            originals = {name: checksums(part) for name, part in files.items()}
+            originals = {name: checksums(named) for name, named in tensors.items()}
             capture = replace(capture, originals=originals)
         self._save = AsyncSave(
             self.runtime, self.stores, self._buffers, capture, retain, self._ledger

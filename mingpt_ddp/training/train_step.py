@@ -161,7 +161,7 @@ class TrainStep:
         """Return a micro-batch's shares of what the ranks add up; {} of padding."""
         if not micro.scale:
             return {}
-        return outputs.shares(micro.shares, self.runtime.group.tensor_size)
+        return outputs.shares(micro.loss_divisor, self.runtime.group.tensor_size)
 
     def forward(self, step: int, micro: MicroBatch) -> Outputs:
         """Return the mean losses of a micro-batch, and its metrics.

@@ -247,9 +247,9 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         resumed.read()["train/loss"],
     ]
     if rank == 1:
-        runtime.group.failures.report("out of memory")
+        runtime.group.failures.record("out of memory")
     observed["failure"] = vars(runtime.group.failures.first(wait_s=10))
-    runtime.group.failures.report("lost another rank")
+    runtime.group.failures.record("lost another rank")
     observed["failure later"] = vars(runtime.group.failures.first(wait_s=10))
     runtime.close()
     return observed
@@ -497,7 +497,7 @@ def one_process(config: dict[str, Any]) -> dict[str, Any]:
         "in copy": [runtime.group.any_in_copy(flag) for flag in (True, False)],
         "get_or_set": runtime.group.get_or_set("name", lambda: "made"),
         "failure": [
-            runtime.group.failures.report("no text"),
+            runtime.group.failures.record("no text"),
             runtime.group.failures.first(wait_s=0),
         ],
         "all failed": runtime.group.failures.have_all_failed("no text"),

@@ -113,7 +113,7 @@ class Contents:
                 + (advice and f", or {advice}")
             )
 
-    def report(self) -> None:
+    def log_summary(self) -> None:
         """Log which files are read, and which are skipped."""
         texts = self.counts.texts
         if texts:

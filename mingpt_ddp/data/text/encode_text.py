@@ -34,7 +34,7 @@ from mingpt_ddp.storage.storage import atomic_write, sync_directory
 
 
 @dataclass(frozen=True)
-class Part:
+class TextRange:
     """The characters, or tokens, begin .. end - 1 of a text."""
 
     text: Text
@@ -61,7 +61,7 @@ def encode(
     """
     lengths, distinct = _count(texts)
     divided = is_divided(texts, config, tokenizer)
-    splits = [[Part(texts[0], 0, lengths[0])]]
+    splits = [[TextRange(texts[0], 0, lengths[0])]]
     if divided:
         splits = divide(texts, lengths, config)
     if tokenizer is None:
@@ -101,7 +101,7 @@ def encode(
     return encoded
 
 
-def _make_tokenizer(config: DataConfig, distinct: str, training: list[Part]) -> Tokenizer:
+def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]) -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` names, learnt from the training parts.
 
     Args:
@@ -117,7 +117,7 @@ def _make_tokenizer(config: DataConfig, distinct: str, training: list[Part]) -> 
 
 
 def _write_tokens(
-    path: Path, splits: list[list[Part]], tokenizer: Tokenizer, dtype: np.dtype[Any]
+    path: Path, splits: list[list[TextRange]], tokenizer: Tokenizer, dtype: np.dtype[Any]
 ) -> list[list[int]]:
     """Write the tokens of all parts, one after the other; return how many, by split and text."""
     sizes = []
@@ -135,7 +135,7 @@ def _write_tokens(
     return sizes
 
 
-def _read(part: Part) -> Iterator[str]:
+def _read(part: TextRange) -> Iterator[str]:
     """Yield a part of a text, in pieces."""
     if part.end <= part.begin:
         return
@@ -170,7 +170,7 @@ def _count(texts: list[Text]) -> tuple[list[int], str]:
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
-def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[Part]]:
+def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[TextRange]]:
     """Return the training, the validation and the test parts of all texts.
 
     `data.truncate` shortens those to train on.
@@ -178,7 +178,7 @@ def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[li
     Raises:
         DataError: nothing is left of them.
     """
-    splits: dict[str, list[Part]] = {"train": [], "val": [], "test": []}
+    splits: dict[str, list[TextRange]] = {"train": [], "val": [], "test": []}
     is_left = False
     for text, length in zip(texts, lengths, strict=True):
         bounds = split_bounds(length, config)
@@ -186,10 +186,10 @@ def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[li
             is_left = True
         if text.split:
             end = bounds[-1] if text.split == "train" else length
-            splits[text.split].append(Part(text, 0, end))
+            splits[text.split].append(TextRange(text, 0, end))
             continue
         for split, (begin, end) in zip(splits.values(), pairwise(bounds), strict=True):
-            split.append(Part(text, begin, end))
+            split.append(TextRange(text, begin, end))
     if not is_left:
         raise DataError(f"data.truncate={config.truncate} leaves nothing to train on; raise it")
     return [*splits.values()]

@@ -35,7 +35,7 @@ class Failure:
         return self.kind not in ("", *(error.__name__ for error in MAY_PASS))
 
 
-class FailureReports:
+class Failures:
     """The error of the first rank that failed, in the store of the attempt."""
 
     def __init__(
@@ -55,7 +55,7 @@ class FailureReports:
         self.rank = rank
         self.world_size = world_size
 
-    def report(self, message: str, kind: str = "") -> None:
+    def record(self, message: str, kind: str = "") -> None:
         """Write the error of this rank to the store, unless another rank failed before.
 
         Args:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.device.device import refuse_shared_gpus
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.failures import FailureReports
+from mingpt_ddp.distributed.group.failures import Failures
 from mingpt_ddp.distributed.group.json_collectives import JsonCollectives
 from mingpt_ddp.distributed.group.rendezvous import join
 from mingpt_ddp.distributed.group.shared_memory import SharedMemoryGroup, connect_local_ranks
@@ -99,7 +99,7 @@ class ProcessGroup(JsonCollectives):
         if self.world_size > 1 or env.has_agent:  # a worker whose agent died finds no store
             self._job_store, self.store = join(env, job, self.timeout_s)
         self.closed = threading.Event()
-        self.failures = FailureReports(self.store, self.rank, self.world_size, self._job_store)
+        self.failures = Failures(self.store, self.rank, self.world_size, self._job_store)
 
     def connect(self, device: torch.device, ddp: DDPConfig) -> None:
         """Connect to the other ranks, which have joined.

@@ -189,11 +189,12 @@ class Strategy:
         If other ranks have one more, and wait for this one in each, the last has scale 0.
         """
         scale = self.loss_scale(plan)
-        shares = plan.n_micro * self.group.tensor_size  # the ranks of a copy compute the same loss
+        # The ranks of a copy of the model compute the same loss.
+        divisor = plan.n_micro * self.group.tensor_size
         passes = []
         for micro in batch:
             is_last = micro is batch[-1]
-            passes.append(replace(micro, scale=scale, shares=shares, is_last=is_last))
+            passes.append(replace(micro, scale=scale, loss_divisor=divisor, is_last=is_last))
         return passes
 
     def loss_scale(self, plan: BatchPlan) -> float:

@@ -26,7 +26,7 @@ class MLflowTracker:
         self._uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
         self.is_remote = urlsplit(self._uri or "").scheme in ("http", "https", "databricks")
 
-    def connect(self) -> int:
+    def find_run(self) -> int:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds, of 120
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow.entities import Param

@@ -33,13 +33,13 @@ REMOTE_S = 8.0  # or over a network
 class Tracker(Protocol):
     """A run in the store of a tracker.
 
-    Any method may raise anything; `connect` is then called again.
+    Any method may raise anything; `find_run` is then called again.
     """
 
     name: str  # of the library, too
     is_remote: bool
 
-    def connect(self) -> int:
+    def find_run(self) -> int:
         """Find the run by its id, or create it; return the first step that it may lack."""
 
     def send(self, points: Points) -> None:
@@ -69,7 +69,7 @@ class Outbox:
         self._thread = threading.Thread()  # the last one; it has not been started
         self._sending = threading.Lock()
         self._covered = 0  # steps below it have been sent, or their sending has failed
-        self._is_connected = False
+        self._has_run = False
         self._has_failed = False
         self._deadline = math.inf  # time.monotonic() until which `join` waits for a call
 
@@ -119,7 +119,7 @@ class Outbox:
                     atomic_write(self._marker, self._ending(end - 1))
                 self._has_failed = False
             except (Exception, SystemExit) as error:
-                self._is_connected = False
+                self._has_run = False
                 if not self._has_failed:
                     message = "cannot send to %s, training continues without it: %s"
                     log.warning(message, self._tracker.name, redact(describe(error)))
@@ -128,12 +128,12 @@ class Outbox:
 
     def _send(self, end: int) -> None:
         begin = self._covered
-        if not self._is_connected:
+        if not self._has_run:
             self._marker.unlink(missing_ok=True)  # an offline run is about to be replaced
             importlib.import_module(self._tracker.name)
             with self._limited():
-                begin = self._tracker.connect()
-            self._is_connected = True
+                begin = self._tracker.find_run()
+            self._has_run = True
         points = self._points(begin, end)
         for first in range(0, len(points), BATCH):
             with self._limited():

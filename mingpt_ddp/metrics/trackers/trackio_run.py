@@ -22,7 +22,7 @@ class TrackioTracker:
         self._server = os.environ.get("TRACKIO_SERVER_URL")
         self.is_remote = bool(self._server or os.environ.get("TRACKIO_SPACE_ID"))
 
-    def connect(self) -> int:
+    def find_run(self) -> int:
         import trackio
 
         if self._server:  # trackio.init would take a server that is away for an empty one

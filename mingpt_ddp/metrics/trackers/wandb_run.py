@@ -26,7 +26,7 @@ class WandbTracker:
         self._id = run_id
         self.is_remote = os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled")
 
-    def connect(self) -> int:
+    def find_run(self) -> int:
         import wandb
 
         if self.is_remote and not wandb.login(prompt=False):

@@ -27,7 +27,7 @@ from mingpt_ddp.snapshots.write.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
-Parts = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, or the content
+FileContents = dict[str, dict[str, Tensor] | bytes]  # by file name: tensors by name, or the content
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Capture:
     """What this rank saves of a step."""
 
     step: int
-    parts: Parts  # its files; the tensors may change as soon as they are staged
+    files: FileContents  # the tensors may change as soon as they are staged
     settings: str = ""  # a digest of all that the bits of the step depend on, for the ledger
     # The checksums of all tensors that this rank holds, by `copy_name`; None: compare nothing.
     held: dict[str, int] | None = None
@@ -102,9 +102,9 @@ class AsyncSave(threading.Thread):
     def _devices(self) -> list[torch.device]:
         """Return the device of this rank, and others with tensors of its model."""
         devices = [self.runtime.device]
-        for part in self.capture.parts.values():
-            if isinstance(part, dict):
-                devices += [tensor.device for tensor in part.values()]
+        for content in self.capture.files.values():
+            if isinstance(content, dict):
+                devices += [tensor.device for tensor in content.values()]
         return [*dict.fromkeys(devices)]
 
     def run(self) -> None:
@@ -153,8 +153,8 @@ class AsyncSave(threading.Thread):
         """
         if self._ready:
             torch.cuda.set_device(self.runtime.device)  # of this thread
-        parts = self.capture.parts
-        tensors = {name: part for name, part in parts.items() if isinstance(part, dict)}
+        files = self.capture.files
+        tensors = {name: content for name, content in files.items() if isinstance(content, dict)}
         if not self._buffers_fit(tensors):
             self.buffers.clear()  # free the memory before allocating again
             for name, named in tensors.items():
@@ -170,9 +170,9 @@ class AsyncSave(threading.Thread):
         for stream in streams:
             stream.synchronize()
         contents: dict[str, memoryview | bytes] = {}
-        for name, part in parts.items():
-            contents[name] = part if isinstance(part, bytes) else self.buffers[name].content
-        self.capture = replace(self.capture, parts={})  # free the tensors
+        for name, content in files.items():
+            contents[name] = content if isinstance(content, bytes) else self.buffers[name].content
+        self.capture = replace(self.capture, files={})  # free the tensors
         self.runtime.group.is_writing = True
         self.staged.set()
         return contents

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from mingpt_ddp.config.validation import NotRegisteredError
-from mingpt_ddp.distributed.group.failures import Failure, FailureReports
+from mingpt_ddp.distributed.group.failures import Failure, Failures
 from mingpt_ddp.errors import ConfigError, pack_error, unpack_error
 
 
@@ -11,12 +11,12 @@ def test_a_lost_store_reports_no_failure():
     """Rank 0 hosts the store, and may exit first."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
-    failures = FailureReports(store, rank=0, world_size=1)
-    failures.report("no text", "DataError")
+    failures = Failures(store, rank=0, world_size=1)
+    failures.record("no text", "DataError")
     assert failures.first(wait_s=5) == Failure(0, "DataError", "no text")
     del server
     assert failures.first(wait_s=5) is None
-    failures.report("a later error")
+    failures.record("a later error")
     assert not failures.have_all_failed("no text")
 
 
@@ -24,13 +24,13 @@ def test_an_error_comes_again_in_another_attempt_alone():
     """Both ranks of an attempt may have it, and another rank the next time."""
     job = dist.HashStore()
     first, second = (dist.PrefixStore(name, job) for name in ("first", "second"))
-    ranks = [FailureReports(first, rank, 2, job) for rank in range(2)]
+    ranks = [Failures(first, rank, 2, job) for rank in range(2)]
     assert [rank.is_repeated("boom at 0x7f01") for rank in ranks] == [False, False]
-    later = FailureReports(second, 1, 2, job)
+    later = Failures(second, 1, 2, job)
     assert later.is_repeated("boom at 0x7f02")
     assert not later.is_repeated("another")
-    assert not FailureReports(None, 0, 1).is_repeated("boom at 0x7f01")
-    assert FailureReports(None, 0, 1, job).is_repeated("boom at 0x7f01")
+    assert not Failures(None, 0, 1).is_repeated("boom at 0x7f01")
+    assert Failures(None, 0, 1, job).is_repeated("boom at 0x7f01")
 
 
 def test_an_error_of_another_module_is_raised_elsewhere_as_its_base():

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from mingpt_ddp.distributed import watchdog
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, ProcessExit
-from mingpt_ddp.distributed.group.failures import FailureReports
+from mingpt_ddp.distributed.group.failures import Failures
 from mingpt_ddp.distributed.watchdog import Watchdog
 from mingpt_ddp.errors import UserError
 from mingpt_ddp.linux import STOPPED, read_state
@@ -198,7 +198,7 @@ def test_a_blocked_rank_leaves_after_a_failure_of_another(leaves, log_lines):
     dog, leaves_at = leaves
     first, second = {"count": 1}, {"count": 2}
     assert [leaves_at(now, first) for now in (0, 60)] == [False, False]
-    FailureReports(dog._store, rank=1, world_size=2).report("broken")
+    Failures(dog._store, rank=1, world_size=2).record("broken")
     assert [leaves_at(now, first) for now in (60.25, 62)] == [False, False]
     assert [leaves_at(now, second) for now in (62.25, 64)] == [False, False]
     assert log_lines == []
@@ -209,7 +209,7 @@ def test_a_blocked_rank_leaves_after_a_failure_of_another(leaves, log_lines):
 
 def test_a_blocked_rank_leaves_once_its_snapshot_is_written(leaves):
     dog, leaves_at = leaves
-    FailureReports(dog._store, rank=1, world_size=2).report("broken")
+    Failures(dog._store, rank=1, world_size=2).record("broken")
     beat = {"count": 1}
     dog.group.is_writing = True
     assert [leaves_at(now, beat) for now in (0, 2, 20)] == [False] * 3
@@ -221,7 +221,7 @@ def test_a_blocked_rank_leaves_once_its_snapshot_is_written(leaves):
 def test_a_rank_that_ends_by_itself_is_left_alone(leaves, reason):
     dog, leaves_at = leaves
     rank = 0 if reason == "its own failure" else 1
-    FailureReports(dog._store, rank, world_size=2).report("broken")
+    Failures(dog._store, rank, world_size=2).record("broken")
     if reason == "it is done":
         dog.group.closed.set()
     assert [leaves_at(now, {}) for now in (0, 2, 20)] == [False] * 3

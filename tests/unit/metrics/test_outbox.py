@@ -41,7 +41,7 @@ class FakeTracker:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def connect(self) -> int:
+    def find_run(self) -> int:
         self.store.answers.wait()
         self.store.connections += 1
         self.taken = 0

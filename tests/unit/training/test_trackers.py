@@ -32,7 +32,7 @@ class MemoryTracker:
     def __init__(self, config: Any, directory: Path, run_id: str) -> None:
         self.id = run_id
 
-    def connect(self) -> int:
+    def find_run(self) -> int:
         self.points = self.runs.setdefault(self.id, {})
         return max(self.points, default=0) + 1
 

@@ -218,8 +218,8 @@ def test_the_strategy_divides_a_step(monkeypatch):
     fetched = FixedLoader().get_batch(2, train_step.plan, 0)
     monkeypatch.setattr(train_step.loader, "get_batch", lambda *_: fetched)
     losses = take_step(train_step, 2).losses
-    first = replace(fetched[0], scale=0.5, shares=2, is_last=False)
-    second = replace(fetched[1], scale=0.5, shares=2, is_last=True)
+    first = replace(fetched[0], scale=0.5, loss_divisor=2, is_last=False)
+    second = replace(fetched[1], scale=0.5, loss_divisor=2, is_last=True)
     parallel = train_step.parallel_model
     parameters = train_step.parameters
     finished = [each for each in calls if each[0] == "finish"]
