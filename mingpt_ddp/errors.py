@@ -55,7 +55,7 @@ class JoinError(RunError):
 
 
 class StorageUnusableError(UserError):
-    """The storage is full or may not be written: the same command fails until someone mends it."""
+    """The storage is full or may not be written: the same command fails until it is repaired."""
 
     kind = "storage error"
 

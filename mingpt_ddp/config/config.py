@@ -239,7 +239,7 @@ def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
 
 def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a group that this version knows or refuses, without retired ones."""
-    # a key that is read from a record may be no text, nor a number that Python prints
+    # A recorded key may be neither text nor a number that Python prints.
     retired_keys = {tuple(name.split(".")) for name in retired_names()}
     return {key: value for key, value in values.items() if (group, key) not in retired_keys}
 

@@ -21,11 +21,11 @@ from mingpt_ddp.errors import ConfigError, DataError
 
 Device = torch.device | str
 SHUFFLE_CHUNK = 1 << 13  # positions of an epoch permuted at a time
-# tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache
+# Tokens gathered at a time: x and y take 256 KiB each as int64 and fit a core's cache.
 GATHER_TOKENS = 1 << 15
 TOKENS_PER_BATCH = 4096  # in evaluation
 MAX_RESIDENT_FRACTION = 1 / 8  # of a GPU's memory for the text
-# tokens copied to a GPU at a time: on the host a rank holds no more of the memory-mapped text
+# Tokens copied to a GPU at a time: on the host a rank holds no more of the memory-mapped text.
 RESIDENT_CHUNK = 1 << 24
 
 
@@ -179,7 +179,7 @@ class TokenLoader:
             is_resident = self.resident_bytes(total) > 0
         self._tokens = TokenWindows(tokens, block_size + 1, device, is_resident)
         self._starts = WindowStarts(epoch=-1, first=0, starts=np.empty(0, dtype=np.int64))
-        # the steps that have been gathered, and for which plan and rank
+        # The steps that have been gathered, and for which plan and rank.
         self._plan: tuple[BatchPlan, int] | None = None
         self._first_step = 0
         self._steps = list[list[MicroBatch]]()
@@ -293,7 +293,7 @@ def _copy_to(device: torch.device, tokens: Ints) -> Tensor:
     dtype = torch.from_numpy(np.empty(0, tokens.dtype)).dtype
     copy = torch.empty(len(tokens), dtype=dtype, device=device)
     for begin in range(0, len(tokens), RESIDENT_CHUNK):
-        # a copy, because torch takes no read-only array
+        # Copy, because torch takes no read-only array.
         chunk = np.array(tokens[begin : begin + RESIDENT_CHUNK])
         copy[begin : begin + len(chunk)].copy_(torch.from_numpy(chunk))
     return copy

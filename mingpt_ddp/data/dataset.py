@@ -24,11 +24,11 @@ class EncodedText:
     tokenizer: dict[str, Any]  # the state of the tokenizer
     dtype: str  # of a token on disk
     tokens_sha256: str  # of tokens.bin; "" of token files
-    # tokens by split and source; []: split by the configuration
+    # Numbers of tokens by split and source; []: the configuration splits.
     parts: list[list[int]] = field(default_factory=list)
     form: Form = "text"  # in which the source was read, as data.format; never auto
     by_name: bool = False  # the names of its files say their splits
-    # where the tokens of these parts lie; []: in tokens.bin
+    # The files with the tokens of these parts; []: tokens.bin has them.
     files: list[TokenFile] = field(default_factory=list)
 
     def memmap(self) -> Any:

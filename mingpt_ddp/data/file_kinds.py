@@ -14,8 +14,8 @@ HEAD_BYTES = 1 << 18  # of a text, which are looked at
 ENCODED_BYTES = 1 << 13  # of the head, to recognize UTF-16
 FLOOD = 0.1  # share of control characters that no text has
 MIN_FLOOD = 16  # control characters
-# those that no text has; terminals write backspace, tab, form feed and escape, chats the codes of
-# colours, records their separators
+# Control characters that no text has. Terminals write backspace, tab, form feed and escape, chats
+# the codes of colours, records their separators.
 CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b", *b"\x02\x03\x0f\x16", *range(28, 32)})
 READ = "read it with a reader of your own (docs/your-own-model.md)"
 EXTRACT = "extract its text first"
@@ -78,7 +78,7 @@ WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with a BOM 
 AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")  # in an array of objects
 LONGEST_LITERAL = 6  # characters: \u0000
 ARRAY = re.compile(r"\[\s*(?=\{)")
-# by the names that files and directories have for them, in lower case
+# Kinds by the names of files and directories, in lower case.
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
 )

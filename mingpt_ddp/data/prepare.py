@@ -21,7 +21,7 @@ from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
 
-# keys of data for one of several texts
+# Keys of data for one of several texts.
 ONE_TEXT: dict[str, Any] = dict.fromkeys(("sources", "val_paths", "split_paths", "sha256"))
 
 
@@ -124,7 +124,7 @@ def _find_or_encode(
         assert tokenizer is not None
         return locate(texts, config, tokenizer, cache)
     key = sha256
-    # the encoding depends on more
+    # The encoding depends on more keys.
     if is_divided(texts, config, tokenizer) or tokenizer or config.end_token:
         chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
         shares = [config.truncate, config.train_split, config.test_split]
@@ -154,7 +154,7 @@ def _open_all(config: DataConfig, cache: TextCache, form: Form | None, by_name: 
     if config.sources is None:
         texts += _open(config, config.source, cache, form, by_name)
     for path, weight in config.sources or ():
-        # one source: each of thousands of configurations is validated
+        # Build one source only: each configuration is validated, of thousands.
         one = replace(config, path=path, sources=[(path, weight)])
         texts += _open(one, one.source, cache, form, by_name)
     if config.test_split and any(text.split for text in texts):
@@ -195,7 +195,7 @@ def _open(
     try:
         texts = open_source(config, source, cache, form, by_name)
         for text in texts:
-            # before all of it is read
+            # Refuse before all of it is read.
             if form is None:
                 text.contents.refuse()
             elif form == "text":

@@ -44,7 +44,7 @@ class WeightedLoader(TokenLoader):
         self._begins = [0, *np.cumsum(sizes)[:-1].tolist()]
         self._set_epoch(sum(self._windows))
         shares = np.cumsum(weights / weights.sum()) * self.windows_per_epoch
-        # of each text's share, among the windows of an epoch before they are shuffled
+        # Ends of each text's share among the windows of an epoch, before they are shuffled.
         self._ends = np.round(shares).astype(np.int64)
         self._ends[-1] = self.windows_per_epoch
         for (path, _), share in zip(sources, np.diff(self._ends, prepend=0), strict=True):

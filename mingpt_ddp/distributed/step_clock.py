@@ -25,7 +25,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.micro_batches = 1  # of this rank in a step
-        # begin and end of each stretch of work
+        # The start and end of each stretch of work.
         self._steps: deque[list[tuple[Any, Any]]] = deque(maxlen=LATEST)
         self._begin: Any = None
         self._is_split = False
@@ -51,7 +51,7 @@ class StepClock:
             if any(module.children()):
                 continue
             module.register_forward_pre_hook(lambda *_: self._resume())
-            # before collectives of the outputs
+            # Stop before collectives of the outputs.
             module.register_forward_hook(lambda *_: self._stop(), prepend=True)
 
     def start(self) -> None:

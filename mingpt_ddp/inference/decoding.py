@@ -132,7 +132,7 @@ class CUDAGraphDecodeStep:
                 model.step(self.tokens, cache, self.position)
         torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        # another thread may stage a snapshot
+        # Another thread may stage a snapshot.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self.logits = model.step(self.tokens, cache, self.position)
 

@@ -42,7 +42,7 @@ class Machine:
 
     device: str  # of GPUS
     nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
-    # of a node, all its adapters together
+    # What a node sends, all its adapters together.
     network_gbps: Annotated[float, Field(ge=1e-3, le=1e9)] = 400.0
 
     def __post_init__(self) -> None:

@@ -116,7 +116,7 @@ class MetricsHistory:
     Those that a restart or a rollback has repeated do not count.
     """
 
-    # of all records with a measurement: their steps, and whether they count
+    # The steps of all records with a measurement, and whether they count.
     steps: Sequence[float] = ()
     counts: Sequence[int] = ()
     columns: dict[str, Column] = field(default_factory=dict)  # their values, by key

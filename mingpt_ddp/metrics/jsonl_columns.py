@@ -114,8 +114,8 @@ class Columns:
 def _parse_together(lines: bytes) -> list[Record] | None:
     """Return the objects of lines, parsed as one array; None if a line may be something else.
 
-    Braces open at the begin of each line and nowhere else, and as many objects come out: so each
-    line is one.
+    A brace opens at the start of each line and nowhere else, and as many objects come out as there
+    are lines: so each line is one.
     """
     pieces = lines.split(b"\n{")
     count = len(pieces)

@@ -66,7 +66,7 @@ class MetricsProcessor:
             self.tensorboard,
             *(env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []),
         ]
-        # rank zero alone writes metrics of the whole run
+        # Rank zero alone writes metrics of the whole run.
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.panel = Panel(env, str(directory), task.unit)
         self.meter = Meter(runtime, loader.items_per_step, task.unit)

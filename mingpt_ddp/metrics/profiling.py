@@ -128,7 +128,7 @@ def snapshot_when_out_of_memory(directory: Path, rank: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # as it is, or refused as a ConfigError
+        # It passes as it is, or is refused as a ConfigError.
         if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
             raise
         path = directory / DIRECTORY / f"rank{rank}.memory.pickle"

@@ -9,7 +9,7 @@ from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.training.length import early_end
 from mingpt_ddp.training.start.start_log import long_metrics, long_warmup
 
-# usual ones, by optimizer
+# The usual learning rates, by optimizer.
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
 MANY_EPOCHS = 10
 LARGE = 10  # parameters per item of the data

@@ -65,7 +65,7 @@ FIGURES = (
     *("micro_batch_size", "passes", "ranks_per_copy", "largest_micro_batch_size"),
     *("wire_bytes_per_step", "flops_per_step", "compute_s", "memory_s", "wire_s", "step_s_bound"),
 )
-# of a model of one's own
+# Figures that are unknown of a user's model.
 UNKNOWN = ("peak_bytes", "activations_bytes", "temporaries_bytes", "largest_micro_batch_size")
 
 

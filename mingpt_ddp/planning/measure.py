@@ -21,7 +21,7 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
-# measured: until one of these limits, but at least two steps after the first
+# Steps are measured until one of these limits, but at least two after the first.
 MOST_STEPS = 20
 MEASURED_S = 4.0
 EVALUATED = 5  # batches
@@ -133,7 +133,7 @@ def _activations(runtime: Runtime, task: Task, model: nn.Module, batch: Any) -> 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), runtime.autocast():
-        # holds what is kept until the return
+        # The losses hold what is kept, until the return.
         losses = outputs_of(task.loss(model, runtime.to_device(batch))).losses
     return sum(sizes.values()) if losses else 0
 

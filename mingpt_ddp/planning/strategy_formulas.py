@@ -73,7 +73,7 @@ class Footprint:
         self.cluster = cluster
         self.rows = batch.micro_batch_size
         self.passes = batch.micro_batches_per_rank
-        # not known of a model of one's own
+        # None: unknown, as of a user's model.
         self.activations = activations_of(state, strategy.divides_rows)
         self.shards = 1  # that the rows are divided into
         if strategy.divides_rows:

@@ -9,7 +9,7 @@ from mingpt_ddp import errors
 from mingpt_ddp.results.runs import Row, Value
 
 LONGEST = 60  # characters of a value or a name
-# last parts of keys that say too little, or are titles of other columns
+# Last parts of keys that say too little, or are titles of other columns.
 UNCLEAR = {"name", "path", "n", "sd", "status", "step", "faults", "time", "job", "directory"}
 BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
 WORDS = {

@@ -24,7 +24,7 @@ from mingpt_ddp.results.runs import (
 from mingpt_ddp.results.stats.intervals import Estimate, estimate
 
 SEED = "run.seed"
-# what differs between the directories of replicates in a sweep
+# Keys that differ between the directories of replicates in a sweep.
 OF_ONE_JOB = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
 Recipe = tuple[tuple[str, Hashable], ...]
 

@@ -16,7 +16,7 @@ from mingpt_ddp.results.objective import (
 from mingpt_ddp.results.runs import Job, identity, number, varying
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
-# how many windows are measured, of which length
+# Keys that say how many windows are measured, and of which length.
 WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
 OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  # than minutes
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
@@ -108,7 +108,7 @@ def _different_data(jobs: list[Job]) -> list[str]:
         return kinds
     keys = _differing(jobs, DATA_KEYS)
     digests = {identity(job.config.get("data.sha256")) for job in jobs}
-    # one of them is null: any content
+    # One of them is null, which stands for any content.
     if len(digests - {identity(None)}) < 2 and "data.sha256" in keys:
         keys.remove("data.sha256")
     if len(digests) == 1 and identity(None) not in digests and "data.path" in keys:

@@ -11,7 +11,7 @@ from typing import Any
 from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.storage.yaml_and_json import finite
 
-# keys of data that determine a text
+# Keys of data that determine a text.
 TEXT_KEYS = (
     "path",
     "reader",

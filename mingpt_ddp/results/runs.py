@@ -266,7 +266,7 @@ def plain(value: Any) -> Value:
 
 
 def _shortened(text: str) -> str:
-    """Return the begin of a long text and a digest, so that different texts stay different."""
+    """Return the start of a long text and a digest, so that different texts stay different."""
     if len(text) <= MAX_JSON_CHARS:
         return text
     return f"{text[:MAX_JSON_CHARS]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -301,7 +301,7 @@ def command_line(job: Job) -> str:
     Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
     start, run.name included: they continue the job, or repeat it under another run.name.
     """
-    # the overrides may have the sweep's run.name, which is another run
+    # The overrides may have the sweep's run.name, which is another run.
     if "run.name" not in job.config:
         return NO_COMMAND
     overrides = _read_record(job.directory, "overrides")

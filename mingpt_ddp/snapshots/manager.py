@@ -48,7 +48,7 @@ from mingpt_ddp.snapshots.write.shard_plan import ShardPlan, TensorsByKind
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable
 
-# of a storage that stays unusable until someone mends it
+# Errors of a storage that stays unusable until someone repairs it.
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 QUICK_S = 1.0  # a faster save is awaited when the next one is due
 
@@ -61,7 +61,7 @@ class RunState:
     state: dict[str, Any]  # the content of state.json
     tensors: TensorsByKind  # they must not change until `wait_for_staging` returns
     best_step: int | None  # of the snapshot that snapshot.keep_best keeps
-    # of all tensors that this rank holds, to compare before the commit; None: compare nothing
+    # Of all tensors that this rank holds, to compare before the commit; None: compare nothing.
     checksums: dict[str, int] | None = None
 
 

@@ -9,7 +9,7 @@ from mingpt_ddp.errors import CodeError, SnapshotError
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.staging_buffer import DTYPES
 
-# numbers in optimizer state, stored as tensors
+# Numbers in an optimizer's state are stored as tensors.
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 CHECKED = (torch.optim.AdamW, torch.optim.SGD, Muon)  # whose state is known; not that of users
 

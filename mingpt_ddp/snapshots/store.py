@@ -21,7 +21,7 @@ class SnapshotStore(StoreReader):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self.lease: Lease | None = None  # ownership on an object store, which has no file locks
-        # raises RunError if a locked directory is gone
+        # It raises RunError if a locked directory is gone.
         self.check_owner: Callable[[], None] = lambda: None
 
     # A save: begin, then write_files (every rank its files), then commit.

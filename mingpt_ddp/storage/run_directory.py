@@ -23,7 +23,7 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, re
 log = logging.getLogger(__name__)
 
 RESULT = "result.json"
-# Of two starts in one directory no difference: a start may record null or what it stands for.
+# These keys make no difference between two starts: one may record null, another the name itself.
 DIRECTORY_KEYS = ("run.name",)
 ATTEMPT = "attempt.json"
 SWEEP = "sweep.json"  # in the directory of a sweep
@@ -72,7 +72,7 @@ class Attempt:
     wasted_seconds: float = 0.0  # of the run up to then
     failures: int = 0  # attempts before it that died
     launcher: str = ""  # the process that restarts it, if there is one
-    # not in the file:
+    # These are not in the file:
     has_died: bool = False
     ended: float = 0.0  # since 1970: its last line of metrics; 0 without one
     result_step: int | None = None  # at which it ended by itself

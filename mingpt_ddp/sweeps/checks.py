@@ -29,7 +29,7 @@ def check_hydra_keys(config: DictConfig) -> None:
         "hydra.job.chdir=true would move the jobs away from run.root; leave it out",
     )
     check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
-    # as they are written: an interpolation may have no value before a job runs
+    # Take values as they are written: an interpolation may have none before a job runs.
     hydra: Any = OmegaConf.to_container(config.hydra, resolve=False)
     run, sweep = hydra["run"], hydra["sweep"]
     for key, value, *allowed in (

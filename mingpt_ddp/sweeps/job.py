@@ -57,7 +57,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     extra = {}
     for key, text in swept.items():
         if key not in covered:
-            # the parsed value, not its spelling: 100 and 1e2 are the same job
+            # Take the parsed value, not its spelling: 100 and 1e2 are the same job.
             extra[key] = json.dumps(values.get(key, text))
     hashed = {"swept": extra} if extra else {}
     if config.run.name is None:

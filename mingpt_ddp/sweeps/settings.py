@@ -22,7 +22,7 @@ from mingpt_ddp.results.objective import LOSS, Objective
 from mingpt_ddp.storage.sweep_file import SweepFile
 
 BITS = ("bits_per_byte", "bits_per_char")
-# numbers of result.json
+# Numbers of result.json that may be an objective.
 MEASURED = (
     "val_loss",
     "val_accuracy",

@@ -1,4 +1,4 @@
-"""A sweep: what its start has found, and which of its jobs have ended since."""
+"""A sweep: what its checks have determined, and which of its jobs have ended since."""
 
 import contextlib
 import logging
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# of a job: its run.name, its objective if it is complete, why it has failed for good
+# What a job leaves: its run.name, its objective if it is complete, why it has failed for good.
 Known = tuple[str, float | None, str | None]
 RunOnRankZero = Callable[[Callable[[], Known]], Known]
 
@@ -49,7 +49,7 @@ class Sweep:
     env: DistEnv = field(default_factory=DistEnv)
     settings: SweepConfig = field(default_factory=SweepConfig)
     directory: Path = Path()  # of all jobs, or run.root
-    planned: int = 0  # jobs
+    planned: int = 0  # number of jobs
     is_remote: bool = False  # other processes run the jobs, count them and log their errors
     lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
     source: Source | None = None  # None: another sweeper of Hydra's says what the jobs are
@@ -145,7 +145,7 @@ class Sweep:
             if self._end_failed(Job(number, self.failed[number])) is not None:
                 return  # as often, with earlier starts
             log.warning("job %d: retry %d of %d", number + 1, retry, retries)
-            del self.failed[number]  # not yet
+            del self.failed[number]  # it has not failed for good
             yield
 
     def _end_failed(self, job: Job) -> str | None:

@@ -41,7 +41,7 @@ class AnomalyPolicy:
             loss: the mean loss of the step over all ranks.
             grad_norm: of the gradients, before clipping.
         """
-        # GradScaler skips overflowing steps itself: no anomaly
+        # GradScaler skips an overflowing step itself, which is no anomaly.
         scaled = self.run.runtime.scaler.is_enabled()
         if not math.isfinite(loss) or not (scaled or math.isfinite(grad_norm)):
             return f"loss {loss} and gradient norm {grad_norm}"

@@ -61,7 +61,7 @@ def train_run(
         The metrics of the last evaluation of the validation split, by name; None if a signal ended
         the run early.
     """
-    # refuses before anything is written
+    # Nothing is written before `open_directory`.
     times = StartTimes(started_at or process_start_time())
     times.done("processes", at=runtime.began_at)
     times.done("rendezvous")
@@ -95,7 +95,7 @@ def evaluate_complete(run: Run, evaluator: Evaluator) -> Outcome:
     run.runtime.group.set_activity(f"evaluating after step {state.step}")
     model = run.trainable.model
     with run.trainable.average.applied():
-        # saved between two evaluations, under a larger limit
+        # The snapshot was saved between two evaluations, under a larger limit.
         if state.val_step != state.step or not state.val_metrics:
             state.val_metrics = evaluator.run(model, "val") or {}
             state.val_loss = state.val_metrics["loss"]
@@ -119,7 +119,7 @@ def begin_attempt(
         history.owner.clear_result()
     plan = plan_batches(run.config, group.data_size, run.resumed.get("micro_batch_size"))
 
-    # first: no clock counts how long it takes to wrap the model
+    # Do this first: no clock counts how long it takes to wrap the model.
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
     model = run.trainable.model
     metrics = MetricsProcessor(runtime, run.task, run.loader, model, state.step, times)

@@ -24,7 +24,7 @@ class Progress:
     best_step: int | None = None
     wall_seconds: float = 0.0  # of all attempts, without work lost to a kill or a rollback
     loss_sum: float = 0.0  # of the current log interval
-    # of the task's several losses, if it has some, and the sums and counts of metrics
+    # Sums of the task's several losses, if it has some, and the sums and counts of metrics.
     loss_part_sums: Metrics = field(default_factory=dict)
     loss_steps: int = 0
     timed_steps: int = 0  # all but the first of each attempt
@@ -35,7 +35,7 @@ class Progress:
     patience_loss: float | None = None  # which an evaluation must get below, by trainer.min_delta
     evaluations_above: int = 0  # in a row that did not
     save_stall_s: NonNegativeFloat = 0.0  # of training for a snapshot, moving mean
-    # of the last snapshot, from its start to its commit; None: unknown
+    # The last snapshot took this long, from its start to its commit; None: unknown.
     save_durable_s: NonNegativeFloat | None = None
     train_metrics: Metrics = field(default_factory=dict)  # own ones, as train_loss
 
@@ -50,7 +50,7 @@ class TrainState(Progress):
     skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
     failures: NonNegativeInt = 0  # attempts that died
-    # of a step, which trainer.max_minutes is divided by; None: it has fixed no number of steps
+    # trainer.max_minutes was divided by this; None: it has fixed no number of steps.
     step_seconds: float | None = None
 
     @property

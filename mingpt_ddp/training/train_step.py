@@ -58,7 +58,7 @@ class TrainStep:
         self.average = trainable.average
         self.length = length or known_length(config, loader.steps_per_epoch)
         self.lr_config = scale_lr(config.optimizer, config.trainer.batch_size)
-        # of the configuration: loading the optimizer's state replaces its groups
+        # By the configuration: loading the optimizer's state replaces its groups
         self.weight_decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
         self.parameters = list(self.model.parameters())
         graphs = runtime.compiles and replays_graphs(config, self.model, plan)

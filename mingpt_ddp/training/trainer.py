@@ -199,7 +199,7 @@ class Trainer:
             interrupted=self.observers.signals.signal_name is not None,
             saving=self.saves.manager.save_in_progress,
             save_is_due=self.saves.is_due(),
-            # reading it waits for a GPU
+            # Reading the loss waits for a GPU.
             loss=float(losses["loss"]) if self.anomaly.checks_every_step else 0.0,
             steps=self.timer.take(step),
         )

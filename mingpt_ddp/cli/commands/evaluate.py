@@ -156,7 +156,7 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
             "precision": config.precision,
             "eval_steps": None,
         }
-        # which evaluation does not follow: code of the user may register it
+        # An evaluation follows no schedule, which the user's code may have registered.
         values["optimizer"] |= {"schedule": "constant", "schedule_settings": None}
         values |= {"ddp": {}, "snapshot": {}}
         if first is not None:

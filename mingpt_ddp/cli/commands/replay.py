@@ -87,7 +87,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
     if files := difference_of(recorded_code(interval.state), recorded_code(here)):
         echo_error(f"the code differs from that of step {interval.target}: {files}")
     for step in sorted(expected.keys() & repeated.keys()):
-        # hooks of evaluations, which a replay leaves out, may have other state
+        # A replay calls no hooks of evaluations: their state may differ.
         if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
             where = f"step {step}, repeated from step {interval.base}, gives another {difference}"
             if reasons := find_reasons(interval, here):

@@ -39,7 +39,7 @@ from mingpt_ddp.errors import ConfigError, with_commands
 # of users, and protect from nothing: the same presets name Python files that are run.
 UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
-# Hydra 1.3 warns without it, 1.4 with it
+# Hydra 1.3 warns without it, 1.4 with it.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else {}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
@@ -310,7 +310,7 @@ def config_flags(hydra: Any) -> list[str]:
         if provider == "command-line":
             flags.append(f"--config-dir={path}")
         elif provider == "main" and path != config_directory() and os.path.isdir(path):
-            # which never raises
+            # That never raises.
             flags.append(f"--config-path={path}")
     return flags
 
@@ -329,7 +329,7 @@ def hydra_value(value: Any) -> str:
     """Format a value so that Hydra's override grammar parses it back."""
     if isinstance(value, list):
         return f"[{','.join(map(hydra_value, value))}]"
-    # Hydra takes no quoted keys
+    # Hydra takes no quoted keys.
     if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
         pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
         return f"{{{','.join(pairs)}}}"

@@ -34,7 +34,7 @@ PARTS: dict[str, dict[str | None, type]] = {
     "activation": dict.fromkeys(("gelu", "gelu_tanh", "relu_squared"), PartConfig),
 }
 ACTIVATION = "of the MLP: gelu, gelu_tanh (GPT-2's), relu_squared or your own"
-# Those of an architecture, which other programs know.
+# The activations of an architecture, which other programs know.
 OWN_ACTIVATIONS = {"gpt": ("gelu", "gelu_tanh"), "modern": ("relu_squared",)}
 
 

@@ -72,7 +72,7 @@ def encode(
         tokenizer = _make_tokenizer(config, distinct, splits[0])
         if config.end_token:
             tokenizer = tokenizer.with_end()
-    # the smallest unsigned type that holds every token
+    # Choose the smallest unsigned type that holds every token.
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     with tempfile.TemporaryDirectory(
         prefix=".partial-", dir=directory.parent, ignore_cleanup_errors=True

@@ -52,7 +52,7 @@ READERS: dict[str, Callable[[Any, str], Table]] = {
     "parquet": column_table,
     "csv": csv_table,
 }
-# of `datasets`, in a save_to_disk folder
+# Files that `datasets` writes in a save_to_disk folder, besides the data.
 NO_RECORDS = re.compile(r"(cache-.*\.arrow|dataset_info\.json|dataset_dict\.json|state\.json)")
 
 

@@ -61,7 +61,7 @@ class TextCache:
         self.root = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
         self.records = FileRecords(self.root / RECORDS, uses=config.verify == "auto")
         self._added: list[Path] = []
-        # deepest first
+        # The deepest directories come first.
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
 
     def find_or_add(
@@ -211,7 +211,7 @@ class TextCache:
                 else:
                     path.unlink(missing_ok=True)
             if self._missing:
-                # it is not there, or has what took a while to download
+                # It is not there, or holds what took a while to download.
                 with contextlib.suppress(OSError):
                     (self.root / DOWNLOADS).rmdir()
                 if {*os.listdir(self.root)} <= {LOCK, RECORDS}:

@@ -37,7 +37,7 @@ OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # GPT-2's name of each byte: its Latin-1 character if that is printable, else one from U+0100 on.
 BYTE_NAMES = [chr(byte if byte in PRINTABLE else 256 + OTHERS.index(byte)) for byte in range(256)]
 LOSSY_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-# behaviours of a Split
+# Behaviours of a Split in tokenizer.json.
 LOSSLESS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 SIZE_BYTES = 8  # before a value that is broadcast
-SHORT_BYTES = 1016  # of it, in the first message
+SHORT_BYTES = 1016  # of the value, in the first message
 
 
 @dataclass(frozen=True)

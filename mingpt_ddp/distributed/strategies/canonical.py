@@ -75,7 +75,7 @@ class CanonicalStrategy(Strategy):
         self.warmup_passes = 0  # nothing depends on the first backward pass
         self._reducer: Reducer | None = None
         self._views: list[Tensor] = []  # of the gradients in the flat tensor
-        # (names) in the flat tensor, behind the gradients
+        # (names,), a view of the flat tensor behind the gradients.
         self._summed_shares = torch.empty(0)
         self._names: list[str] = []  # of the shares
         self._first_buffers: list[Tensor] = []  # before the first step

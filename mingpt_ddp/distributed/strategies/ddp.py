@@ -104,7 +104,7 @@ class DDPStrategy(Strategy):
         super().__init__(ddp, trainer, device, group, compiles)
         self.warmup_passes = WARMUP_PASSES + compiles
         self._iteration = 0  # of DDP: backward passes that reduce gradients
-        # seconds in the hook by iteration, of the latest ones: DDP shows an older one's times
+        # Seconds in the hook by iteration, of the latest ones: DDP shows an older one's times.
         self._hook_s: dict[int, float] = {}
 
     def wrap(self, model: nn.Module, graphs: bool = False) -> nn.Module:

@@ -29,7 +29,7 @@ class ManualStrategy(Strategy):
         start = time.perf_counter()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         sizes = [gradient.numel() for gradient in gradients]
-        # one message: each has a latency
+        # Send one message: each has a latency.
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, op=dist.ReduceOp.SUM)
         flat /= self.group.world_size

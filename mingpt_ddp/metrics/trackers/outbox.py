@@ -64,7 +64,7 @@ class Outbox:
         self._tracker = tracker
         self._directory = directory
         self._id = run_id
-        # the run and its last step, when all is sent
+        # The file names the run and its last step when all is sent.
         self._marker = directory / f".tracked-{tracker.name}"
         self._thread = threading.Thread()  # the last one; it has not been started
         self._sending = threading.Lock()

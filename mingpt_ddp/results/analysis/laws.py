@@ -14,7 +14,7 @@ from mingpt_ddp.results.runs import Job, grouped, known, number, varying
 if TYPE_CHECKING:
     from mingpt_ddp.results.stats.power_law import PowerLaw
 
-# of a model: they change its number of parameters and are no axis of their own
+# Keys of a model that change its number of parameters, and are no axis by themselves.
 SIZE_KEYS = (
     "model.name",
     *("model.n_layer", "model.n_embd", "model.n_head"),
@@ -36,7 +36,7 @@ def _axis_of(key: str) -> Axis:
     return Axis(key, (key,), lambda job: number(job.config.get(key)))
 
 
-# a poor fit is said for these, and shows nothing for other keys: few learning rates follow a law
+# A poor fit is reported for these alone: few learning rates, say, follow a law.
 AXES = (
     Axis("parameters", SIZE_KEYS, lambda job: number(job.result.get("parameters"))),
     _axis_of("data.truncate"),

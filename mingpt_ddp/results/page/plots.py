@@ -178,7 +178,7 @@ class Plots:
             if len(values) == 2:
                 at[mark] = values
         traces = [points([*at], *zip(*at.values(), strict=True))] if at else []
-        # the edge of what is not better than the front in both objectives
+        # This line bounds what is not better than the front in both objectives.
         edge = sorted(at[self._marks[index]] for index in front_of(self._groups, goals))
         if len(edge) > 1:
             line = Mark(SERIES[0]).line(*zip(*edge, strict=True), hoverinfo="skip")

@@ -1,1 +1,1 @@
-"""Exports of a snapshot, in the own format and for transformers."""
+"""Exports of a snapshot, in this package's format and for transformers."""

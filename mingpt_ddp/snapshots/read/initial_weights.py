@@ -37,7 +37,7 @@ class InitialWeights:
     """A model's weights and what a run that starts from them keeps."""
 
     model: dict[str, Any]  # the group `model` of its configuration, unchecked
-    # vocabulary size, tokens of context; None of a task other than text
+    # Vocabulary size and tokens of context; None of a task other than text.
     sizes: tuple[int | None, int | None]
     state: dict[str, Any]  # the tokenizer's, as in state.json; {} if there is none
     data: dict[str, Any]  # what they determine of the group `data`

@@ -26,7 +26,7 @@ class Cache:
     A smear keeps its newest input alone, so that the cache cannot go back to fewer tokens.
     """
 
-    # what transformers 5 asks
+    # transformers 5 asks for these.
     is_croppable = False
     is_compileable = False
     is_linear = (False,)
@@ -34,7 +34,7 @@ class Cache:
     def __init__(self, skipped: Tensor | int = 0) -> None:
         """
         Args:
-            skipped: (B,) tokens at the begin of each text that the model no longer sees.
+            skipped: (B,) tokens at the start of each text that the model no longer sees.
         """
         self.skipped = skipped
         self.tensors: dict[str, Tensor] = {}

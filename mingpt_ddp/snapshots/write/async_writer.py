@@ -184,8 +184,8 @@ class AsyncSave(threading.Thread):
         if self.capture.held is not None:
             described["damaged"] = self._damaged_in_staging()
         if described["damaged"]:
-            return described  # no time to hash it
-        if not self.runtime.strategy.shards_model:  # then no rank has a whole tensor
+            return described  # there is no need to hash it
+        if not self.runtime.strategy.shards_model:  # else no rank has a whole tensor
             for file, buffer in self.buffers.items():
                 described["lines"][kind_of(file)] = describe_tensors(buffer.tensors)
         return described

@@ -59,7 +59,7 @@ class Journal:
         """Return all trials, which must not be changed."""
         return [] if self._study is None else self._study.get_trials(deepcopy=False)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Remove what killed processes have left: locks, half a file, and half of a last line.
 
         Optuna would wait 30 seconds for such a lock, and append to half a line.
@@ -126,7 +126,7 @@ class Journal:
                 yield
         except OSError as error:
             with contextlib.suppress(OSError):
-                self.mend()
+                self.repair()
             raise RunError(f"cannot write {self._path}: {reason(error)}") from error
 
     def _load(self) -> None:

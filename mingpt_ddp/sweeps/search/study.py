@@ -81,14 +81,14 @@ class Study:
         self._journal = self._read()
 
     def begin(self) -> None:
-        """Write the journal of a new study, or mend that of one that was interrupted.
+        """Write the journal of a new study, or repair that of one that was interrupted.
 
         Raises:
             ConfigError, RunError: another sweep has just ended that this one cannot continue; the
                 directory cannot be written.
         """
         with self._journal.written():
-            self._journal.mend()
+            self._journal.repair()
         self._journal = self._read()
         if self._journal.is_new:
             self._journal.write(self._directions, {HEADER: asdict(self._header)}, [])

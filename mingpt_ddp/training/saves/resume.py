@@ -31,10 +31,10 @@ from mingpt_ddp.training.trainable import Trainable
 log = logging.getLogger(__name__)
 
 NOT_IN_IDENTITY = ("name", "dropout", *CODE_LOCATION_KEYS)  # of model
-# its content counts, wherever it comes from
+# Code counts by its content, wherever it comes from.
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "the content of the data (SHA-256)"
-# what reading an untrusted state may raise
+# What reading an untrusted state may raise.
 INVALID = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, ConfigError)
 
 
@@ -157,7 +157,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
     """
     # ddp may differ, even in its keys
     recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
-    # so may the schedule, which code of the user may have registered
+    # So may the schedule, which the user's code may have registered.
     recorded["optimizer"] = {
         **recorded["optimizer"],
         "schedule": config.optimizer.schedule,

@@ -83,7 +83,7 @@ def check_resumes_exactly(
         length = RunLength(task.config, loader.steps_per_epoch)
         check_schedule(optimizer, length.known_steps or optimizer.schedule_steps or 1)
         names = _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
-        # new ones: the checks may have changed buffers
+        # Build new objects: the checks may have changed buffers.
         first = _DryRun(runtime, task, same_batch)
         fresh = first.digest()
         first.step(1)
@@ -104,7 +104,7 @@ def check_resumes_exactly(
         again = second.passes(4)
         gradients = second.copy_gradients() if BUILDERS["action"] else {}
         second.update(4)
-        # otherwise GPU summation order varies
+        # Otherwise the order of a GPU's sums varies.
         if runtime.device.type == "cpu" or task.config.trainer.deterministic:
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
                 raise _not_exact(f"model {model_label(task.config.model)}", "loss depends")

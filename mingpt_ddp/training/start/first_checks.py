@@ -139,7 +139,7 @@ def check_fits(runtime: Runtime, task: Task) -> None:
             needs.
     """
     config = task.config
-    # its constructor may allocate any amount
+    # A user's constructor may allocate any amount.
     if is_own_model(config.model):
         return
     memory = min(runtime.group.all_gather(total_memory(runtime.device)))

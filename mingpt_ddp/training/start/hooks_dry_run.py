@@ -61,7 +61,7 @@ class _DryRun:
     def __init__(self, runtime: Runtime, task: Task, gradients: dict[str, Tensor]) -> None:
         self.runtime = runtime.alone()
         self.holds_all_weights = runtime.strategy.holds_all_weights
-        # otherwise the order of a GPU's sums varies
+        # Otherwise the order of a GPU's sums varies.
         is_cpu = runtime.device.type == "cpu"
         self.is_exact = is_cpu or task.config.trainer.deterministic
         self.task = task

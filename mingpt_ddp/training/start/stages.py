@@ -65,7 +65,7 @@ from mingpt_ddp.training.train_state import (
 )
 from mingpt_ddp.training.trainable import Run, build_trainable
 
-# keys of ddp that may differ between ranks
+# Keys of ddp that may differ between ranks.
 PER_NODE = ("nproc_per_node", "launcher", "max_restarts")
 
 
@@ -165,7 +165,7 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
     check_minutes(config)
     before = recorded.train_state if recorded else None
     length = RunLength(config, inputs.loader.steps_per_epoch, before)
-    # a complete run divides no batch any more
+    # A complete run divides no batch.
     resumes = recorded is not None and recorded.step < length.steps
     kept_size = recorded.micro_batch_size if recorded is not None and resumes else None
     plan = plan_batches(config, group.data_size, kept_size)
@@ -293,7 +293,7 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     has_evaluated_last = state.step == state.val_step == length.steps
     if not has_evaluated_last and not has_stopped_early(state, length.trainer.patience):
         return False
-    # None: resumed from a snapshot elsewhere
+    # None: the run resumed from a snapshot elsewhere.
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 

@@ -192,9 +192,9 @@ def warn_of_lost_snapshots(end: HistoryEnd | None, last: Attempt) -> None:
 
 def warn_of_unused_changes(previous: dict[str, Any], config: Config) -> None:
     """Warn of settings that differ from the last start of a complete run: they have no effect."""
-    # which trains nothing else
+    # Leave out ddp: other ranks train the same.
     new = {group: keys for group, keys in config.to_dict().items() if group != "ddp"}
-    # with the values of newer keys
+    # Add the values of newer keys.
     old = {group: {**keys, **previous.get(group, {})} for group, keys in new.items()}
     if changes := difference(old, new, DIRECTORY_KEYS):
         log.warning("the run is complete, so it was not trained with %s", "; ".join(changes))

@@ -30,7 +30,7 @@ from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
 
-# of model: may differ from those of the weights
+# Keys of model that may differ from those of the weights.
 FREE = ("name", "dropout", *CODE_LOCATION_KEYS)
 
 
@@ -50,7 +50,7 @@ class WarmStart:
         """Refuse weights that the model cannot take."""
         if not self.tensors:  # a resume, or random weights
             return
-        # it may not know the meta device
+        # A user's model may not know the meta device.
         is_own = is_own_model(self.config.model)
         with contextlib.nullcontext() if is_own else torch.device("meta"):
             model = task.build_model()
