@@ -252,7 +252,7 @@ class ProcessExit:
             get_error_handler().record_exception(error)
         rank = self.env.rank
         self.log_traceback(f"rank {rank} failed", error)
-        if self._is_repeated(error, text):
+        if self._record_for_later(error, text):
             advice = "a restart would not help: mend it, then run the same command to resume"
             twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
             self.user_error(twice, may_be_of_all=False)  # before a peer exits: that is restarted
@@ -260,14 +260,14 @@ class ProcessExit:
             self.group.failures.record(text)
         exit_process(UserError(f"rank {rank}: {text}"), FAILURE)
 
-    def _is_repeated(self, error: Exception, text: str) -> bool:
-        """Return whether an earlier attempt had this error of the code in the same step."""
+    def _record_for_later(self, error: Exception, text: str) -> bool:
+        """Record an error of the code in a step; return whether an earlier attempt had it there."""
         from mingpt_ddp.distributed.error_text import is_transient
 
         if self.group is None or is_transient(error):
             return False
         has_step = re.search(r"step \d", self.group.heartbeat["activity"])
-        return bool(has_step) and self.group.failures.is_repeated(text)
+        return bool(has_step) and self.group.failures.record_for_later(text)
 
     def describe(self, error: Exception) -> str:
         """Return the error, its file and line, and the activity of this rank, as one line."""
@@ -314,7 +314,7 @@ class ProcessExit:
         """Return whether every rank has this error: then all can start a sweep's next job."""
         if self.is_symmetric:
             return True
-        if self.group is None or not self.group.failures.have_all_failed(str(error)):
+        if self.group is None or not self.group.failures.compare_with_all(str(error)):
             return False
         self.group.leave()  # for the next job
         return True

@@ -114,10 +114,10 @@ class Sweep:
                     self.settings.max_failures,
                 )
                 return
-            if not self._has_ended_before(number, source):
+            if not self._take_earlier_end(number, source):
                 yield number
 
-    def _has_ended_before(self, number: int, source: Source) -> bool:
+    def _take_earlier_end(self, number: int, source: Source) -> bool:
         """Count a job that has ended as its study says, or failed; return whether it has.
 
         Several ranks ask rank zero once the job has its process group.

@@ -78,7 +78,7 @@ class CopyCheck:
         group.check_agreement(checksums, refuse)  # with fsdp, say, ranks hold different tensors
         self.agreed_step = step
 
-    def may_return_to(self, step: int) -> bool:
+    def count_return(self, step: int) -> bool:
         """Count a return to the snapshot of a step; return whether to try once more from there."""
         self._returns = self._returns + 1 if step == self._returned_to else 1
         self._returned_to = step

@@ -272,7 +272,7 @@ class Trainer:
         step = self._restore_latest()
         if step is None:
             raise TrainingError(f"{message}, and there is no snapshot yet; {advice}") from damage
-        if not copies.may_return_to(step):
+        if not copies.count_return(step):
             raise TrainingError(f"{message}, and it has happened repeatedly; {advice}") from damage
         log.warning("%s: went back to the snapshot of step %d", message, step)
 

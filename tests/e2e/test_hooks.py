@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from launching import TINY, call, python_main
 
-from mingpt_ddp.config.hooks import on
+from mingpt_ddp.config.hook_decorators import on
 from mingpt_ddp.config.keys.schema import RunConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError

@@ -453,7 +453,7 @@ def failing_jobs(config: dict[str, Any], messages: list[str]) -> list[bool]:
     alike = []
     for job, message in enumerate(messages):
         runtime = Runtime(from_mapping(config), read_env(), job)
-        alike.append(runtime.group.failures.have_all_failed(message.format(runtime.group.rank)))
+        alike.append(runtime.group.failures.compare_with_all(message.format(runtime.group.rank)))
         if alike[-1]:
             runtime.group.leave()
         else:
@@ -473,7 +473,7 @@ def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
 
 def one_rank_fails(config: dict[str, Any]) -> bool:
     runtime = Runtime(from_mapping(config), read_env())
-    alike = runtime.group.rank == 1 and runtime.group.failures.have_all_failed("no text")
+    alike = runtime.group.rank == 1 and runtime.group.failures.compare_with_all("no text")
     runtime.close()
     return alike
 
@@ -500,7 +500,7 @@ def one_process(config: dict[str, Any]) -> dict[str, Any]:
             runtime.group.failures.record("no text"),
             runtime.group.failures.first(wait_s=0),
         ],
-        "all failed": runtime.group.failures.have_all_failed("no text"),
+        "all failed": runtime.group.failures.compare_with_all("no text"),
         "group": torch.distributed.is_initialized(),
     }
     runtime.close()

@@ -67,7 +67,7 @@ class Failures:
         failure = json.dumps(asdict(Failure(self.rank, kind, message)))
         ask_store(lambda: store.compare_set(FIRST_FAILURE, "", failure), otherwise=b"")
 
-    def is_repeated(self, message: str) -> bool:
+    def record_for_later(self, message: str) -> bool:
         """Record an error for later attempts; return whether a rank had it in an earlier one."""
         job_store = self.job_store
         if job_store is None:
@@ -97,8 +97,8 @@ class Failures:
 
         return ask_store(poll, otherwise=None, wait_s=wait_s)
 
-    def have_all_failed(self, message: str) -> bool:
-        """Return whether every rank failed with the same error."""
+    def compare_with_all(self, message: str) -> bool:
+        """Count this rank as failed; return whether every rank failed with the same error."""
         store = self.store
         if store is None:
             return True

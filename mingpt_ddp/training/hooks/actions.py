@@ -1,4 +1,4 @@
-"""Call the hooks of a user's file that act on a run (config/hooks.py), on all ranks."""
+"""Call the hooks of a user's file that act on a run (config/hook_decorators.py), on all ranks."""
 
 import inspect
 import logging

@@ -12,7 +12,7 @@ import pytest
 
 import mingpt_ddp.models  # noqa: F401  registers the built-in models
 from mingpt_ddp.config.builders import BUILDERS, register, run_code, run_file
-from mingpt_ddp.config.hooks import acts
+from mingpt_ddp.config.hook_decorators import acts
 from mingpt_ddp.config.keys.schema import BASES, GROUPS, DDPConfig
 from mingpt_ddp.errors import CodeError, ConfigError
 

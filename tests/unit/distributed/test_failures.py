@@ -17,7 +17,7 @@ def test_a_lost_store_reports_no_failure():
     del server
     assert failures.first(wait_s=5) is None
     failures.record("a later error")
-    assert not failures.have_all_failed("no text")
+    assert not failures.compare_with_all("no text")
 
 
 def test_an_error_comes_again_in_another_attempt_alone():
@@ -25,12 +25,12 @@ def test_an_error_comes_again_in_another_attempt_alone():
     job = dist.HashStore()
     first, second = (dist.PrefixStore(name, job) for name in ("first", "second"))
     ranks = [Failures(first, rank, 2, job) for rank in range(2)]
-    assert [rank.is_repeated("boom at 0x7f01") for rank in ranks] == [False, False]
+    assert [rank.record_for_later("boom at 0x7f01") for rank in ranks] == [False, False]
     later = Failures(second, 1, 2, job)
-    assert later.is_repeated("boom at 0x7f02")
-    assert not later.is_repeated("another")
-    assert not Failures(None, 0, 1).is_repeated("boom at 0x7f01")
-    assert Failures(None, 0, 1, job).is_repeated("boom at 0x7f01")
+    assert later.record_for_later("boom at 0x7f02")
+    assert not later.record_for_later("another")
+    assert not Failures(None, 0, 1).record_for_later("boom at 0x7f01")
+    assert Failures(None, 0, 1, job).record_for_later("boom at 0x7f01")
 
 
 def test_an_error_of_another_module_is_raised_elsewhere_as_its_base():
