@@ -19,7 +19,7 @@ from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError
-from mingpt_ddp.metrics import meters
+from mingpt_ddp.metrics import mfu
 from mingpt_ddp.metrics.jsonl import METRICS
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.start_times import StartTimes
@@ -128,7 +128,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
 
     The console shows MFU only, and only if the vendor's peak is known.
     """
-    monkeypatch.setattr(meters, "vendor_peak_flops", lambda device, dtype: peak)
+    monkeypatch.setattr(mfu, "vendor_peak_flops", lambda device, dtype: peak)
     model = build_model(config.model, 65, 16)
     monkeypatch.setattr(runtime.group, "world_size", 2)
     monkeypatch.setattr(runtime.group, "all_reduce", lambda values: values)
@@ -140,7 +140,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
         device.queue(1.0)
         return {torch.float32: 1e9}[dtype]
 
-    monkeypatch.setattr(meters, "measured_matmul_flops", measure)
+    monkeypatch.setattr(mfu, "measured_matmul_flops", measure)
     device = QueuedDevice(runtime)
     processor = make(config, device, tmp_path, model)
     for step in (1, 2):
@@ -174,7 +174,7 @@ def test_utilization(peak, config, runtime, tmp_path, monkeypatch, log_lines):
 
 def test_no_utilization_if_the_model_does_not_count_flops(config, runtime, tmp_path, monkeypatch):
     assert flops_per_token(nn.Linear(1, 1)) is None
-    monkeypatch.setattr(meters, "measured_matmul_flops", None)  # not called
+    monkeypatch.setattr(mfu, "measured_matmul_flops", None)  # not called
     processor = make(config, runtime, tmp_path, nn.Linear(1, 1))
     assert not {"speed/mfu", "speed/matmul_utilization"} & train(processor, 1).keys()
     processor.close()

@@ -103,7 +103,7 @@ def test_without_optuna(tmp_path):
         "import mingpt_ddp.sweeps.sweep\n"
         "assert 'optuna' not in sys.modules\n"
         "from mingpt_ddp.errors import ConfigError\n"
-        "for name in ('space', 'samplers', 'study'):\n"
+        "for name in ('space', 'trial_values', 'study'):\n"
         "    try:\n"
         "        __import__(f'mingpt_ddp.sweeps.search.{name}')\n"
         "    except ConfigError as error:\n"
