@@ -189,8 +189,7 @@ class Strategy:
         If other ranks have one more, and wait for this one in each, the last has scale 0.
         """
         scale = self.loss_scale(plan)
-        # The ranks of a copy of the model compute the same loss.
-        divisor = plan.n_micro * self.group.tensor_size
+        divisor = plan.n_micro * self.group.tensor_size  # a copy's ranks compute the same loss
         passes = []
         for micro in batch:
             is_last = micro is batch[-1]
