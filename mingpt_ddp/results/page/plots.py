@@ -184,9 +184,12 @@ class Plots:
             line = Mark(SERIES[0]).line(*zip(*edge, strict=True), hoverinfo="skip")
             line["line"]["shape"] = "vh" if goals[0].maximize else "hv"
             traces.insert(0, line)
-        titles = [f"{label(words(goal.name))}, {goal.direction}" for goal in goals]
-        x = loss_axis([x for x, _ in at.values()], titles[0])
-        y = loss_axis([y for _, y in at.values()], titles[1])
+        axes = []
+        for index, goal in enumerate(goals):
+            title = f"{label(words(goal.name))}, {goal.direction}"
+            values = [each[index] for each in at.values()]
+            axes.append(axis(title) if goal.maximize else loss_axis(values, title))
+        x, y = axes
         return self._draw(traces, x, y)
 
     def laws(self) -> str:
