@@ -150,7 +150,8 @@ def _worktree(root: Path, commit: str) -> Path:
             pass  # there is none yet, or its checkout is gone
         shutil.rmtree(directory, ignore_errors=True)
         deadline = time.monotonic() + GIT_S
-        words = ("worktree", "add", "--force", "--detach", str(directory), commit)
+        # Twice: a killed git leaves its lock on a worktree that is not there.
+        words = ("worktree", "add", "--force", "--force", "--detach", str(directory), commit)
         try:
             git(root, deadline, *no_filters(root, deadline), *words)
         except (OSError, subprocess.SubprocessError) as error:

@@ -13,8 +13,8 @@ require      exit with code 1 unless all have same_bits, or none is worse (not_w
 Jobs run in turn, A B B A A B, which is fair to all on a machine that becomes slower. The same command goes on after a kill, and
 trains no job twice; other code, also in . since, or another configuration is another comparison.
 
-Says how the loss differs (paired by seed, with interval and p, corrected by Holm for several versions), how the speed does
-(median time of a step; time from the first step to the end), and whether the last weights and optimizer states have the same bits.
+Says how the loss differs (paired by seed from three seeds on, with interval and p, corrected by Holm for several versions), how the
+speed does (median time of a step; time from the first step to the end), and whether the last weights and optimizer states have the same bits.
 Adds the verdict to experiments.jsonl (`report experiments`); the runs are in outputs/versions-HASH.
 """  # noqa: E501
 
@@ -45,6 +45,7 @@ from mingpt_ddp.storage.code_identity import describe, recorded_code
 from mingpt_ddp.storage.run_directory import RunStatus, read_result
 
 OWN_KEYS = ("run.seed", "require")
+SEEDS = range(2**63)
 REQUIREMENTS = (None, "same_bits", "not_worse")
 REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
 
@@ -124,12 +125,14 @@ def _parse_seeds(text: str) -> list[int]:
     """Return the seeds.
 
     Raises:
-        ConfigError: there is one, which says nothing about chance.
+        ConfigError: one is too large, or there is one, which says nothing about chance.
     """
     words = text.split(",")
-    seeds = {*map(int, words)} if all(map(str.isdecimal, words)) else set()
+    are_short = all(word.isdecimal() and len(word) <= len(str(SEEDS.stop)) for word in words)
+    seeds = {*map(int, words)} if are_short else set()
+    check(all(seed in SEEDS for seed in seeds), f"run.seed={text:.100} has one of 2**63 or more")
     advice = "one says nothing about chance, as in run.seed=1,2,3,4,5"
-    check(len(seeds) > 1, f"run.seed={text} must be several seeds: {advice}")
+    check(len(seeds) > 1, f"run.seed={text:.100} must be several seeds: {advice}")
     return sorted(seeds)
 
 

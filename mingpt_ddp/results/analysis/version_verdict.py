@@ -69,8 +69,9 @@ class Against:
         """
         ours = means_by_seed(self.first.jobs, time)
         theirs = means_by_seed(self.other.jobs, time)
-        both = [seed for seed in ours if seed in theirs]
-        log_ratio = estimate([math.log(ours[seed] / theirs[seed]) for seed in both])
+        both = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        ratios = [one / other for one, other in both if min(one, other) > 0]
+        log_ratio = estimate([*map(math.log, ratios)])
         if log_ratio.mean is None or log_ratio.low is None or log_ratio.high is None:
             return None
         return [*map(math.exp, (log_ratio.mean, log_ratio.low, log_ratio.high))]
@@ -120,11 +121,11 @@ def _shown(speed: list[float] | None) -> str:
 
 
 def _bits(one: Job, other: Job, digests: Mapping[Path, str]) -> str:
-    """Return whether two jobs end with the same bits, and where their losses begin to differ."""
+    """Return whether two jobs end with the same bits, and where losses that both have differ."""
     if digests[one.directory] == digests[other.directory]:
         return SAME
     theirs = dict(other.history.series("train_loss"))
     for step, loss in one.history.series("train_loss"):
-        if theirs.get(step) != loss:
+        if theirs.get(step, loss) != loss:
             return f"other bits, seen from step {step} on"
     return "other bits"

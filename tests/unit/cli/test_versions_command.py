@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,8 @@ def call(monkeypatch, capsys):
         (["HEAD", ".", "run.seed=1"], "run.seed=1 must be several seeds: one says nothing"),
         (["HEAD", ".", "run.seed=1,01"], "run.seed=1,01 must be several seeds"),
         (["HEAD", "."], "run.seed= must be several seeds"),
+        (["HEAD", ".", f"run.seed=1,{'9' * 5000}"], "run.seed=1,99999"),
+        (["HEAD", ".", f"run.seed=1,{2**63}"], f"run.seed=1,{2**63} has one of 2**63 or more"),
         (["HEAD", SEEDS], "name two versions of the code or more"),
         (["HEAD", ".", SEEDS, "require=better"], "require=better must be same_bits or not_worse"),
         (["HEAD", ".", SEEDS, "run.name=x"], "run.name=x does not go with versions"),
@@ -139,6 +142,14 @@ def test_why_git_says_nothing_is_in_the_line(project, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=f"{what}.* No such file or directory: 'git'"):
         find_commit("HEAD")
     assert find_commit(".") == "" and not find_version(".", ["--config-dir=recipe"]).code.patch
+
+
+def test_a_worktree_that_a_killed_git_has_left_locked_is_written_anew(project):
+    words = ["--config-dir=recipe"]
+    found = find_version("HEAD", words)
+    git("worktree", "lock", str(found.directory))
+    shutil.rmtree(found.directory)
+    assert find_version("HEAD", words) == found
 
 
 def test_git_that_cannot_write_is_one_line(project, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from fake_runs import fake_run
@@ -78,6 +79,21 @@ def test_each_is_compared_with_the_first_and_p_is_corrected_for_that(tmp_path):
     assert [each["version"] for each in document["comparisons"]] == ["b", "c"]
     settings.append(setting(tmp_path / "d", [0.9, 1.8, 2.7]))
     assert judge(*settings)[1]["best"] == "d"
+
+
+def test_bits_and_speed_are_compared_where_both_have_recorded_some(tmp_path):
+    """A job has lost lines of its metrics; the clock of another has not moved in a step."""
+    a, b = setting(tmp_path / "a", LOSSES), setting(tmp_path / "b", LOSSES)
+    for seed, lost in ((1, '"step": 5,'), (2, "train_loss")):
+        file = tmp_path / "b" / str(seed) / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if lost not in line))
+    file = tmp_path / "b" / "3" / "metrics.jsonl"
+    file.write_text(re.sub('"step_ms": [0-9.]+', '"step_ms": 0.0', file.read_text()))
+    b = Setting(read_jobs([tmp_path / "b"]), b.config, "b")
+    (found,), document, _ = judge(a, b, digest=lambda job: str(job.directory))
+    assert {*found.bits.values()} == {"other bits"}
+    assert document["comparisons"][0]["speed"]["step"] == pytest.approx([1.0] * 3)
 
 
 def test_what_cannot_be_said_is_no_proof_of_being_not_worse(tmp_path):
