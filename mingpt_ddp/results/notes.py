@@ -60,6 +60,10 @@ def comparison_notes(jobs: list[Job], by_code: bool = False) -> list[str]:
             f"{len(codes)} versions of the code have trained the jobs: "
             f"`{command('report')} DIR compare by=code` takes them apart"
         )
+    if mixed := [job.name for job in jobs if "+" in job.code]:
+        notes.append(
+            f"trained with more than one version of its code: {cut(', '.join(mixed), 200)}"
+        )
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
         notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps{_equal_minutes(jobs)}")

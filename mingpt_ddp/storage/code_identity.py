@@ -202,6 +202,16 @@ def difference_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join([name[:100] for name in names[:SHOWN]] + more)
 
 
+def edited_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """List the user's files of a record with content that an earlier one, if any, lacks."""
+    known = set(before.get("files", {}).values())  # also under another name
+    if not known:
+        return []
+    package = f"{PACKAGE.name}/"
+    files = now.get("files", {}).items()
+    return [name for name, sha in files if sha not in known and not name.startswith(package)]
+
+
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.errors import duration
-from mingpt_ddp.storage.run_directory import RunDirectory, RunStatus
+from mingpt_ddp.storage.run_directory import RunDirectory, RunStatus, read_result
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run
@@ -70,6 +70,15 @@ def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
     if run.code:
         result["code"] = {key: value for key, value in run.code.items() if key != "files"}
     return result
+
+
+def recorded_test(directory: Path) -> dict[str, float]:
+    """Return the metrics of the test split in result.json."""
+    values = {}
+    for key, value in read_result(directory).items():
+        if key.startswith("test_") and isinstance(value, float):
+            values[key.removeprefix("test_")] = value
+    return values
 
 
 def _finite(value: float) -> float | None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 from mingpt_ddp.config.builders import CHOSEN
 from mingpt_ddp.config.config import Config
@@ -14,14 +14,14 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
-from mingpt_ddp.storage.code_identity import start_reading
+from mingpt_ddp.storage.code_identity import Code, start_reading
 from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
-from mingpt_ddp.training.result import record_end
+from mingpt_ddp.training.result import record_end, recorded_test
 from mingpt_ddp.training.saves.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.start.stages import (
@@ -32,6 +32,7 @@ from mingpt_ddp.training.start.stages import (
     prepare,
     record_start,
 )
+from mingpt_ddp.training.start.start_log import warn_of_edited_code
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Run
 from mingpt_ddp.training.trainer import Outcome, Trainer
@@ -78,7 +79,7 @@ def train_run(
         hooks = Hooks(runtime.group)
         observers = Observers(hooks, open_trackers(run), judge, signals or SignalHandler())
         if run.is_complete:
-            outcome = evaluate_complete(run, evaluator)
+            outcome = evaluate_complete(run, evaluator, code)
         else:
             trainer = begin_attempt(run, history, times, evaluator, observers)
             with snapshot_when_out_of_memory(run.directory, runtime.group.rank):
@@ -89,16 +90,29 @@ def train_run(
     return run.state.val_metrics
 
 
-def evaluate_complete(run: Run, evaluator: Evaluator) -> Outcome:
-    """Evaluate a complete run where that is missing, and log a sample."""
+def evaluate_complete(run: Run, evaluator: Evaluator, code: Callable[[], Code] | None) -> Outcome:
+    """Evaluate a complete run where that is missing, and log a sample.
+
+    With edited code these weights are another model: there is no sample, and the test split keeps
+    its result.
+
+    Args:
+        code: of this attempt, on rank zero.
+    """
     state = run.state
-    run.runtime.group.set_activity(f"evaluating after step {state.step}")
+    group = run.runtime.group
+    group.set_activity(f"evaluating after step {state.step}")
+    is_edited = group.run_on_rank_zero(
+        lambda: code is not None and warn_of_edited_code(run.code, code().record)
+    )
     model = run.trainable.model
     with run.trainable.average.applied():
         # The snapshot was saved between two evaluations, under a larger limit.
         if state.val_step != state.step or not state.val_metrics:
             state.val_metrics = evaluator.run(model, "val") or {}
             state.val_loss = state.val_metrics["loss"]
+        if is_edited:
+            return Outcome(RunStatus.COMPLETE, recorded_test(run.directory))
         if text := evaluator.sample(model, state.step):
             log.info("a sample:\n%s\n", text)
         test_metrics = evaluator.run(model, "test") or {}

@@ -319,7 +319,7 @@ def record_start(
         history.owner.record_start(config.to_dict(), hydra_files, files)
     if run.is_complete:
         return
-    log_code(run.code, run.resumed)
+    log_code(run.code, run.resumed, run.state.step)
     if run.resumed:
         log_changes(run.resumed, config, run.runtime, run.length)
     else:

@@ -18,7 +18,13 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
-from mingpt_ddp.storage.code_identity import describe, difference_of, recorded_code
+from mingpt_ddp.storage.code_identity import (
+    LONGEST,
+    describe,
+    difference_of,
+    edited_files,
+    recorded_code,
+)
 from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, early_end
@@ -26,6 +32,7 @@ from mingpt_ddp.training.length import RunLength, early_end
 log = logging.getLogger(__name__)
 
 LR_TOLERANCE = 0.01  # relative
+NEW_RUN = "run.name=NAME or run.resume=never trains a new run with the code as it is now"
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
 
@@ -98,16 +105,41 @@ def long_metrics(log_every: int, steps: int) -> str | None:
     )
 
 
-def log_code(code: dict[str, Any], resumed: dict[str, Any]) -> None:
+def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
     """Log which code trains, and in which files it differs from that of the snapshot.
 
     Args:
         resumed: the state of the snapshot; {} without one.
+        step: of the snapshot.
     """
     log.info("code %s", describe(code))
     before = recorded_code(resumed)
     if files := difference_of(before, code):
-        log.info("the code differs from the snapshot's, %s: %s", describe(before), files)
+        log.warning(
+            "the code differs from the snapshot's, %s: %s; one run is trained with both, with "
+            "this one from step %d on; %s",
+            describe(before),
+            files,
+            step + 1,
+            NEW_RUN,
+        )
+
+
+def warn_of_edited_code(before: dict[str, Any], code: dict[str, Any]) -> bool:
+    """Warn if a user's file has been edited since a run was complete; return whether one was.
+
+    Args:
+        before: the record of what has trained it.
+        code: the record of this process.
+    """
+    files = edited_files(before, code)
+    if files:
+        log.warning(
+            "the run is complete: this is the result of %s as it was, without a sample; %s",
+            ", ".join(files)[:LONGEST],
+            NEW_RUN,
+        )
+    return bool(files)
 
 
 def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:

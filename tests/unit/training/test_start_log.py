@@ -25,6 +25,7 @@ from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.results.report import report
 from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training import result
@@ -252,18 +253,29 @@ def test_a_run_of_a_dirty_checkout_and_its_resume(log_lines, cwd, monkeypatch):
     log_lines.clear()
     train(NAME, STEPS + 1)
     (line,) = lines_with(log_lines, "the code differs")
-    assert line.startswith(f"INFO the code differs from the snapshot's, {first['sha256'][:12]}, ")
-    assert line.endswith("code.patch: task/helper.py")
+    version = first["sha256"][:12]
+    assert line.startswith(f"WARNING the code differs from the snapshot's, {version}, ")
+    assert "code.patch: task/helper.py; " in line and f"from step {STEPS + 1} on; " in line
     second = read_result(cwd / "run")["code"]
     assert second["earlier"] == [first["sha256"]]
     assert (cwd / "run" / "code.patch").read_text() == patch
     assert "# the same" in (cwd / "run" / second["patch"]).read_text()
+
+    (project / "mine.py").write_text("import helper  # edited\n")
+    code_identity._user_files.cache_clear()
+    log_lines.clear()
+    train(NAME, STEPS + 1)
+    assert "this is the result of task/mine.py as it was" in lines_with(log_lines, "is complete")[0]
+    assert not lines_with(log_lines, "a sample:")
+    assert read_result(cwd / "run")["code"] == second
+    assert "more than one version of its code" in report([cwd / "run"], cwd / "page.html")
 
     run_code({}, [])  # a complete run has the code that has trained it
     log_lines.clear()
     train(NAME, STEPS + 1)
     assert read_result(cwd / "run")["code"] == second
     assert lines_with(log_lines, "code ") == []
+    assert lines_with(log_lines, "a sample:")
 
 
 @pytest.mark.parametrize("least_s", [0.0, 1e6])  # the run began with this process, perhaps long ago
