@@ -179,11 +179,14 @@ def recorded_code(values: Any) -> dict[str, Any]:
 
 
 def describe(code: Mapping[str, Any]) -> str:
-    """Return `3f2a91bc4d5e, my_project at 0ffcafa12345-dirty, code.patch`."""
+    """Return `3f2a91bc4d5e, my_project at 0ffcafa12345-dirty, code.patch`.
+
+    A checkout that is named by its commit is not named twice.
+    """
     words = [str(code["sha256"])[:12]]
     for name, commit in code.get("commits", {}).items():
         short = COMMIT.sub(r"\1", str(commit))
-        words.append(f"{name} at {short}")
+        words.append(short if commit == name else f"{name} at {short}")
     if code.get("patch"):
         words.append(str(code["patch"]))
     return " ".join(", ".join(words).split())[:LONGEST]

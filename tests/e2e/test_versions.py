@@ -54,10 +54,13 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
     after = results()
     assert len(after) == 4 and before.items() <= after.items(), "no job is trained twice"
     order = [path.parent.name for path in sorted(after, key=after.__getitem__)]
-    assert order == [f"{n},run.seed={seed}" for seed, n in zip("1122", "1221", strict=True)]
-    table, (better, speed, bits, where) = (
+    assert order == [
+        f"{name},run.seed={seed}"
+        for seed, name in zip("1122", ["1-HEAD", "2-.", "2-.", "1-HEAD"], strict=True)
+    ]
+    table, (better, speed, bits, where, unmet) = (
         done.stdout.splitlines()[:3],
-        done.stdout.splitlines()[-4:],
+        done.stdout.splitlines()[-5:],
     )
     assert table[0] == "compared by validation loss, in nats per token"
     assert better.startswith("HEAD is better than . by ") and "2 and 2 seeds" in better
@@ -65,8 +68,11 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
     assert bits == ". against HEAD: other bits, seen from step 2 on with seed 1, 2"
     (verdict,) = (project / "outputs" / "experiments.jsonl").read_text().splitlines()
     record = json.loads(verdict)
-    assert record["runs"] == ["HEAD", "."] and record["overrides"] == words[:-2]
-    assert record["versions"]["."].endswith("-dirty")
+    runs_are_in = f"outputs/{next(iter(after)).parents[1].name}"
+    assert record["runs"] == [runs_are_in] and record["overrides"] == words[:-2]
+    assert record["versions"]["."].endswith("-dirty, code.patch")
+    codes = [setting["codes"] for setting in record["settings"]]
+    assert codes == [[text[:12]] for text in record["versions"].values()], "one hash of a code"
     assert record["comparisons"][0]["sentence"] == "; ".join([better, speed, bits])
     runs = [path.parent for path in after]
     assert {read_history(run / METRICS).starts for run in runs} <= {1, 2}
@@ -74,4 +80,5 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
         json.loads((run / "result.json").read_text())["code"] for run in sorted(runs)[::2]
     )
     assert first["sha256"] != second["sha256"]
-    assert where == f"the runs are in outputs/{runs[0].parent.name}"
+    assert where == f"the runs are in {runs_are_in}"
+    assert unmet == "require=not_worse: worse by more than chance, or nothing can be said: ."

@@ -7,15 +7,15 @@ A B ...      commits or branches of the checkout here, or directories; . is the 
              directory with the name of a branch. Each is compared with the first
 key=value    as for training, the same for all; --config-dir=DIR and absolute paths of code below this checkout lead to
              the files of each version. All other paths, data and outputs are as you type them here
-run.seed     two seeds or more, with a comma between them
-require      exit with code 1 unless all have same_bits, or none is worse (not_worse) by more than chance
+run.seed     two seeds or more, with a comma between them; one is enough for same_bits
+require      exit with code 1 unless all have same_bits, or none is worse (not_worse) by more than chance; the last line says why
 
 Jobs run in turn, A B B A A B, which is fair to all on a machine that becomes slower. The same command goes on after a kill, and
 trains no job twice; other code, also in . since, or another configuration is another comparison.
 
 Says how the loss differs (paired by seed from three seeds on, with interval and p, corrected by Holm for several versions), how the
 speed does (median time of a step; time from the first step to the end), and whether the last weights and optimizer states have the same bits.
-Adds the verdict to experiments.jsonl (`report experiments`); the runs are in outputs/versions-HASH.
+Adds the verdict to experiments.jsonl (`report experiments`); the runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
 import hashlib
@@ -38,7 +38,7 @@ from mingpt_ddp.config.validation import check, refuse_credentials
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.results.analysis.compare import Setting
-from mingpt_ddp.results.analysis.version_verdict import version_verdict
+from mingpt_ddp.results.analysis.version_verdict import Against, version_verdict
 from mingpt_ddp.results.experiments import append
 from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.storage.code_identity import describe, recorded_code
@@ -47,6 +47,7 @@ from mingpt_ddp.storage.run_directory import RunStatus, read_result
 OWN_KEYS = ("run.seed", "require")
 SEEDS = range(2**63)
 REQUIREMENTS = (None, "same_bits", "not_worse")
+NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # of directories
 REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
 
 
@@ -61,6 +62,11 @@ class Trial:
     @property
     def result(self) -> dict[str, Any]:
         return read_result(self.directory)
+
+    @property
+    def code(self) -> str:
+        """What has trained it, as `report` has it; or what would, of an earlier package."""
+        return describe(recorded_code(self.result) or self.version.code.record)
 
 
 def main() -> None:
@@ -81,7 +87,7 @@ def _command(words: list[str]) -> int:
     check(len(names) > 1, "name two versions of the code or more: commits or directories")
     required = own.get("require")
     check(required in REQUIREMENTS, f"require={required} must be same_bits or not_worse")
-    seeds = _parse_seeds(own.get("run.seed", ""))
+    seeds = _parse_seeds(own.get("run.seed", ""), 1 if required == "same_bits" else 2)
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, others) for each in zip(names, commits, strict=True)]
     root, name = _compose(versions)
@@ -90,20 +96,34 @@ def _command(words: list[str]) -> int:
         label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
         trials[label] = []
         for seed in seeds:
-            directory = root / name / f"{number},run.seed={seed}"
+            directory = (
+                root / name / f"{number}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
+            )
             words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
             words.append(f'run.name="{name}/{directory.name}"')
             trials[label].append(Trial(version, words, directory))
     _train([*zip(*trials.values(), strict=True)])
     verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
-    recorded = {label: describe(each[0].version.code.record) for label, each in trials.items()}
-    experiment = {"runs": names, "versions": recorded, "overrides": others, **document}
+    recorded = {label: each[0].code for label, each in trials.items()}
+    runs = str(root / name)
+    experiment = {"runs": [runs], "versions": recorded, "overrides": others, **document}
     if note := append(root, experiment):
         echo_error(f"note: {note}")
-    echo(f"{text}\nthe runs are in {root / name}")
-    if required == "same_bits":
-        return int(not all(each.has_same_bits for each in verdicts))
-    return int(required is not None and any(each.is_worse for each in verdicts))
+    echo(f"{text}\nthe runs are in {runs}")
+    why = _why_unmet(required, verdicts)
+    if why:
+        echo(f"require={required}: {why}")
+    return int(bool(why))
+
+
+def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
+    """Return why a requirement is not met; "": it is."""
+    if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
+        return "the bits differ"
+    if required == "not_worse" and any(each.is_worse for each in verdicts):
+        worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
+        return f"worse by more than chance, or nothing can be said: {worse}"
+    return ""
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -121,18 +141,18 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return values, others
 
 
-def _parse_seeds(text: str) -> list[int]:
+def _parse_seeds(text: str, least: int) -> list[int]:
     """Return the seeds.
 
     Raises:
-        ConfigError: one is too large, or there is one, which says nothing about chance.
+        ConfigError: one is too large, or there are too few: one says nothing about chance.
     """
     words = text.split(",")
     are_short = all(word.isdecimal() and len(word) <= len(str(SEEDS.stop)) for word in words)
     seeds = {*map(int, words)} if are_short else set()
     check(all(seed in SEEDS for seed in seeds), f"run.seed={text:.100} has one of 2**63 or more")
     advice = "one says nothing about chance, as in run.seed=1,2,3,4,5"
-    check(len(seeds) > 1, f"run.seed={text:.100} must be several seeds: {advice}")
+    check(len(seeds) >= least, f"run.seed={text:.100} must be several seeds: {advice}")
     return sorted(seeds)
 
 

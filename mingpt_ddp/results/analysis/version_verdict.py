@@ -125,7 +125,10 @@ def _bits(one: Job, other: Job, digests: Mapping[Path, str]) -> str:
     if digests[one.directory] == digests[other.directory]:
         return SAME
     theirs = dict(other.history.series("train_loss"))
+    lengths = ""
+    if other.step != one.step:
+        lengths = f", other lengths ({other.step} steps against {one.step})"
     for step, loss in one.history.series("train_loss"):
         if theirs.get(step, loss) != loss:
-            return f"other bits, seen from step {step} on"
-    return "other bits"
+            return f"other bits, seen from step {step} on{lengths}"
+    return f"other bits{lengths}"

@@ -62,6 +62,8 @@ def call(monkeypatch, capsys):
         ),
         (["HEAD", ".", "run.seed=1"], "run.seed=1 must be several seeds: one says nothing"),
         (["HEAD", ".", "run.seed=1,01"], "run.seed=1,01 must be several seeds"),
+        (["HEAD", ".", "run.seed=1", "require=not_worse"], "run.seed=1 must be several seeds"),
+        (["HEAD", ".", "run.seed=1", "require=same_bits"], "HEAD has no package"),
         (["HEAD", "."], "run.seed= must be several seeds"),
         (["HEAD", ".", f"run.seed=1,{'9' * 5000}"], "run.seed=1,99999"),
         (["HEAD", ".", f"run.seed=1,{2**63}"], f"run.seed=1,{2**63} has one of 2**63 or more"),

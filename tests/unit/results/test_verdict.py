@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import yaml
@@ -89,18 +90,28 @@ def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):
         config.write_text(yaml.safe_dump(values))
     assert "cannot read outputs/experiments.jsonl: No such file" in call("experiments")[2]
     _, out, err = call("outputs/lr/a", "outputs/lr/b", "compare", "format=json")
-    call("outputs/lr/a", "outputs/lr/b", "compare")
+    call("outputs/lr/a", "outputs/lr/b", "compare")  # another look at the same
     assert err == ""
     lines = (root / "experiments.jsonl").read_text().splitlines()
     record = json.loads(lines[0])
-    assert len(lines) == 2 and record.pop("when").startswith("20")
+    assert len(lines) == 1 and record.pop("when").startswith("20")
     assert record == {"runs": ["outputs/lr/a", "outputs/lr/b"], **strict(out)}
+    of_versions = {"versions": {"HEAD~1": "3f2a91bc4d5e, 0ffcafa12345"}, "overrides": ["a.b=1"]}
+    record |= {"when": "2026-01-01T01:30:00+0200", **of_versions}
     with (root / "experiments.jsonl").open("a") as file:
-        file.write('\n{"runs": 1}')
-    call("outputs/lr/a", "outputs/lr/b", "compare")
+        file.write(f'{json.dumps(record)}\n{{"runs": 1}}')
+    call("outputs/lr/b", "outputs/lr/a", "compare")
     table = call("experiments")[1].splitlines()
-    assert len(table) == 5 and table[0].split() == ["when", "runs", "verdict"]
-    assert table[1].split("  ")[-1].startswith("no difference shown between lr=1 and lr=3: 0.20 ")
+    rows = [re.split("  +", line.strip()) for line in table]
+    assert len(table) == 5 and rows[0] == [
+        "when (UTC)",
+        "runs",
+        "versions and overrides",
+        "verdict",
+    ]
+    assert rows[1][2] == "-" and rows[2][2] == "HEAD~1 = 3f2a91bc4d5e, 0ffcafa12345; a.b=1"
+    assert rows[2][0] == "2025-12-31 23:30"
+    assert rows[1][3].startswith("no difference shown between lr=1 and lr=3: 0.20 ")
     assert table[-1] == "note: 1 line of outputs/experiments.jsonl cannot be read"
     code, _, err = call("experiments", "format=json")
     assert code == 2 and "leave out other words\n" in err and err.count("\n") == 1

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.core
 LOSSES = [1.0, 2.0, 3.0]
 
 
-def setting(directory, losses, step_ms=10.0):
+def setting(directory, losses, step_ms=10.0, last=108):
     """Return a version that has trained seeds 1, 2 and 3."""
     for seed, loss in enumerate(losses, 1):
         run = fake_run(directory / f"{seed}", {"run.seed": seed}, val_loss=loss)
-        lines = [{"step": 100 + n, "step_ms": step_ms * (1 + n % 2)} for n in range(9)]
+        lines = [{"step": 100 + n, "step_ms": step_ms * (1 + n % 2)} for n in range(last - 99)]
         with (run / "metrics.jsonl").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
     jobs = read_jobs([directory])
@@ -63,6 +63,17 @@ def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
     (found,), _, text = judge(b, a)
     assert "a is better than b by 0.200" in text and not found.is_worse
     assert "a against b, speed: a step 1.030 times (95% interval 1.030 to 1.030: faster)" in text
+
+
+def test_of_other_lengths_no_step_is_said_to_differ_beyond_the_shorter(tmp_path):
+    a = setting(tmp_path / "a", LOSSES[:1])
+    b = setting(tmp_path / "b", LOSSES[:1], last=104)
+    (found,), document, text = judge(a, b, digest=lambda job: str(job.directory))
+    line = "b against a: other bits, other lengths (104 steps against 108) with seed 1"
+    assert text.splitlines()[-1] == line
+    json.dumps(document, allow_nan=False)
+    (found,), _, text = judge(a, b)
+    assert found.has_same_bits and "a step unknown" in text, "one seed is enough for bits"
 
 
 def test_each_is_compared_with_the_first_and_p_is_corrected_for_that(tmp_path):

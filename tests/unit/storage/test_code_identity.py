@@ -274,6 +274,8 @@ def test_checkouts_of_one_name_are_all_recorded(checkout, tmp_path):
 def test_a_commit_by_sha256_is_cut_to_twelve_digits():
     code = {"sha256": "a" * 64, "commits": {"b": f"{'c' * 64}-dirty"}}
     assert describe(code) == f"{'a' * 12}, b at {'c' * 12}-dirty"
+    code = {"sha256": "a" * 64, "commits": {"c" * 40: "c" * 40}}  # as a version is checked out
+    assert describe(code) == f"{'a' * 12}, {'c' * 12}"
 
 
 def test_no_error_of_the_reading_ends_a_run(tmp_path, monkeypatch):
