@@ -1,5 +1,7 @@
 """A version of the code, named as a commit, a branch or a directory: where it is, what it runs."""
 
+import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -19,6 +21,8 @@ from mingpt_ddp.storage.code_identity import (
     PACKAGE,
     TOO_LARGE,
     Code,
+    difference_of,
+    forget_files,
     git,
     no_filters,
     read_checkout,
@@ -28,6 +32,7 @@ from mingpt_ddp.storage.code_identity import (
 from mingpt_ddp.storage.lock import acquire_lock
 
 GIT_S = 600.0  # in which git writes the files of a commit
+BRANCHES = ("for-each-ref", "--count=20", "--format=%(refname:short)", "refs/heads")
 PRESETS = FLAGS_WITH_VALUE[:4]  # before a directory of presets
 
 
@@ -40,6 +45,20 @@ class Version:
     words: list[str]
     code: Code
     has_package: bool  # otherwise it trains with that of this process
+
+    def check_unchanged(self) -> None:
+        """Check that its Python files are those that are compared.
+
+        Raises:
+            RunError: some have changed since.
+        """
+        files = _move(self.words, self.directory, self.directory)[1]
+        now = _read(self.directory, files, self.has_package)
+        if changed := difference_of(self.code.record, now.record):
+            raise RunError(
+                f"version {self.name} has changed since the start ({changed}); compare commits, or "
+                "a copy, if you go on editing"
+            )
 
     def compose(self) -> str:
         """Return its whole configuration as text.
@@ -94,19 +113,21 @@ def find_commit(name: str) -> str:
         ConfigError: it means neither.
     """
     root = root_of(Path.cwd())
-    words = ("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
-    commit = why = ""
+    why = ""
     if root:
+        ask = functools.partial(git, root, time.monotonic() + GIT_S)
+        words = ("rev-parse", "--verify", "--quiet", f"{name}^{{commit}}")
         try:
-            commit = git(root, time.monotonic() + GIT_S, *words).decode().strip()
+            if commit := ask(*words).decode().strip():
+                return commit
         except (OSError, subprocess.SubprocessError, ValueError) as error:  # e.g. it has no git
             why = f": {error}"
+        with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+            branches = ask(*BRANCHES).decode().split()
+            why = f"; there are {', '.join(['HEAD', *branches])}"
     where = root or "a checkout here"
-    check(
-        commit or os.path.isdir(name),
-        f"{name} is no commit or branch of {where}, and no directory{why}",
-    )
-    return commit
+    check(os.path.isdir(name), f"{name} is no commit or branch of {where}, and no directory{why}")
+    return ""
 
 
 def find_version(name: str, commit: str, words: list[str]) -> Version:
@@ -126,16 +147,24 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
         directory = _worktree(root, commit)
         here = root
     words, files = _move(words, here, directory)
-    package = directory / PACKAGE.name
-    has_package = (package / "__init__.py").is_file()
+    has_package = (directory / PACKAGE.name / "__init__.py").is_file()
     what = f"no package {PACKAGE.name}, and no Python file that --config-dir or code= leads to"
+    relative = [word for word in words if ".code=" in word]
+    if relative:
+        what += f"; {relative[0]} needs the --config-dir=DIR that it is relative to"
     check(has_package or files, f"{name} has {what}")
-    # By their paths in the version, so that the same files elsewhere have the same hash.
-    chosen = {os.path.relpath(file, directory): file for file in files}
-    code = read_code(chosen, package if has_package else None)
+    code = _read(directory, files, has_package)
     is_kept = code.record["patch"] != TOO_LARGE
     check(is_kept, f"the changes in {name} are {TOO_LARGE}; commit them")
     return Version(name, directory, words, code, has_package)
+
+
+def _read(directory: Path, files: list[Path], has_package: bool) -> Code:
+    """Return the code of a version as it is now."""
+    # By their paths in the version, so that the same files elsewhere have the same hash.
+    chosen = {os.path.relpath(file, directory): file for file in files}
+    forget_files()
+    return read_code(chosen, directory / PACKAGE.name if has_package else None)
 
 
 def _worktree(root: Path, commit: str) -> Path:
@@ -164,6 +193,9 @@ def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], lis
 
     Returns:
         The words, and the Python files there.
+
+    Raises:
+        ConfigError: a directory of presets is none.
     """
     moved = []
     files = list[Path]()
@@ -178,6 +210,7 @@ def _move(words: list[str], here: Path, directory: Path) -> tuple[list[str], lis
         for found in (path.resolve(), path):  # as typed, or by a link
             if found.is_relative_to(here):
                 path = directory / found.relative_to(here)
+        check(is_code or path.is_dir(), f"{word} leads to {path}, which is no directory")
         files += [path] if is_code else sorted(path.glob("**/*.py"))
         moved.append(f"{key}{equals}{hydra_value(str(path)) if is_code else path}")
     return moved, [file for file in files if file.is_file()]

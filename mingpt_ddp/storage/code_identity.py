@@ -169,6 +169,12 @@ def read_code(chosen: Mapping[str, Path], package: Path | None = None) -> Code:
     return Code(record, b"" if lost else patch)
 
 
+def forget_files() -> None:
+    """Let `read_code` see what has changed since this process has read it."""
+    _package_files.cache_clear()
+    _user_files.cache_clear()
+
+
 def recorded_code(values: Any) -> dict[str, Any]:
     """Return the record of the code in an untrusted state.json or result.json; {}: it has none."""
     code = values.get("code") if isinstance(values, dict) else None

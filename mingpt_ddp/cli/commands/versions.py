@@ -18,6 +18,7 @@ speed does (median time of a step; time from the first step to the end), and whe
 Adds the verdict to experiments.jsonl (`report experiments`); the runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -30,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.cli.code_version import Version, find_commit, find_version
@@ -137,8 +140,17 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
         if key in OWN_KEYS:
             values[key] = value
         else:
+            one = "one setting in a comparison: give one value, or several of run.seed"
+            check(not _is_sweep(word), f"{word} is a sweep; there is {one}")
             others.append(word)
     return values, others
+
+
+def _is_sweep(word: str) -> bool:
+    """Return whether a word is an override with several values."""
+    with contextlib.suppress(HydraException):  # it is a flag, or Hydra will say what is wrong
+        return bool(OverridesParser.create().parse_override(word).is_sweep_override())
+    return False
 
 
 def _parse_seeds(text: str, least: int) -> list[int]:
@@ -184,6 +196,7 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
     for number, trial in enumerate(order, 1):
         if trial.result.get("status") != RunStatus.COMPLETE:
             what = f"{trial.version.name}, {trial.words[0]}"
+            trial.version.check_unchanged()
             echo_error(f"job {number} of {len(order)}: {what}")
             with redirect_stdout(sys.stderr):  # standard output has the verdict alone
                 trial.version.train(trial.words)
@@ -207,9 +220,10 @@ def _check_code(trial: Trial, codes: dict[str, str]) -> None:
     is_one = codes.setdefault(str(version.directory), recorded) == recorded
     is_own = codes.setdefault(recorded, expected) == expected
     if not (is_one and is_own):
+        version.check_unchanged()
         raise RunError(
-            f"{trial.directory} was not trained by the code of {version.name}: that has changed "
-            "since, or its workers import another package; compare commits, from elsewhere"
+            f"{trial.directory} was not trained by the code of {version.name}: that was another "
+            "meanwhile, or its workers import another package; compare commits, from elsewhere"
         )
 
 

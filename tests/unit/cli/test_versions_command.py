@@ -31,7 +31,7 @@ def project(tmp_path, monkeypatch) -> Path:
     project = tmp_path / "project"
     (project / "recipe").mkdir(parents=True)
     monkeypatch.chdir(project)
-    git("init", "-q")
+    git("init", "-q", "-b", "mine")
     for number in (1, 2):
         Path("recipe/mine.py").write_text(f"x = {number}\n")
         git("add", ".")
@@ -54,7 +54,20 @@ def call(monkeypatch, capsys):
     [
         (
             ["HEAD", "nowhere", SEEDS],
-            "nowhere is no commit or branch of {project}, and no directory",
+            "nowhere is no commit or branch of {project}, and no directory; there are HEAD, mine\n",
+        ),
+        (
+            ["HEAD", ".", SEEDS, "optimizer.lr=1e-3,2e-3"],
+            "optimizer.lr=1e-3,2e-3 is a sweep; there is one setting in a comparison: give one",
+        ),
+        (
+            ["HEAD", ".", SEEDS, "model.code=recipe/mine.py"],
+            "HEAD has no package mingpt_ddp, and no Python file that --config-dir or code= leads "
+            "to; model.code=recipe/mine.py needs the --config-dir=DIR that it is relative to\n",
+        ),
+        (
+            [".", "HEAD", "--config-dir=recpie", SEEDS],
+            "--config-dir=recpie leads to {project}/recpie, which is no directory\n",
         ),
         (
             ["HEAD", ".", SEEDS],
@@ -115,7 +128,12 @@ def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
     assert here.directory == project and here.code.record["commits"]["project"] == git(
         "rev-parse", "HEAD"
     )
+    here.check_unchanged()
     Path("recipe/new.py").write_text("y = 1\n")
+    line = r"run error: version \. has changed since the start \(recipe/new.py/new.py\); compare"
+    with pytest.raises(code_version.RunError, match=line):
+        here.check_unchanged()
+    found.check_unchanged()
     changed = find_version(".", words)
     assert changed.code.record["sha256"] != here.code.record["sha256"] and changed.code.patch
 
