@@ -23,12 +23,11 @@ from mingpt_ddp.storage.code_identity import (
     Code,
     difference_of,
     forget_files,
-    git,
-    no_filters,
     read_checkout,
     read_code,
     root_of,
 )
+from mingpt_ddp.storage.git import git, no_filters
 from mingpt_ddp.storage.lock import acquire_lock
 
 GIT_S = 600.0  # in which git writes the files of a commit

@@ -24,7 +24,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git
+from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git, no_filters
 from mingpt_ddp.storage.storage import read_regular
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -324,20 +324,6 @@ def read_checkout(root: Path, called: str) -> Checkout:
     if not patch:
         return Checkout(commit)
     return Checkout(commit_and_changes, _kept(patch, f"# {called!a}, changes since {commit}\n"))
-
-
-def no_filters(root: Path, deadline: float) -> list[str]:
-    """Return options with which git runs no filter that is configured for a checkout.
-
-    Raises as `git` does.
-    """
-    options = []
-    for key in os.fsdecode(git(root, deadline, "config", "--list", "--name-only", "-z")).split(
-        "\0"
-    ):
-        if key.startswith("filter."):
-            options += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
-    return options
 
 
 def _kept(patch: bytes, title: str) -> bytes:

@@ -48,3 +48,16 @@ def git(root: Path, deadline: float, *words: str) -> bytes:
     if process.returncode not in (0, 1):  # 1: there are differences
         raise subprocess.CalledProcessError(process.returncode, "git")
     return output
+
+
+def no_filters(root: Path, deadline: float) -> list[str]:
+    """Return options with which git runs no filter that is configured for a checkout.
+
+    Raises as `git` does.
+    """
+    options = []
+    names = git(root, deadline, "config", "--list", "--name-only", "-z")
+    for key in os.fsdecode(names).split("\0"):
+        if key.startswith("filter."):
+            options += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
+    return options
