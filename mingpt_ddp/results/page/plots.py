@@ -188,7 +188,8 @@ class Plots:
         for index, goal in enumerate(goals):
             title = f"{label(words(goal.name))}, {goal.direction}"
             values = [each[index] for each in at.values()]
-            axes.append(axis(title) if goal.maximize else loss_axis(values, title))
+            is_loss = goal.name == self._results.objective.series and not goal.maximize
+            axes.append(loss_axis(values, title) if is_loss else axis(title))
         x, y = axes
         return self._draw(traces, x, y)
 

@@ -180,8 +180,8 @@ def test_the_front_is_marked(tmp_path):
     assert [line[0] for line in lines[1:4]] == ["*", "*", " "]
     assert "Pareto front, marked *: 2 of 3; minimize val_loss, maximize speed<b>" in lines
     figure = figures_of(tmp_path / "page.html")[3]
-    assert "range" in figure["layout"]["xaxis"], "without outliers, which are bad"
-    assert "range" not in figure["layout"]["yaxis"], "of the fastest one too"
+    assert "range" in figure["layout"]["xaxis"], "a loss, without outliers"
+    assert "range" not in figure["layout"]["yaxis"], "all values of another objective"
     front, points = figure["data"]
     assert (front["x"], front["y"], front["line"]["shape"]) == ([1, 2], [10, 20], "hv")
     assert len(points["x"]) == 3
