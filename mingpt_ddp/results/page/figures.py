@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any
 
 from plotly.colors import sample_colorscale
@@ -154,10 +154,12 @@ def highest(losses: list[float]) -> float:
     return max(loss for loss in losses if loss <= third + 3 * (third - first))
 
 
-def loss_axis(losses: list[float], title: str = "") -> dict[str, Any]:
-    """Return an axis that shows all losses but outliers."""
+def loss_axis(losses: list[float], title: str = "", starts: Sequence[float] = ()) -> dict[str, Any]:
+    """Return an axis that shows all losses but outliers, and where most curves start."""
     low = min(losses, default=0.0)
     high = highest(losses)
+    if starts:
+        high = max(high, median(starts))
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
     return axis(title, range=[low - margin, high + margin])
 

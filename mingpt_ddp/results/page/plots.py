@@ -102,15 +102,17 @@ class Plots:
         """Draw curves over the steps, of one run with a dotted line at each restart."""
         traces: list[dict[str, Any]] = []
         values: list[float] = []
+        starts: list[float] = []
         for mark, curve in curves:
             means = known(each.mean for each in curve.values())
             values += means
+            starts += means[:1]
             if any(each.half_width for each in curve.values()):
                 traces.append(mark.band([*curve], [*curve.values()]))
             if means:
                 traces.append(mark.line(curve, means, hovertemplate=CURVE_HOVER))
         titled = {"title": {"text": label(title, LONGEST)}, **self._layout}
-        return self._draw(traces, STEPS, loss_axis(values), height, **titled)
+        return self._draw(traces, STEPS, loss_axis(values, starts=starts), height, **titled)
 
     def against(self, key: str) -> str:
         """Draw the objective over one parameter, with error bars; outliers are triangles."""

@@ -25,7 +25,7 @@ from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.results.formats import brief, short_names
 from mingpt_ddp.results.groups import best_group, singles
-from mingpt_ddp.results.page.figures import DRAWN, POINTS, Scale, highest
+from mingpt_ddp.results.page.figures import DRAWN, POINTS, Scale, highest, loss_axis
 from mingpt_ddp.results.report import report
 from mingpt_ddp.results.runs import (
     NO_COMMAND,
@@ -366,6 +366,14 @@ def test_any_values_have_a_legible_axis(values):
 )
 def test_outlier_losses_do_not_compress_the_axis(losses, expected):
     assert highest(losses) == expected
+
+
+def test_a_curve_is_shown_from_its_start():
+    """However few of its points are above the rest; a single curve that diverges is not."""
+    losses = [4.2, 3.0, *[2.0 - 0.001 * step for step in range(100)]]
+    assert loss_axis(losses)["range"][1] < 2.2
+    assert loss_axis(losses, starts=[4.2])["range"][1] > 4.2
+    assert loss_axis(losses, starts=[4.2, 4.3, 1e9])["range"][1] < 5
 
 
 # The table and the page
