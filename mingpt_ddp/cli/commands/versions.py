@@ -221,9 +221,10 @@ def _check_code(trial: Trial, codes: dict[str, str]) -> None:
     is_own = codes.setdefault(recorded, expected) == expected
     if not (is_one and is_own):
         version.check_unchanged()
+        why = "no code= names the files that differ" if is_one else "that was another meanwhile"
         raise RunError(
-            f"{trial.directory} was not trained by the code of {version.name}: that was another "
-            "meanwhile, or its workers import another package; compare commits, from elsewhere"
+            f"{trial.directory} was not trained by the code of {version.name}: {why}, or its "
+            "workers import another package; compare commits, from elsewhere"
         )
 
 

@@ -218,6 +218,7 @@ def test_one_version_is_one_code_that_no_other_has(tmp_path, monkeypatch):
     codes = {}
     for each in (("a", "1", "x"), ("b", "2", "y"), ("a", "1", "x"), ("c", "1", "x")):
         tool._check_code(trial(*each), codes)
-    for each in (("a", "1", "z"), ("d", "3", "x")):
-        with pytest.raises(code_version.RunError, match="was not trained by the code of "):
+    cases = {("a", "1", "z"): "that was another", ("d", "3", "x"): "no code= names the files"}
+    for each, why in cases.items():
+        with pytest.raises(code_version.RunError, match=f"was not trained by the code of .: {why}"):
             tool._check_code(trial(*each), dict(codes))
