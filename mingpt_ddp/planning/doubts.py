@@ -6,8 +6,8 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
-from mingpt_ddp.training.length import early_end
-from mingpt_ddp.training.start.start_log import long_metrics, long_warmup
+from mingpt_ddp.training.length import early_end, long_warmup
+from mingpt_ddp.training.start.start_log import long_metrics
 
 # The usual learning rates, by optimizer.
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}

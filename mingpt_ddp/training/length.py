@@ -9,6 +9,7 @@ import logging
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import LIMITS, Config
+from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.metrics.meters import Meter
@@ -115,7 +116,10 @@ class RunLength:
         assert minutes is not None
         if step < self.fixed_at:
             self.over_at = step
-            log.warning("trainer.max_minutes=%g is over: step %d is the last", minutes, step)
+            lines = [f"trainer.max_minutes={minutes:g} is over: step {step} is the last"]
+            if warmup := long_warmup(self.optimizer, step):
+                lines.append(warmup)
+            log.warning("; ".join(lines))
             return
         self.state.step_seconds = 60 * minutes / steps
         pace = 1e3 * self.state.step_seconds
@@ -197,6 +201,18 @@ def check_minutes(config: Config) -> None:
         f"{given} becomes a number of steps at the end of the warm-up, and needs "
         f"optimizer.warmup_steps >= {LEAST_STEPS}, not {optimizer.warmup_steps}; raise it, or set "
         "optimizer.schedule_steps",
+    )
+
+
+def long_warmup(optimizer: OptimizerConfig, steps: int) -> str | None:
+    """Return a warning if the learning rate never reaches its peak."""
+    warmup = optimizer.warmup_steps
+    length = optimizer.schedule_steps or steps
+    if warmup <= length or optimizer.schedule in BUILDERS["schedule"]:
+        return None
+    return (
+        f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
+        "reach optimizer.lr"
     )
 
 

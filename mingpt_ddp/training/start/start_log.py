@@ -27,7 +27,7 @@ from mingpt_ddp.storage.code_identity import (
 )
 from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, Attempt, difference
 from mingpt_ddp.tasks.task import Task
-from mingpt_ddp.training.length import RunLength, early_end
+from mingpt_ddp.training.length import RunLength, early_end, long_warmup
 
 log = logging.getLogger(__name__)
 
@@ -80,18 +80,6 @@ def log_start(
         log.info("complete: the snapshot of step %d is of the last step", steps)
     elif step:
         log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
-
-
-def long_warmup(optimizer: OptimizerConfig, steps: int) -> str | None:
-    """Return a warning if the learning rate never reaches its peak."""
-    warmup = optimizer.warmup_steps
-    length = optimizer.schedule_steps or steps
-    if warmup <= length or optimizer.schedule in BUILDERS["schedule"]:
-        return None
-    return (
-        f"the warm-up takes {warmup} of {length} steps; lower optimizer.warmup_steps to "
-        "reach optimizer.lr"
-    )
 
 
 def long_metrics(log_every: int, steps: int) -> str | None:

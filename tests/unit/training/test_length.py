@@ -127,7 +127,10 @@ def test_minutes_that_end_before_the_number_is_fixed_end_the_run(monkeypatch, ca
     clock = Clock(monkeypatch, *MINUTE)
     clock.train(100, step_s=6.0)
     assert clock.state.step == clock.length.known_steps == 10
-    assert caplog.messages == ["trainer.max_minutes=1 is over: step 10 is the last"]
+    assert caplog.messages == [
+        "trainer.max_minutes=1 is over: step 10 is the last; the warm-up takes 30 of 10 steps; "
+        "lower optimizer.warmup_steps to reach optimizer.lr"
+    ]
 
 
 def test_more_minutes_after_too_few_are_reckoned_from_the_time_of_the_steps(monkeypatch):
