@@ -7,6 +7,7 @@ tutorial.
 
 import contextlib
 import hashlib
+import shlex
 import stat
 import sys
 import traceback
@@ -226,10 +227,10 @@ def _find(code: Any, key: str, folders: list[Path]) -> Path:
         if (folder / code).is_file():
             return folder / code
     looked = ", ".join(map(str, folders))
-    raise ConfigError(
-        f"{key}={code} was not found in {looked}; put it next to the YAML file and pass "
-        "--config-dir"
-    )
+    advice = "put it next to the YAML file and pass --config-dir"
+    if (here := Path(code)).is_file():
+        advice = shlex.join(["write", f"--config-dir={here.parent}", f"{key}={here.name}"])
+    raise ConfigError(f"{key}={code} was not found in {looked}; {advice}")
 
 
 def _require_local_file(code: Any, key: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 
@@ -99,7 +100,7 @@ def test_a_builder_of_another_module(directory):
     assert known(directory, "three.py") == ("parts", ["three"])
 
 
-def test_a_file_is_looked_for_next_to_the_preset_then_the_recipe_then_on_top(tmp_path):
+def test_a_file_is_looked_for_next_to_the_preset_then_the_recipe_then_on_top(tmp_path, monkeypatch):
     """Of several directories of presets the first wins, as it does for presets."""
     places = ("a/model", "b/model", "b/model/deep", "a/experiment", "b/experiment", "a", "b")
     for place in places:
@@ -120,6 +121,12 @@ def test_a_file_is_looked_for_next_to_the_preset_then_the_recipe_then_on_top(tmp
     with pytest.raises(ConfigError) as refused:
         found(model="mine", experiment=None)
     assert f"was not found in {', '.join(map(str, looked))}; put it" in str(refused.value)
+    monkeypatch.chdir(tmp_path)
+    Path("my recipe").mkdir()
+    Path("my recipe/mine.py").touch()
+    advice = r"; write '--config-dir=my recipe' model.code=mine.py$"
+    with pytest.raises(ConfigError, match=advice):
+        run_code({"model": {"code": "my recipe/mine.py"}}, directories)
     run_code({}, [])
 
 
