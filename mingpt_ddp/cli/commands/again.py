@@ -10,9 +10,10 @@ run.name=NAME.
 Without one the run itself goes on: to print its result, to raise trainer.max_steps, or with another logging.
 
 The command that trains is printed. What a record should not decide is left out unless you type it: your Python files
-(code), commands to run, and where snapshots or logs are sent.
+(code, without which it refuses), commands to run, and where snapshots or logs are sent.
 """  # noqa: E501
 
+import contextlib
 import os
 import shlex
 import sys
@@ -27,6 +28,7 @@ from mingpt_ddp.cli.arguments import answer, parse_value
 from mingpt_ddp.config.compose.hydra_utils import (
     VERSION_BASE,
     config_directory,
+    config_flags,
     hydra_value,
     key_of,
     key_of_group,
@@ -49,6 +51,7 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError, command
+from mingpt_ddp.storage.yaml_and_json import read_yaml
 from mingpt_ddp.storage.run_directory import recorded_config
 
 # A run that a stranger wrote could send files to itself, or run programs.
@@ -105,6 +108,11 @@ def command_words(run: str, typed: list[str]) -> list[str]:
                 omitted.append(f"{key}={value}")
             else:
                 words.append(word)
+    own = [word for word in omitted if _is_own_code(word, keys)]
+    if own:
+        needed = shlex.join([*_config_flags(directory), *own])
+        listed = ", ".join(omitted)
+        raise ConfigError(f"not taken from {run}: {listed}; type what you trust, with {needed}")
     if omitted:
         message = f"not taken from {run}: {', '.join(omitted)}; type what you trust"
         echo_error(message[:LONGEST_LINE])
@@ -117,6 +125,19 @@ def is_left_out(key: str, value: Any) -> bool:
         return True
     is_url = "://" in str(value) and not key.startswith("data.")
     return is_url or "::" in str(value)
+
+
+def _is_own_code(word: str, typed: dict[str, str]) -> bool:
+    """Return whether a word names a user's file, and no preset is typed that may name it."""
+    group, _, key = word.partition("=")[0].partition(".")
+    return key == CODE_LOCATION_KEYS[0] and not {group, "experiment"} & typed.keys()
+
+
+def _config_flags(directory: Path) -> list[str]:
+    """Return the options that named the presets of a run, where a user's files are."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return config_flags(read_yaml(directory / ".hydra" / "hydra.yaml")["hydra"])
+    return ["--config-dir=DIR"]
 
 
 def _group_words(

@@ -81,7 +81,6 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
     changes = {
         "snapshot__path": "s3://theirs/x",
         "run__resume": "http://theirs/y",
-        "model__code": "theirs.py",
     }
     changes |= {"tracker__entity": "theirs", "tracker__uri": "/home/theirs"}
     run = recorded(
@@ -96,7 +95,6 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert "snapshot.path=s3://theirs/x" in line
-    assert "model.code=theirs.py" in line
     assert "snapshot.path=s3://mine/x" in command_words(run, ["snapshot.path=s3://mine/x"])
 
 
@@ -124,6 +122,21 @@ def test_code_of_yours_needs_its_preset(tmp_path):
     words = command_words(run, ["--config-dir=mine", "model=lstm", "optimizer.lr=1"])
     assert "++model.n_layer=4" in words, "the recorded keys of the preset"
     assert words[-3:] == ["--config-dir=mine", "model=lstm", "optimizer.lr=1"]
+
+
+def test_code_of_yours_is_typed(tmp_path):
+    """One line has all the words, before anything is printed."""
+    run = recorded(tmp_path, model__activation="mine", model__code="mine.py")
+    with pytest.raises(ConfigError, match=r"with --config-dir=DIR model.code=mine.py$"):
+        command_words(run, [])
+    source = {"provider": "command-line", "path": "/my recipe"}
+    hydra = {"job": {"config_name": "config"}, "runtime": {"config_sources": [source]}}
+    (tmp_path / "run" / ".hydra").mkdir()
+    (tmp_path / "run" / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
+    with pytest.raises(ConfigError, match=r"with '--config-dir=/my recipe' model.code=mine.py$"):
+        command_words(run, [])
+    typed = ["--config-dir=/my recipe", "model.code=mine.py"]
+    assert command_words(run, typed)[-2:] == typed
 
 
 @pytest.mark.parametrize(
