@@ -169,8 +169,15 @@ def error_of(report: dict[str, Any], line: str) -> Exception:
     if "error" in report:
         error = unpack_error(report["error"])
         if str(error) in line:  # else it is of an attempt before a restart
+            error.args = (_in_python(report["error"]["message"]),)
             return error
-    return UserError(line.partition("error: ")[2] or line)
+    return UserError(_in_python(line.partition("error: ")[2] or line))
+
+
+def _in_python(message: str) -> str:
+    """Write the call that starts a sweep instead of Hydra's option."""
+    message = message.replace("add --multirun to your command line", "call --multirun")
+    return message.replace("--multirun", "mingpt_ddp.sweep([...])")
 
 
 @dataclass(frozen=True)

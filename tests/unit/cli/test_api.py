@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 import mingpt_ddp
 from mingpt_ddp.cli import api
+from mingpt_ddp.cli.api import error_of
 from mingpt_ddp.errors import (
     ConfigError,
     DataError,
@@ -152,6 +153,16 @@ def test_the_history_of_a_sweep_has_the_rows_of_every_job(tmp_path):
         (f"job{seed}", seed, step) for seed in (1, 2) for step in (20, 40, 60, 80, 100)
     ]
     assert mingpt_ddp.history(tmp_path / "job1")[0].keys().isdisjoint({"job", "run.seed"})
+
+
+def test_a_sweep_is_named_as_the_call_that_starts_it():
+    line = "config error: Sweep parameters 'optimizer.lr=interval(1,2)' requires --multirun"
+    assert str(error_of({}, line)).endswith("requires mingpt_ddp.sweep([...])")
+    packed = pack_error(ConfigError("3. To sweep over it, add --multirun to your command line"))
+    line = "config error: 3. To sweep over it, add --multirun to your command line"
+    error = error_of({"error": packed}, line)
+    assert isinstance(error, ConfigError)
+    assert str(error).endswith("To sweep over it, call mingpt_ddp.sweep([...])")
 
 
 def test_the_rows_of_a_sweep(tmp_path):
