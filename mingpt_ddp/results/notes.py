@@ -1,9 +1,9 @@
 """Notes on the comparison of jobs: what ranks them, what makes their values incomparable."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from pathlib import Path
 
 from mingpt_ddp.config.config import effect_of
-from mingpt_ddp.errors import command
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.groups import SEED, Group
 from mingpt_ddp.results.objective import (
@@ -13,7 +13,7 @@ from mingpt_ddp.results.objective import (
     is_text,
     loss_unit,
 )
-from mingpt_ddp.results.runs import Job, identity, number, varying
+from mingpt_ddp.results.runs import Job, compare_command, identity, number, varying
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # Keys that say how many windows are measured, and of which length.
@@ -22,11 +22,11 @@ OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
-def comparison_notes(jobs: list[Job], by_code: bool = False) -> list[str]:
+def comparison_notes(jobs: list[Job], directories: Sequence[Path]) -> list[str]:
     """Return what ranks the jobs, if not the loss, and why their results do not compare.
 
     Args:
-        by_code: versions of the code are settings of their own.
+        directories: that were named; none: versions of the code are settings of their own.
     """
     objective = jobs[0].ranked_by
     notes = []
@@ -55,10 +55,10 @@ def comparison_notes(jobs: list[Job], by_code: bool = False) -> list[str]:
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
     codes = {job.code for job in jobs if job.code}
-    if len(codes) > 1 and not by_code:
+    if len(codes) > 1 and directories:
         notes.append(
             f"{len(codes)} versions of the code have trained the jobs: "
-            f"`{command('report')} DIR compare by=code` takes them apart"
+            f"`{compare_command(directories)} by=code` takes them apart"
         )
     if mixed := [job.name for job in jobs if "+" in job.code]:
         notes.append(

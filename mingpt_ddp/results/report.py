@@ -10,7 +10,7 @@ from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.results.report_text import table
 from mingpt_ddp.results.results import Results, read_results
-from mingpt_ddp.results.runs import find_runs, is_locked
+from mingpt_ddp.results.runs import find_runs
 from mingpt_ddp.storage.storage import atomic_write
 
 PAGE = "report.html"
@@ -74,12 +74,14 @@ def report(directories: list[Path], page: Path) -> str:
 def watch(directories: list[Path], page: Path) -> str:
     """Write the page again every few seconds while jobs run, or until Ctrl-C; then `report`.
 
-    Until then the page reloads itself in a browser.
+    Until then the page reloads itself in a browser. Before the first job it waits for it.
 
     Raises:
         RunError: as of `report`, or plotly is missing.
     """
     line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
+    for each in filter(_is_awaited, directories):
+        line += f"; it waits for the first run in {each}"
     try:
         while (results := _read_begun(directories)) is None or results.is_running:
             began = time.monotonic()
@@ -97,10 +99,14 @@ def watch(directories: list[Path], page: Path) -> str:
 
 
 def _read_begun(directories: list[Path]) -> Results | None:
-    """Read the jobs; return None while a sweep that runs has none yet."""
-    if any(is_locked(each) and not find_runs(each) for each in directories):
-        return None
-    return read_results(directories)
+    """Read the jobs; return None before each directory has one."""
+    return None if any(map(_is_awaited, directories)) else read_results(directories)
+
+
+def _is_awaited(directory: Path) -> bool:
+    """Return whether a directory, which may not exist yet, has no run; False for other files."""
+    is_possible = directory.is_dir() or not os.path.lexists(directory)
+    return is_possible and not find_runs(directory)
 
 
 def write_page(results: Results, page: Path, reload_s: float = 0) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from mingpt_ddp.errors import command, counted, printable
+from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.analysis.front import Front
 from mingpt_ddp.results.elements import Cells, used_columns
@@ -10,7 +10,7 @@ from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown,
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import command_line, known, why_no_best
+from mingpt_ddp.results.runs import command_line, compare_command, known, why_no_best
 from mingpt_ddp.results.stats.intervals import Estimate
 
 COLUMNS = 8  # for parameters; the page has all
@@ -56,7 +56,9 @@ def _best_lines(results: Results, best: Group | None) -> list[str]:
     mean = f"{with_interval(best.estimate)}, mean of {counted(best.complete, 'seed')}"
     lines = [f"best: {mean}; its best seed is {best.first.directory}"]
     if len(results.groups) > 1:
-        lines.append(f"`{command('report')} DIR compare` tests whether others differ from it")
+        lines.append(
+            f"`{compare_command(results.directories)}` tests whether others differ from it"
+        )
     return lines
 
 

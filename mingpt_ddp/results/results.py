@@ -86,7 +86,7 @@ def read_results(directories: Sequence[Path]) -> Results:
     recipes = replicates(jobs)
     groups = recipes if has_replicates(recipes) else singles(jobs)
     keys = varying(groups)
-    notes = comparison_notes(jobs)
+    notes = comparison_notes(jobs, directories)
     if has_replicates(groups):
         notes += pooling_notes(groups)
     for failure in failures:

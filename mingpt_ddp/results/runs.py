@@ -324,6 +324,11 @@ def command_line(job: Job) -> str:
     return f"{command()} {shlex.join(words)}".rstrip()
 
 
+def compare_command(directories: Iterable[Path]) -> str:
+    """Return what a user types to compare the runs in these directories."""
+    return f"{command('report')} {shlex.join(map(str, directories))} compare"
+
+
 def _read_record(directory: Path, name: str) -> Any:
     with contextlib.suppress(OSError, ValueError):
         return read_yaml(directory / ".hydra" / f"{name}.yaml")

@@ -51,8 +51,8 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
 from mingpt_ddp.errors import LONGEST_LINE, ConfigError, command
-from mingpt_ddp.storage.yaml_and_json import read_yaml
 from mingpt_ddp.storage.run_directory import recorded_config
+from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 # A run that a stranger wrote could send files to itself, or run programs.
 LEFT_OUT = (*COMMAND_KEYS, *PLACES, "run.resume", "tracker.entity", "tracker.uri")

@@ -8,7 +8,8 @@
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
 by         code: compare takes versions of the code as settings of their own
-watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself
+watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself;
+           before the first run it waits for it
 experiments  print the verdicts of all comparisons of the runs in a directory, which outputs/experiments.jsonl has
 format     text, or json: print a JSON document instead
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.distributed.exit import echo_error
-from mingpt_ddp.errors import RunError, command, counted, printable
+from mingpt_ddp.errors import RunError, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.analysis.compare import (
     MORE_SEEDS,
@@ -23,7 +23,7 @@ from mingpt_ddp.results.formats import fixed
 from mingpt_ddp.results.groups import Group, replicates
 from mingpt_ddp.results.notes import comparison_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
-from mingpt_ddp.results.runs import Job, by_objective, read_jobs
+from mingpt_ddp.results.runs import Job, by_objective, compare_command, read_jobs
 from mingpt_ddp.results.stats.significance import PAIRED, Difference
 
 MOST_DECIMALS = 8
@@ -49,7 +49,7 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
         )
     comparisons = compare(settings)
     pairs = pairs_of(settings)
-    notes = notes_on(jobs, settings, pairs, by_code)
+    notes = notes_on(jobs, settings, pairs, [] if by_code else directories)
     document = to_numbers(jobs, settings, comparisons, notes, pairs)
     if comparisons:
         experiment = {"runs": [*map(str, directories)], **document}
@@ -91,7 +91,7 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
         return [nothing(settings)]
     conclusions = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
-        conclusions.append(f"and {len(comparisons) - most} more: `{command('report')} DIR compare`")
+        conclusions.append(f"and {len(comparisons) - most} more: `{compare_command(directories)}`")
     return conclusions + _correction(pairs_of(settings))
 
 
@@ -137,9 +137,15 @@ def _objective(jobs: list[Job]) -> str:
     return objective.title
 
 
-def notes_on(jobs: list[Job], settings: list[Setting], pairs: int, by_code: bool) -> list[str]:
-    """Return what the comparison of so many pairs leaves out, or takes together."""
-    notes = comparison_notes(jobs, by_code) + pooling_notes(replicates(jobs))
+def notes_on(
+    jobs: list[Job], settings: list[Setting], pairs: int, directories: list[Path]
+) -> list[str]:
+    """Return what the comparison of so many pairs leaves out, or takes together.
+
+    Args:
+        directories: as of `comparison_notes`.
+    """
+    notes = comparison_notes(jobs, directories) + pooling_notes(replicates(jobs))
     for job in jobs:
         notes += job.notes
     for setting in settings:

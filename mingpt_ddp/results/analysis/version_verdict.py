@@ -93,7 +93,7 @@ def version_verdict(
     for other, comparison in zip(others, comparisons, strict=True):
         bits = {seed_of(job): _bits(ours[seed_of(job)], job, digests) for job in other.jobs}
         verdicts.append(Against(first, other, comparison, bits))
-    notes = notes_on(jobs, settings, len(others), by_code=True)
+    notes = notes_on(jobs, settings, len(others), directories=[])
     document = to_numbers(jobs, settings, comparisons, notes, len(others))
     for record, each in zip(document["comparisons"], verdicts, strict=True):
         record.update(each.numbers())

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import nn
 
-from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import LIMITS, Config, build_group
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.distributed.device.device import chooses_fp32

@@ -65,7 +65,8 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
     assert cells(lines[2])[0] == "2.2000"
     best = next(line for line in lines if line.startswith("best: "))
     assert best.startswith(f"best: 2.1000 ± {HALF:.4f}, mean of 2 seeds; its best seed is {sweep}")
-    assert lines[lines.index(best) + 1].endswith("DIR compare` tests whether others differ from it")
+    advice = f"{sweep} compare` tests whether others differ from it"
+    assert lines[lines.index(best) + 1].endswith(advice)
 
 
 def test_a_row_says_how_many_seeds_are_complete(sweep, tmp_path):

@@ -65,6 +65,21 @@ def test_the_page_is_written_until_nothing_runs(tmp_path, monkeypatch, capsys, l
     assert not [*tmp_path.glob(".*.partial")]
 
 
+def test_it_waits_for_a_directory_and_refuses_a_file(tmp_path, monkeypatch, capsys, call):
+    monkeypatch.setattr(report, "WATCH_S", 0.05)
+    sweep = tmp_path / "sweep"
+    page = sweep / "report.html"
+    texts = []
+    watcher = threading.Thread(target=lambda: texts.append(report.watch([sweep], page)))
+    watcher.start()
+    wait_for(lambda: f"; it waits for the first run in {sweep}\n" in capsys.readouterr().out)
+    fake_run(sweep / "a")
+    watcher.join(PATIENCE_S)
+    assert texts[0].splitlines()[-1] == f"the page is {page}"
+    code, _, error = call(page, "watch")
+    assert code == 2 and "report.html is not a directory" in error
+
+
 def test_without_jobs_that_run_it_is_a_report(tmp_path, call):
     fake_run(tmp_path / "a")
     code, out, error = call(tmp_path, "watch")
