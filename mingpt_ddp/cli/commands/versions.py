@@ -22,13 +22,14 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import signal
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -45,10 +46,14 @@ from mingpt_ddp.results.analysis.version_verdict import Against, version_verdict
 from mingpt_ddp.results.experiments import append
 from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.storage.code_identity import describe, recorded_code
-from mingpt_ddp.storage.run_directory import RunStatus, read_result
+from mingpt_ddp.storage.lease import LockedError
+from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.storage.run_directory import RunStatus, difference, read_result
+from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 OWN_KEYS = ("run.seed", "require")
 SEEDS = range(2**63)
+WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
 REQUIREMENTS = (None, "same_bits", "not_worse")
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # of directories
 REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
@@ -61,10 +66,22 @@ class Trial:
     version: Version
     words: list[str]
     directory: Path
+    config: dict[str, Any]  # that is composed without these words
 
     @property
     def result(self) -> dict[str, Any]:
         return read_result(self.directory)
+
+    @property
+    def trained_files(self) -> set[str]:
+        """What the newest snapshot has recorded of each file that was imported: its SHA-256, cut.
+
+        A version may have more files: those below --config-dir that the configuration does not use.
+        """
+        from mingpt_ddp.snapshots.read.load import load
+
+        code = recorded_code(load(str(self.directory), ()).state)
+        return {*map(str, code.get("files", {}).values())}
 
     @property
     def code(self) -> str:
@@ -87,15 +104,18 @@ def _command(words: list[str]) -> int:
     own, others = _split(words[len(names) :])
     for name in names:
         refuse_credentials("the name of a version", name)
+    for word in words[len(names) :]:
+        is_path = "=" in word and os.path.isdir(word)
+        check(not is_path, f"{word} cannot be a version, as it has a = in its path; name a link")
     check(len(names) > 1, "name two versions of the code or more: commits or directories")
     required = own.get("require")
     check(required in REQUIREMENTS, f"require={required} must be same_bits or not_worse")
     seeds = _parse_seeds(own.get("run.seed", ""), 1 if required == "same_bits" else 2)
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, others) for each in zip(names, commits, strict=True)]
-    root, name = _compose(versions)
+    root, name, configs = _compose(versions)
     trials: dict[str, list[Trial]] = {}
-    for number, version in enumerate(versions, 1):
+    for number, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
         label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
         trials[label] = []
         for seed in seeds:
@@ -104,9 +124,10 @@ def _command(words: list[str]) -> int:
             )
             words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
             words.append(f'run.name="{name}/{directory.name}"')
-            trials[label].append(Trial(version, words, directory))
-    _train([*zip(*trials.values(), strict=True)])
-    verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
+            trials[label].append(Trial(version, words, directory, config))
+    with _lock(root / name):
+        _train([*zip(*trials.values(), strict=True)])
+        verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
     recorded = {label: each[0].code for label, each in trials.items()}
     runs = str(root / name)
     experiment = {"runs": [runs], "versions": recorded, "overrides": others, **document}
@@ -168,8 +189,8 @@ def _parse_seeds(text: str, least: int) -> list[int]:
     return sorted(seeds)
 
 
-def _compose(versions: list[Version]) -> tuple[Path, str]:
-    """Return the run.root of the first version, and a directory for all that is compared.
+def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
+    """Return the run.root of the first version, a directory for all, and the configurations.
 
     Raises:
         UserError: a version refuses the words.
@@ -180,14 +201,28 @@ def _compose(versions: list[Version]) -> tuple[Path, str]:
         code = version.code
         compared.append([code.record["sha256"], code.record["commits"], code.patch.hex(), text])
     digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:8]
-    return Path(yaml.safe_load(texts[0])["run"]["root"]), f"versions-{digest}"
+    configs = [*map(yaml.safe_load, texts)]
+    return Path(configs[0]["run"]["root"]), f"versions-{digest}", configs
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Lock a comparison.
+
+    Raises:
+        RunError: another process trains it.
+    """
+    try:
+        return acquire_lock(directory, 0.0, what="the directory of the comparison")
+    except LockedError as error:
+        raise LockedError(directory, error.owner, "wait for it, then run this again") from error
 
 
 def _train(rounds: list[tuple[Trial, ...]]) -> None:
     """Train what is not complete, the trials of each seed in turn: A B, B A, A B ...
 
     Raises:
-        UserError: a job has failed, or has trained with another code than its version.
+        UserError: a job has failed, or has trained with another code or configuration than its
+            version.
     """
     order = list[Trial]()
     for number, trials in enumerate(rounds):
@@ -203,28 +238,43 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
         if trial.result.get("status") != RunStatus.COMPLETE:
             raise RunError(f"{trial.directory} is not complete; run the same command to go on")
         _check_code(trial, codes)
+        _check_config(trial)
 
 
 def _check_code(trial: Trial, codes: dict[str, str]) -> None:
-    """Check that each version has trained with one code, which no other one has.
+    """Check that each version has trained with one code, and with its own files.
 
     Args:
-        codes: what is known so far: the recorded code by version, and the reverse.
+        codes: what is known so far: the recorded code by version.
     """
     code = recorded_code(trial.result)
     if not code:  # of an earlier version of the package
         return
     recorded = "+".join([*code.get("earlier", []), code["sha256"]])
     version = trial.version
-    expected = version.code.record["sha256"]
     is_one = codes.setdefault(str(version.directory), recorded) == recorded
-    is_own = codes.setdefault(recorded, expected) == expected
-    if not (is_one and is_own):
+    if not (is_one and trial.trained_files <= {*version.code.record["files"].values()}):
         version.check_unchanged()
-        why = "no code= names the files that differ" if is_one else "that was another meanwhile"
+        why = "it has imported other files" if is_one else "that was another meanwhile"
         raise RunError(
             f"{trial.directory} was not trained by the code of {version.name}: {why}, or its "
             "workers import another package; compare commits, from elsewhere"
+        )
+
+
+def _check_config(trial: Trial) -> None:
+    """Check that a job has trained with the configuration of its version, in all its starts."""
+    directory = trial.directory
+    try:
+        recorded = read_yaml(directory / ".hydra" / "config.yaml")
+    except (OSError, ValueError):  # of a copy, without its hidden files
+        return
+    changes = difference(trial.config, recorded, WORDS_OF_A_JOB)
+    if changes or any(directory.glob("config.*.yaml")):
+        what = "; ".join(changes) or "it has config.2.yaml"
+        raise RunError(
+            f"{directory} was not trained with the configuration of {trial.version.name} ({what}): "
+            "files of that have changed since; delete the directory, or compare commits"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from mingpt_ddp.cli import code_version, version_job
 from mingpt_ddp.cli.code_version import find_commit
 from mingpt_ddp.cli.commands import versions as tool
 from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.storage.lease import LockedError
 
 SEEDS = "run.seed=1,2"
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -81,6 +83,7 @@ def call(monkeypatch, capsys):
         (["HEAD", ".", f"run.seed=1,{'9' * 5000}"], "run.seed=1,99999"),
         (["HEAD", ".", f"run.seed=1,{2**63}"], f"run.seed=1,{2**63} has one of 2**63 or more"),
         (["HEAD", SEEDS], "name two versions of the code or more"),
+        (["HEAD", "a=b", SEEDS], "a=b cannot be a version, as it has a = in its path"),
         (["HEAD", ".", SEEDS, "require=better"], "require=better must be same_bits or not_worse"),
         (["HEAD", ".", SEEDS, "run.name=x"], "run.name=x does not go with versions"),
         (["HEAD", ".", "-m", SEEDS], "-m does not go with versions"),
@@ -90,6 +93,7 @@ def call(monkeypatch, capsys):
 )
 def test_refused_in_one_line_before_anything_is_written(words, message, project, call):
     Path("recipe/large.py").write_text("# large\n" * 120_000)
+    Path("a=b").mkdir()
     code, out, err = call(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"config error: {message.format(project=project)}")
@@ -207,18 +211,51 @@ def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
         assert str(raised.value) == "version B: config error: why"
 
 
-def test_one_version_is_one_code_that_no_other_has(tmp_path, monkeypatch):
-    def trial(directory, sha256, recorded):
-        code = code_version.Code({"sha256": sha256}, b"")
+def test_a_version_trains_with_one_code_of_its_own_files(tmp_path, monkeypatch):
+    """Two versions may train with the same: they differ in a file that the jobs do not import."""
+
+    def check(directory, recorded, imported, codes):
+        code = code_version.Code({"sha256": "s", "files": {"m.py": "1", directory: "2"}}, b"")
         version = code_version.Version(directory, tmp_path / directory, [], code, True)
-        made = tool.Trial(version, [], tmp_path / recorded)
-        monkeypatch.setattr(tool, "read_result", lambda run: {"code": {"sha256": run.name}})
-        return made
+        monkeypatch.setattr(code_version.Version, "check_unchanged", lambda version: None)
+        monkeypatch.setattr(tool, "read_result", lambda run: {"code": {"sha256": recorded}})
+        monkeypatch.setattr(tool.Trial, "trained_files", {imported})
+        tool._check_code(tool.Trial(version, [], tmp_path, {}), codes)
 
     codes = {}
-    for each in (("a", "1", "x"), ("b", "2", "y"), ("a", "1", "x"), ("c", "1", "x")):
-        tool._check_code(trial(*each), codes)
-    cases = {("a", "1", "z"): "that was another", ("d", "3", "x"): "no code= names the files"}
-    for each, why in cases.items():
-        with pytest.raises(code_version.RunError, match=f"was not trained by the code of .: {why}"):
-            tool._check_code(trial(*each), dict(codes))
+    for directory in "aba":
+        check(directory, "x", "1", codes)
+    cases = {("y", "1"): "that was another", ("x", "3"): "it has imported other files"}
+    for (recorded, imported), why in cases.items():
+        with pytest.raises(code_version.RunError, match=f"was not trained by the code of a: {why}"):
+            check("a", recorded, imported, codes)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "message"),
+    [
+        ({"optimizer": {"lr": 0.2}}, "of B \\(optimizer.lr: 0.1 -> 0.2\\): files of that have"),
+        ({"optimizer": {"lr": 0.1}}, "it has config.2.yaml"),
+    ],
+)
+def test_a_job_of_another_configuration_is_not_of_that_version(recorded, message, tmp_path):
+    """As where a preset has been edited, and perhaps set back, between two jobs or two starts."""
+    config = {"optimizer": {"lr": 0.1}, "run": {"seed": 1337, "name": None}}
+    version = code_version.Version("B", tmp_path, [], code_version.Code({}, b""), True)
+    trial = tool.Trial(version, [], tmp_path, config)
+    tool._check_config(trial)
+    file = tmp_path / ".hydra" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(json.dumps({**config, "run": {"seed": 1, "name": "a/b"}}))
+    tool._check_config(trial)
+    file.write_text(json.dumps(config | recorded))
+    (tmp_path / "config.2.yaml").touch()
+    with pytest.raises(code_version.RunError, match=message):
+        tool._check_config(trial)
+
+
+def test_a_second_process_of_the_same_comparison_is_refused(tmp_path):
+    with tool._lock(tmp_path / "a"), pytest.raises(LockedError) as raised:
+        tool._lock(tmp_path / "a")
+    assert str(raised.value).endswith("which is still running; wait for it, then run this again")
+    tool._lock(tmp_path / "a").close()
