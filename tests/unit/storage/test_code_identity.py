@@ -303,11 +303,12 @@ def test_no_reading_holds_up_a_run_for_ever(monkeypatch):
 def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
     """It may live as long as the run, whose start would wait for it, as for a loader process."""
     before = pipes_to_write()
+    opened = set()
     held = []
 
     def fork():
         if (child := os.fork()) == 0:
-            os._exit(100 + len(pipes_to_write() - before))
+            os._exit(100 + len(pipes_to_write() & opened))
         held.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
     thread = threading.Thread(target=fork)
@@ -315,6 +316,7 @@ def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
     class Root(os.PathLike):
         def __fspath__(self):
             """Fork on a thread when `subprocess` has opened the pipes, and starts git."""
+            opened.update(pipes_to_write() - before)
             thread.start()
             thread.join(0.3)  # the fork waits for the start, which waits for this
             return str(checkout)
@@ -322,6 +324,7 @@ def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
     head = code_identity.git(Root(), time.monotonic() + 600, "rev-parse", "HEAD")
     thread.join()
     assert head.decode().strip() == git(checkout, "rev-parse", "HEAD")
+    assert opened
     assert held == [100]
 
 
