@@ -12,8 +12,8 @@ from mingpt_ddp import __version__
 from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import cli_errors, echo
+from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
+from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
 from mingpt_ddp.errors import with_commands
 from mingpt_ddp.storage.urls import check_can_open
 
@@ -43,7 +43,10 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
             unknown = f"{name} is not a command; {hint_at(name, command)}"
             check(name in command, retired(name) or unknown)
             command = command[name]
-        sys.exit(command(parse_arguments(typing.get_type_hints(command)["config"], words)))
+        code = command(parse_arguments(typing.get_type_hints(command)["config"], words))
+        if has_parent_launcher():  # see `process_exit`: threads of torch may abort a normal exit
+            exit_process(None, code)
+        sys.exit(code)
 
 
 def answer(usage: str, words: list[str], needs_arguments: bool = True) -> str | None:

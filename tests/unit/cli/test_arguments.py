@@ -150,3 +150,38 @@ def test_a_reader_that_closed_the_pipe(args, tmp_path):
         timeout=PATIENCE_S,
     )
     assert (done.returncode, done.stderr) == (CLOSED_PIPE, "")
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_rank_of_a_launcher_leaves_before_threads_of_torch_could_abort(launched):
+    """Its interpreter does not shut down; what it has printed is there."""
+    program = """
+import atexit
+import sys
+from dataclasses import dataclass
+
+from mingpt_ddp.cli.arguments import run_command
+from mingpt_ddp.distributed.exit import echo
+
+@dataclass
+class Config:
+    url: str
+
+def command(config: Config) -> int:
+    echo(config.url)
+    return 3
+
+atexit.register(print, "shut down")
+sys.argv = ["command", "outputs/run"]
+run_command("usage", command)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(ROOT, **({"TORCHELASTIC_RUN_ID": "run"} if launched else {})),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout.split("\n") == ["outputs/run", *(["shut down"] * (not launched)), ""]
