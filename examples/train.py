@@ -73,7 +73,7 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
     step.warm_up()
     for n in range(state.step + 1, step.steps + 1):
         losses = step.passes(n)  # forward, backward; the gradients are averaged over the ranks
-        snapshots.wait_for_staging()  # the last snapshot may still copy the weights
+        snapshots.wait_for_staging()  # the last snapshot may still be copying the weights
         norm = step.clip()
         step.update(n)
         meter.record(losses, norm, step.phase.fetch_s)
@@ -84,11 +84,11 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
             log(f"step {n}: loss {metrics['train/loss']:.4f}, {metrics['speed/step_ms']:.1f} ms")
         if n % EVAL_EVERY == 0:
             with meter.paused(), trained.average.applied():
-                val = evaluator.run(trained.model, "val") or {}
+                val = evaluator.run(trained.model, "val")
             state.val_loss = val["loss"]
             log(f"step {n}: {task.describe(val)}")
         if n % SAVE_EVERY == 0 or n == step.steps:
-            snapshots.wait()  # for the one before; then this one is written while training goes on
+            snapshots.wait()  # for the previous save; this one is written while training goes on
             content = snapshot_state(state, runtime, task, plan, step.steps)
             snapshots.save(RunState(n, content, trained.tensors(), best_step=None))
     snapshots.wait()

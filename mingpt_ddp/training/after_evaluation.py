@@ -116,7 +116,9 @@ class Validation:
         self.run.runtime.group.set_activity(f"evaluating after step {self.state.step}")
         model = self.run.trainable.model
         with self._averaged_weights():
-            metrics = self.evaluator.run(model, split, stop=lambda: signals.signal_name is not None)
+            metrics = self.evaluator.run_unless_stopped(
+                model, split, lambda: signals.signal_name is not None
+            )
             if metrics and split == "val":
                 task = self.evaluator.task
                 actions = self.run.trainable.actions

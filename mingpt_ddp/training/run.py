@@ -109,13 +109,13 @@ def evaluate_complete(run: Run, evaluator: Evaluator, code: Callable[[], Code] |
     with run.trainable.average.applied():
         # The snapshot was saved between two evaluations, under a larger limit.
         if state.val_step != state.step or not state.val_metrics:
-            state.val_metrics = evaluator.run(model, "val") or {}
+            state.val_metrics = evaluator.run(model, "val")
             state.val_loss = state.val_metrics["loss"]
         if is_edited:
             return Outcome(RunStatus.COMPLETE, recorded_test(run.directory))
         if text := evaluator.sample(model, state.step):
             log.info("a sample:\n%s\n", text)
-        test_metrics = evaluator.run(model, "test") or {}
+        test_metrics = evaluator.run(model, "test")
     return Outcome(RunStatus.COMPLETE, test_metrics)
 
 

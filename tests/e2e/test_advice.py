@@ -23,6 +23,7 @@ READ = (*SHIPPED, "docs", "README.md", "CONTRIBUTING.md", "data/README.md")
 EXTRA = re.compile(r"'(mingpt[-_]ddp|\.)\[(.+?)\]'")
 NEEDED = re.compile(r"needs? ([A-Za-z][\w-]*)[^'\"\n]* pip install '[^']*\[([\w,]+)\]'")
 BARE = re.compile(r"pip install ([a-z][\w-]*(?: [a-z][\w-]*)*)")
+REPLACED = re.compile(r"pip install '\.\[[\w,]+\]'")
 # What the braces of an f-string become.
 FILLED = {"{name}": TRACKERS, "{PLUGINS[preset]}": PLUGINS.values()}
 NO_EXTRA = {"pandas", "matplotlib"}  # docs/python.md says so
@@ -60,6 +61,8 @@ def problems(text: str, is_shipped: bool = True) -> Iterator[str]:
                 yield f"there is no extra {extra}"
             elif missing := [name for name in EXTRAS[extra] if not is_installed(name)]:
                 yield f"of the extra {extra} {missing} are not installed here"
+    for line in REPLACED.findall(text):
+        yield f"{line} replaces an editable install by a copy: add -e"
     for name, extra in NEEDED.findall(text):
         if canonicalize_name(name) not in EXTRAS.get(extra, ()):
             yield f"the extra {extra} has no {name}"
@@ -98,10 +101,16 @@ def test_every_advice_can_be_followed():
         ("pip install 'mingpt_ddp[gcs]'", "there is no extra gcs"),
         ("pip install 'mingpt_ddp[s3,gcs]'", "there is no extra gcs"),
         ("pip install 'mingpt_ddp[{kind}]'", "there is no extra {kind}"),
-        ("pip install '.[s3]'", ".[s3] is no name of the installed package"),
+        ("pip install -e '.[s3]'", ".[s3] is no name of the installed package"),
         ("it needs plotly; pip install 'mingpt_ddp[s3]'", "the extra s3 has no plotly"),
         ("pip install no-such-package", "no-such-package is not installed here"),
     ],
 )
 def test_a_wrong_advice_is_found(advice, problem):
     assert [*problems(advice)] == [problem]
+
+
+def test_an_advice_for_a_checkout_keeps_it_editable():
+    wrong = "pip install '.[s3]' replaces an editable install by a copy: add -e"
+    assert [*problems("pip install -e '.[s3]'", is_shipped=False)] == []
+    assert [*problems("pip install '.[s3]'", is_shipped=False)] == [wrong]

@@ -39,7 +39,9 @@ class TrainerConfig:
         None, "instead of batch_size, at the first start", "sequences"
     )
     micro_batch_size: PositiveInt | None = key(
-        None, "per rank per forward; null: the largest that fits", "sequences"
+        None,
+        "per rank per forward; null: the largest divisor of batch_size up to batch_size / ranks",
+        "sequences",
     )
     device: Literal["auto", "cpu", "cuda"] = key("auto", "auto: the GPU if there is one")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = key(

@@ -27,19 +27,29 @@ class Evaluator:
         self._has_run = False
         self.splits = {name: task.split(name, runtime.device) for name in task.split_names()}
 
-    def run(
-        self, model: nn.Module, name: str, stop: Callable[[], bool] = lambda: False
-    ) -> dict[str, float] | None:
-        """Return the metrics by name, those of a further split as <split>_<metric>. A collective.
+    def run(self, model: nn.Module, name: str) -> dict[str, float]:
+        """Return the metrics of a split by name. A collective.
+
+        The metrics of a further split `val_<other>` are named <other>_<metric>.
 
         Args:
-            name: of the split, `val` or `test`, with which further ones are measured; {} is
-                returned if there is none.
-            stop: polled before every batch; if it returns True on any rank, all ranks return None.
+            name: `val` or `test`. Its further splits are measured with it. If the data has no
+                such split, {} is returned.
 
         Raises:
-            ConfigError: the first evaluation does not fit into memory.
-            CodeError: there are too many metrics to record, or no loss.
+            ConfigError: The first evaluation does not fit into memory.
+            CodeError: There are too many metrics to record, or no loss.
+        """
+        metrics = self.run_unless_stopped(model, name, lambda: False)
+        return {} if metrics is None else metrics
+
+    def run_unless_stopped(
+        self, model: nn.Module, name: str, stop: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        """Return what `run` returns, or None on all ranks if `stop` has returned True on any.
+
+        Args:
+            stop: Called before every batch.
         """
         fits = refuse_out_of_memory(self.task.config, self.runtime, "the first evaluation")
         with nullcontext() if self._has_run else fits, torch.no_grad():

@@ -34,7 +34,7 @@ def validation_of(
 ) -> tuple[Validation, Mock]:
     """Return a validation and the parts that note its calls, in one order."""
     parts = Mock()
-    parts.evaluator.run.return_value = metrics
+    parts.evaluator.run_unless_stopped.return_value = metrics
     parts.evaluator.sample.return_value = "a text"
 
     parts.metrics.meter.paused = partial(noted_pause, parts)
@@ -177,14 +177,14 @@ def test_the_test_split_is_logged_if_there_is_one(metrics):
     assert validation.test() == metrics
     logged = [call.log_evaluation(4, "test", METRICS)] if metrics else []
     assert parts.metrics.mock_calls == logged
-    assert parts.evaluator.run.call_args.args == ("model", "test")
+    assert parts.evaluator.run_unless_stopped.call_args.args[:2] == ("model", "test")
 
 
 def test_a_signal_stops_the_evaluator():
     validation, parts = validation_of()
     validation.evaluate()
-    assert parts.evaluator.run.call_args.args == ("model", "val")
-    stop = parts.evaluator.run.call_args.kwargs["stop"]
+    model, split, stop = parts.evaluator.run_unless_stopped.call_args.args
+    assert (model, split) == ("model", "val")
     assert not stop()
     validation.observers.signals.signal_name = "SIGTERM"
     assert stop()
@@ -209,7 +209,11 @@ def test_a_sample_is_logged():
 def test_averaged_weights_wait_for_the_staging_of_a_snapshot(decay):
     """It would copy them as the weights; the model's own need no wait."""
     waits = [] if decay is None else ["saves.wait_for_staging"]
-    for use, used in (("evaluate", "run"), ("test", "run"), ("log_sample", "sample")):
+    for use, used in (
+        ("evaluate", "run_unless_stopped"),
+        ("test", "run_unless_stopped"),
+        ("log_sample", "sample"),
+    ):
         validation, parts = validation_of(decay=decay)
         getattr(validation, use)()
         others = ("group.", "metrics.", "pause", "go_on")
