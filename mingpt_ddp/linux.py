@@ -5,7 +5,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 STOPPED = "T"  # the state of a process after SIGSTOP
@@ -51,26 +50,6 @@ def read_state(pid: int | None, parents: set[int | None] | None = None) -> str:
         return ""
     is_other = parents is not None and int(parent) not in parents
     return "" if is_other or state == "Z" else state  # Z: only its exit code is left
-
-
-def waited_for_cores() -> dict[str, float]:
-    """Return the seconds in which threads of this process were ready to run but had no core.
-
-    By thread: the main one and those that it computes with, which have its name; not those of
-    Python, of gloo and of others, which are ready for moments only. {} without Linux's
-    /proc/<pid>/schedstat.
-    """
-    listening = {str(thread.native_id) for thread in threading.enumerate()} - {str(os.getpid())}
-    waited = {}
-    with contextlib.suppress(OSError):
-        name = Path("/proc/self/comm").read_text()
-        for path in Path("/proc/self/task").iterdir():
-            if path.name in listening:
-                continue
-            with contextlib.suppress(OSError, IndexError, ValueError):  # the thread has ended
-                if (path / "comm").read_text() == name:
-                    waited[path.name] = int((path / "schedstat").read_text().split()[1]) / 1e9
-    return waited
 
 
 def kill_stopped_children(parent: int) -> None:

@@ -38,8 +38,6 @@ PAGE = """# Look up a configuration key
 ```
 python main.py --help                       # this list, and the presets
 python main.py model=gpt2 --cfg job         # the values of a command line, without a run
-eval "$(python main.py -sc install=bash)"   # Tab completes them after `python main.py`
-eval "$(mingpt-ddp -sc install=bash)"       # and after `mingpt-ddp`, its commands too; other shells: --hydra-help
 ```
 
 Made from `mingpt_ddp/config/keys/schema.py` by `python scripts/config_reference.py`. A key is a word on the command line,

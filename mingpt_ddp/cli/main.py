@@ -12,41 +12,18 @@ again        train with the configuration that a run has recorded, and with chan
 versions     train two versions of the code, and say which is better, faster, or the same
 
 `mingpt-ddp COMMAND --help` describes the keys of a command.
-`eval "$(mingpt-ddp -sc install=bash)"` lets the Tab key complete commands, presets and keys.
 """
 
-import os
-import re
 import sys
 from importlib import import_module
 
 from mingpt_ddp.cli import COMMANDS
 from mingpt_ddp.cli.arguments import run_command
 
-COMPLETED = ("train", "plan")  # the commands that take the presets and keys of Hydra
-
 
 def main() -> None:
     """Run the command named by the first argument with the remaining arguments."""
-    if sys.argv[1:2] == ["-sc"]:
-        _complete()
     if sys.argv[1:2] and sys.argv[1] in COMMANDS:
         import_module(f"mingpt_ddp.cli.commands.{sys.argv.pop(1)}").main()
     else:
         run_command(__doc__, dict.fromkeys(COMMANDS, len))  # describes them, or refuses the name
-
-
-def _complete() -> None:
-    """Make a question of Hydra's completion script, which knows no commands, one about `train`.
-
-    The script calls this program with -sc; what is typed is in COMP_LINE.
-    """
-    typed = re.match(r"(\s*\S+\s+)(\S*)(\s?)", os.environ.get("COMP_LINE", ""))
-    if typed:  # otherwise it installs the script
-        program, name, space = typed.groups()
-        if not space:
-            print(*COMMANDS, sep="\n")
-        if not space or name not in COMPLETED:
-            sys.exit()
-        os.environ["COMP_LINE"] = program + typed.string[typed.end() :]
-    sys.argv.insert(1, "train")

@@ -4,12 +4,10 @@ import logging
 import math
 from typing import TypeAlias
 
-import torch
 import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
-from mingpt_ddp.distributed.core_waits import CoreWaits
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
@@ -73,9 +71,6 @@ class MetricsProcessor:
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
-        self._core_waits: CoreWaits | None = None
-        if runtime.device.type == "cpu":
-            self._core_waits = CoreWaits(torch.get_num_threads(), runtime.group.world_size)
         self._is_set_up = False
         self._times = times
         self._is_first = True
@@ -115,8 +110,6 @@ class MetricsProcessor:
             self._is_first = False
         else:
             self.panel.advance(step, last)
-        if self._core_waits is not None and (line := self._core_waits.check()):
-            log.info(line)
         if self.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})

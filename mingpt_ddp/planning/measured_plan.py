@@ -40,7 +40,7 @@ from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes, known_length
 from mingpt_ddp.training.saves.save_schedule import automatic_interval
-from mingpt_ddp.training.start.first_checks import check_fits, newest_snapshot, with_batch_size
+from mingpt_ddp.training.start.first_checks import newest_snapshot, with_batch_size
 from mingpt_ddp.training.start.stages import snapshot_stores
 from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 
@@ -85,7 +85,6 @@ def make_plan(config: Config, typed: Container[str] = ()) -> dict[str, Any]:
     task = build_task(_alone(config), runtime.group, warm.state)
     with task.discarded_if_refused():
         warm.check(task)
-        check_fits(runtime, task)
         check_minutes(task.config)
         loader = task.train_loader(runtime.device)
     loader.close()

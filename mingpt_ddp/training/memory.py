@@ -10,16 +10,20 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import check_strategy
 from mingpt_ddp.errors import ConfigError
 
+SMALLER = "choose a smaller model"
 # Of an attempt: the first creates the optimizer's state, with which the second trains.
 FIRST_STEPS = 2
 
 
 @contextmanager
-def refuse_out_of_memory(config: Config, runtime: Runtime, what: str) -> Iterator[None]:
-    """Raise an error as a ConfigError if there is too little memory in this context.
+def refuse_out_of_memory(
+    config: Config, runtime: Runtime, what: str, advice: str = "lower trainer.micro_batch_size"
+) -> Iterator[None]:
+    """Raise a ConfigError instead of an error that says that memory has run out.
 
     Args:
-        what: needs the memory.
+        what: Names what needs the memory.
+        advice: Says what to do first.
 
     Raises:
         ConfigError: names the keys to change.
@@ -29,7 +33,7 @@ def refuse_out_of_memory(config: Config, runtime: Runtime, what: str) -> Iterato
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        changes = ["lower trainer.micro_batch_size"]
+        changes = [advice]
         if not config.trainer.activation_checkpointing:
             changes.append("set trainer.activation_checkpointing=true")
         if _could_shard(config, runtime):

@@ -109,3 +109,13 @@ def test_a_run_that_runs_out_of_memory_later_restarts(tmp_path, launcher):
     assert failures == 1
     assert "resuming from the snapshot of step 4" in text
     assert committed(tmp_path / "outputs" / "run")[-1] == 12
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path):
+    """Its first large matrix would take 4 TB."""
+    options = ["model=gpt_nano", "model.n_head=1", "model.n_embd=600000", "trainer.device=cpu"]
+    done = call([*python_main(), *TINY, *options], tmp_path)
+    assert done.returncode == 2, done.stdout
+    line = done.stdout.splitlines()[-1]
+    expected = "config error: the model gpt_nano does not fit into the memory of rank 0; choose a "
+    assert line.startswith(expected)

@@ -96,10 +96,6 @@ class Strategy:
                 "which needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it"
             )
 
-    def model_memory(self, memory: int) -> int:
-        """Return the bytes for one copy of a model, of which a rank has `memory` bytes."""
-        return memory
-
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return the model on the device, with batch normalization over all ranks if requested.
 

@@ -107,9 +107,6 @@ class FSDPStrategy(Strategy):
         super().check_model(model)
         check_no_scalars(self.name, {n: p.dim() for n, p in model.named_parameters()})
 
-    def model_memory(self, memory: int) -> int:
-        return memory * self.shards
-
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Shard the model, one block at a time moved to the device.
 

@@ -1,29 +1,20 @@
-"""Checks before anything is written: the directories, the recorded batch, and the memory."""
+"""Checks before anything is written: the directories and the recorded batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.user_code import is_own_model
-from mingpt_ddp.distributed.device.device import total_memory
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError, SnapshotError
-from mingpt_ddp.models import apply_activation_checkpointing, count_parameters
+from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_directory import run_name
-from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
 from mingpt_ddp.training.train_state import TrainState
-
-BYTES = 8  # per parameter with its gradient, in fp32; optimizer state not included
 
 
 @dataclass(frozen=True)
@@ -129,31 +120,3 @@ def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Co
         config.trainer, batch_size=recorded or per_rank * world_size, batch_size_per_rank=None
     )
     return replace(config, run=replace(config.run, name=run_name(config)), trainer=trainer)
-
-
-def check_fits(runtime: Runtime, task: Task) -> None:
-    """Check that a built-in model fits the smallest memory of all ranks. A collective.
-
-    Raises:
-        ConfigError: the parameters and gradients alone do not fit, or the model has not what a key
-            needs.
-    """
-    config = task.config
-    # A user's constructor may allocate any amount.
-    if is_own_model(config.model):
-        return
-    memory = min(runtime.group.all_gather(total_memory(runtime.device)))
-    with torch.device("meta"):  # allocates nothing
-        model = task.build_model()
-    if config.trainer.activation_checkpointing:
-        apply_activation_checkpointing(model)
-    runtime.strategy.check_model(model)
-    count = count_parameters(model)
-    memory = runtime.strategy.model_memory(memory)
-    if count * BYTES > memory:
-        raise ConfigError(
-            f"the model {config.model.name} has {count:,} parameters, which need "
-            f"{count * BYTES / 2**30:,.0f} GiB with "
-            f"their gradients, but there are {memory / 2**30:,.0f} GiB of memory; choose a "
-            "smaller model"
-        )

@@ -36,12 +36,12 @@ from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes
+from mingpt_ddp.training.memory import SMALLER, refuse_out_of_memory
 from mingpt_ddp.training.saves.resume import check_state, restore
 from mingpt_ddp.training.start.dry_run import check_user_code
 from mingpt_ddp.training.start.first_checks import (
     Recorded,
     check_directories,
-    check_fits,
     read_recorded,
     with_batch_size,
 )
@@ -154,7 +154,7 @@ def snapshot_stores(config: Config, directory: Path) -> list[SnapshotStore]:
 
 
 def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
-    """Check the batch, the snapshot, the weights to start from, the memory and the user's code.
+    """Check the batch, the snapshot, the weights to start from and the user's code.
 
     And that what the run will record can be read again.
     """
@@ -178,7 +178,6 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
 
     group.run_on_rank_zero(check_source)
     check_canonical_start(runtime, plan.micro_batch_size, recorded if resumes else None)
-    check_fits(runtime, task)
     if uses_user_code(config):
         check_user_code(runtime, task, inputs.loader, plan)
 
@@ -224,7 +223,8 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     snapshots = SnapshotManager(config, runtime, inputs.stores, directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
-    trainable = build_trainable(runtime, task, initialize)
+    with refuse_out_of_memory(config, runtime, f"the model {config.model.name}", SMALLER):
+        trainable = build_trainable(runtime, task, initialize)
     state = TrainState()
     if snapshot:
         snapshot = snapshots.read_shards(snapshot, trainable.model, trainable.optimizer)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import math
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mingpt_ddp.training.length import RunLength, early_end, long_warmup
 
 log = logging.getLogger(__name__)
 
+BUSY_LOAD = 1.5  # load average for each core; a run of ours leaves about 1
 LR_TOLERANCE = 0.01  # relative
 NEW_RUN = "run.name=NAME or run.resume=never trains a new run with the code as it is now"
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
@@ -59,6 +61,8 @@ def log_start(
         config.optimizer.name,
         ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()),
     )
+    if step < steps and runtime.device.type == "cpu":
+        warn_of_load(os.getloadavg()[0], os.cpu_count() or 1)
     if end := length.is_fixed and early_end(config.trainer, length.limits):
         log.info(end)
     if config.optimizer.lr_scaling != "none":
@@ -79,6 +83,21 @@ def log_start(
         log.info("complete: the snapshot of step %d is of the last step", steps)
     elif step:
         log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
+
+
+def warn_of_load(load: float, cores: int) -> None:
+    """Warn that other programs keep this machine busy: the threads of a step wait for each other.
+
+    Args:
+        load: Processes that ran or waited for a core, on average over the last minute.
+    """
+    if load >= BUSY_LOAD * cores:
+        log.warning(
+            "this machine has %d cores and a load of %.1f: other programs can make training "
+            "several times slower; end them, or set OMP_NUM_THREADS=1",
+            cores,
+            load,
+        )
 
 
 def long_metrics(log_every: int, steps: int) -> str | None:

@@ -31,7 +31,7 @@ from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records
-from mingpt_ddp.training.start.start_log import log_changes, log_start, long_metrics
+from mingpt_ddp.training.start.start_log import log_changes, log_start, long_metrics, warn_of_load
 from mingpt_ddp.training.train_state import TrainState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -406,3 +406,13 @@ def test_more_steps_than_metrics_have_room_for(log_lines):
     assert long_metrics(log_every, 1_000_000) is None
     full = long_metrics(log_every, 20_000_000)
     assert full.startswith("metrics.jsonl will be full at about step ") and "log_every" in full
+
+
+@pytest.mark.parametrize(
+    ("load", "cores", "is_warned"), [(2.9, 2, False), (3.0, 2, True), (9, 8, False)]
+)
+def test_a_busy_machine_is_one_line(load, cores, is_warned, caplog):
+    warn_of_load(load, cores)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == is_warned
+    assert not is_warned or lines[0].startswith("this machine has 2 cores and a load of 3.0: ")
