@@ -118,17 +118,6 @@ def few_large_messages(repetitions: int) -> tuple[bool, dict[str, Any], str]:
     return is_faster(ratio), {"ratio": ratio}, text
 
 
-def overlap(repetitions: int) -> tuple[bool, dict[str, Any], str]:
-    ddp = partial(speed, *LARGE, *GLOO, "ddp.strategy=ddp", ranks=2)
-    manual = partial(speed, *LARGE, *GLOO, "ddp.strategy=manual", ranks=2)
-    ratio = faster("overlap", ddp, manual, repetitions)
-    return (
-        is_faster(ratio),
-        {"ratio": ratio},
-        f"ddp over manual, 2 ranks: {cell(ratio, '.2f')} times the tokens/s",
-    )
-
-
 def small_models(repetitions: int) -> tuple[bool, dict[str, Any], str]:
     figures = {}
     for name, model in (("small", SMALL), ("large", LARGE)):
@@ -158,7 +147,6 @@ def larger_batch(repetitions: int) -> tuple[bool, dict[str, Any], str]:
 
 CLAIMS: dict[str, Claim | None] = {  # None: it needs two GPUs
     "few large all-reduces beat many small ones": few_large_messages,
-    "overlapping communication with the backward pass raises throughput": overlap,
     "small models gain nothing from DDP with 16-bit products, larger ones do": small_models,
     "more ranks act as a larger batch": larger_batch,
     "NCCL beats gloo between GPUs": None,

@@ -25,7 +25,6 @@ STRATEGIES = {
     "ddp, hook fp16": ["ddp.strategy=ddp", "ddp.comm_hook=fp16"],
     "ddp, hook bf16": ["ddp.strategy=ddp", "ddp.comm_hook=bf16"],
     "ddp, Muon": ["ddp.strategy=ddp", "optimizer=muon"],
-    "manual": ["ddp.strategy=manual"],
     "zero1": ["ddp.strategy=zero1"],
     "fsdp": ["ddp.strategy=fsdp"],
 }
@@ -121,14 +120,12 @@ def strategy_of_ranks(config: Any, runtime: Any) -> Any:
     """Return the strategy that several ranks get."""
     from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
     from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
-    from mingpt_ddp.distributed.strategies.manual import ManualStrategy
     from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 
     device, group = runtime.device, runtime.group
     kinds = {
         "ddp": DDPStrategy,
         "fsdp": FSDPStrategy,
-        "manual": ManualStrategy,
         "zero1": Zero1Strategy,
     }
     cls = kinds[config.ddp.strategy]

@@ -95,7 +95,6 @@ CASES = {
     "accumulation": Case([*GPT, "trainer.micro_batch_size=2"], ranks=2),
     "three-ranks": Case([*GPT, *FIVE], ranks=3),
     "fp16": Case([*GPT, *OVERFLOWS], event="overflows"),
-    "manual": Case([*GPT, *ODD, "ddp.strategy=manual"], ranks=2),
     "zero1": Case([*GPT, *ODD, "ddp.strategy=zero1"], ranks=2),
     "fsdp": Case([*GPT, *ODD, "ddp.strategy=fsdp"], ranks=2),
     "hsdp": Case([*GPT, "trainer.micro_batch_size=2", "ddp.strategy=hsdp"], ranks=4),

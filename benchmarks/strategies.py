@@ -42,7 +42,7 @@ HEADER = [
     "resuming, + MiB",
 ]
 PLAN = "MINGPT_STRATEGIES"  # environment variable with a worker's settings
-STRATEGIES = {1: ["single", "dp"], 2: ["ddp", "manual", "zero1", "fsdp"]}
+STRATEGIES = {1: ["single"], 2: ["ddp", "zero1", "fsdp"]}
 STRATEGIES |= {3: STRATEGIES[2], 4: [*STRATEGIES[2], "hsdp"]}
 COMMON = [
     "model=gpt_micro",

@@ -47,7 +47,6 @@ class Strategy:
 STRATEGIES = (
     Strategy("single", "single"),
     Strategy("ddp", "ddp", has_buckets=True, shares_muon=True),
-    Strategy("manual", "manual", shares_muon=True),
     Strategy("zero1", "zero1", has_buckets=True),
     Strategy("fsdp", "fsdp"),
     Strategy("hsdp", "hsdp"),
@@ -136,13 +135,11 @@ class Footprint:
     def gathered(self, moment: str) -> int:
         """Return what a rank holds of others, and copies that it sends.
 
-        manual: the message of gradients, 4 N. zero1: that of an owner's weights. fsdp, with R
+        zero1: the message with an owner's weights. fsdp, with R
         elements outside the blocks and b in one: in a forward pass s (R + b); in the backward pass
         of a block also the next one's weights, its gradients, and their copy in fp32, (2 s + 4) b,
         and s R of the others' gradients; at the end 4 R at least.
         """
-        if moment == "message" and self.strategy.name == "manual":
-            return self.gradients(moment)
         if moment == "message" and self.strategy.has_owners:
             return sum(self.state.trained[name].nbytes for name in self.updated)
         if moment in ("message", "update") or not self.strategy.divides_rows:

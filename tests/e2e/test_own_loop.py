@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from example_files import command_of, run_in_shell
 from launching import ROOT, Job, call, is_running, python_main, wait_for
 
 from mingpt_ddp import loop
@@ -153,3 +154,38 @@ def test_the_readme_shows_the_loop_as_it_is():
     )
     assert loop is not None
     assert blocks == [textwrap.dedent(loop[0])]
+
+
+def last_loss(example: str, cwd: Path) -> float:
+    """Run the command of an example; return the training loss of its last step."""
+    done = run_in_shell(command_of(ROOT / "examples" / example), cwd)
+    assert done.returncode == 0, done.stdout
+    return float(re.findall(r"^step 100: loss (\S+),", done.stdout, re.MULTILINE)[0])
+
+
+@pytest.fixture(scope="module")
+def loss_of_ddp(tmp_path_factory) -> float:
+    """The loss of examples/train.py at step 100, on one process."""
+    cwd = tmp_path_factory.mktemp("ddp")
+    script = cwd / "own_loop.py"
+    script.write_text(EXAMPLE.read_text().replace('"max_steps": 500', '"max_steps": 100'))
+    done = call([*launcher(1), str(script)], cwd, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout
+    return float(re.findall(r"^step 100: loss (\S+),", done.stdout, re.MULTILINE)[0])
+
+
+def test_gradients_averaged_by_hand(loss_of_ddp, tmp_path):
+    """Two ranks reach the loss of one process: without the average they would have half batches."""
+    assert last_loss("manual_averaging.py", tmp_path) == pytest.approx(loss_of_ddp, abs=2e-3)
+
+
+def test_data_parallel(loss_of_ddp, tmp_path):
+    assert last_loss("data_parallel.py", tmp_path) == pytest.approx(loss_of_ddp, abs=2e-3)
+
+
+@pytest.mark.parametrize("example", ["manual_averaging.py", "data_parallel.py"])
+def test_an_example_is_a_copy_of_the_loop(example):
+    """All but the new lines are those of examples/train.py."""
+    lines = EXAMPLE.read_text().partition('"""\n\n')[2].splitlines()
+    copied = (ROOT / "examples" / example).read_text().splitlines()
+    assert len({*lines} - {*copied}) <= 3  # the name, the steps, and the passes

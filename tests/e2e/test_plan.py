@@ -60,7 +60,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
     assert text.returncode == 0, text.stderr
     assert "for 8 x NVIDIA GeForce RTX 4090 in fp32" in text.stdout
     rows = [line.split()[0] for line in text.stdout.splitlines() if "iB  " in line]
-    assert {"ddp", "manual", "zero1", "fsdp", "hsdp"} <= {*rows}
+    assert {"ddp", "zero1", "fsdp", "hsdp"} <= {*rows}
     assert "single: ddp.strategy=single trains in one process" in text.stdout
     done = plan(tmp_path, "format=json", *words, "trainer.batch_size=4", "device=h100")
     assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ HEADS = 4
 
 # The factors with constraints between them, then those that combine with everything.
 CONSTRAINED: dict[str, tuple[Any, ...]] = {
-    "strategy": ("single", "ddp", "manual", "zero1", "fsdp", "hsdp", "tensor"),
+    "strategy": ("single", "ddp", "zero1", "fsdp", "hsdp", "tensor"),
     "ranks": (1, 8, 256),
     "optimizer": ("adamw", "muon", "sgd"),
     "precision": ("fp32", "bf16", "fp16"),

@@ -83,13 +83,6 @@ def run_mutant(name: str) -> dict[str, Any]:
         return run_case(case.overrides(), case.ranks, case.rank, (mutant.phase,))
 
 
-def dataparallel_step() -> None:
-    """Let nn.DataParallel split a batch over the GPUs of this process."""
-    config = config_of([*Case().overrides(), "ddp.strategy=dp"])
-    with fake_rank(config, 1) as runtime:
-        build_run(config, runtime, VOCABULARY).train(1)
-
-
 def synchronized_batchnorm() -> None:
     """Take the forward pass of a batch normalization over all ranks."""
     case = Case(strategy="ddp", ranks=8)

@@ -26,7 +26,6 @@ VECTORS = (2 * LAYERS + 1) * WIDTH  # the gains of the norms
 PARAMETERS = (VOCABULARY + BLOCK) * WIDTH + MATRICES + VECTORS
 MISSING = {
     "fused SGD": (job_of(Case(optimizer="sgd")), "_fused_sgd_"),
-    "DataParallel": (job("dataparallel_step"), "_scatter"),
     "SyncBatchNorm": (job("synchronized_batchnorm"), "batch_norm"),
 }
 

@@ -41,9 +41,9 @@ SETTINGS += [
 ]
 SETTINGS += ["trainer.ema=0.5"]
 STRATEGIES = {
-    1: ["auto", "dp"],
-    2: ["ddp", "manual", "zero1", "fsdp"],
-    3: ["ddp", "manual", "zero1", "fsdp"],
+    1: ["auto"],
+    2: ["ddp", "zero1", "fsdp"],
+    3: ["ddp", "zero1", "fsdp"],
 }
 STRATEGIES[4] = ["hsdp"]
 MUON = ["optimizer=muon", "optimizer.lr=1e-2", "optimizer.schedule_steps=12"]
@@ -208,7 +208,6 @@ def digests(snapshot: Path) -> dict[str, str]:
     [
         (3, "fsdp"),
         (3, "zero1"),
-        (3, "manual"),
         *(pytest.param(2, n, marks=pytest.mark.slow) for n in ("fsdp", "zero1")),
     ],
 )
@@ -246,7 +245,7 @@ def test_a_loss_that_is_not_a_number(policy, world_size, name, tmp_path):
 
 
 def test_batch_normalization_over_all_ranks(tmp_path):
-    names = ["ddp", "manual", "zero1", "fsdp"]
+    names = ["ddp", "zero1", "fsdp"]
     one = run_ranks(1, train, tmp_path / "one", configs=[of_images(tmp_path, "one")])
     configs = [of_images(tmp_path, name, f"ddp.strategy={name}") for name in names]
     half = [
@@ -255,9 +254,9 @@ def test_batch_normalization_over_all_ranks(tmp_path):
     ]
     results = run_ranks(2, train, tmp_path / "two", configs=[*configs, *half])
     for rank in results:
-        assert [result["loss"] for result in rank[:4]] == [
+        assert [result["loss"] for result in rank[:3]] == [
             pytest.approx(one[0][0]["loss"], abs=TOLERANCE)
-        ] * 4
+        ] * 3
         assert rank[4]["loss"] == pytest.approx(rank[5]["loss"], abs=1e-3)
 
 
@@ -380,11 +379,11 @@ def test_optimizers_of_torch(tmp_path):
     """Also those whose state exists before the first step (Adagrad)."""
     optimizers = ["Adagrad", "RMSprop", "NAdam", "Adamax"]
     results = run_ranks(
-        2, take_steps, tmp_path, names=["ddp", "manual", "zero1", "fsdp"], optimizers=optimizers
+        2, take_steps, tmp_path, names=["ddp", "zero1", "fsdp"], optimizers=optimizers
     )
     for optimizer in optimizers:
         expected, whole = results[0][f"ddp {optimizer}"]
-        for name in ("manual", "zero1", "fsdp"):
+        for name in ("zero1", "fsdp"):
             assert results[0][f"{name} {optimizer}"][0] == pytest.approx(expected, abs=TOLERANCE), (
                 name,
                 optimizer,

@@ -108,7 +108,7 @@ class RunConfig:
         return None if self.resume in ("auto", "never") else self.resume
 
 
-StrategyName: TypeAlias = Literal["auto", "single", "ddp", "manual", "dp", "zero1", "fsdp", "hsdp"]
+StrategyName: TypeAlias = Literal["auto", "single", "ddp", "zero1", "fsdp", "hsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ class DDPConfig:
             "ddp.static_graph=true cannot be combined with ddp.find_unused_parameters=true",
         )
         needs_ddp = self.comm_hook != "none" or self.find_unused_parameters
-        lacks_it = self.strategy in ("manual", "fsdp", "hsdp")
+        lacks_it = self.strategy in ("fsdp", "hsdp")
         check(
             not (needs_ddp and lacks_it),
             f"ddp.strategy={self.strategy} has no comm_hook and no find_unused_parameters; "

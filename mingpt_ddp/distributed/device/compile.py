@@ -26,7 +26,7 @@ BACKEND = "inductor"
 COMPILERS = {"cuda": ("CC", ("gcc", "clang", "cc")), "cpu": ("CXX", ("g++", "clang++", "c++"))}
 MIN_CAPABILITY = (7, 0)  # of a GPU, for Triton
 GRAPHED_FLOPS = 1e13  # of a micro-batch; an H200 computes them in some 25 ms
-NOT_COMPILED = ("dp", "fsdp", "hsdp")  # strategies: threads, and hooks that a graph cannot hold
+NOT_COMPILED = ("fsdp", "hsdp")  # strategies with hooks that a graph cannot hold
 
 
 def should_compile(config: Config, device: torch.device, world_size: int = 1) -> bool:

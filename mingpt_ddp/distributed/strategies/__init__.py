@@ -16,8 +16,6 @@ from mingpt_ddp.distributed.strategies.canonical import (
     check_canonical,
 )
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
-from mingpt_ddp.distributed.strategies.dp import DPStrategy
-from mingpt_ddp.distributed.strategies.manual import ManualStrategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError
@@ -34,9 +32,9 @@ def check_strategy(config: Config, world_size: int) -> None:
     name = config.ddp.strategy
     if config.ddp.reduction == "canonical":
         check_canonical(config.ddp, config.trainer)
-    if name in ("single", "dp") and world_size > 1:
+    if name == "single" and world_size > 1:
         raise ConfigError(
-            f"ddp.strategy={name} trains in one process, not {world_size} ranks; use "
+            f"ddp.strategy=single trains in one process, not {world_size} ranks; use "
             "ddp.strategy=ddp"
         )
     if name == "hsdp" and world_size < MIN_HSDP_RANKS:
@@ -57,7 +55,7 @@ def build_strategy(
     group: ProcessGroup,
     compiles: bool,
 ) -> Strategy:
-    """Build the strategy that `check_strategy` accepted; on one rank all but `dp` are `single`.
+    """Build the strategy that `check_strategy` accepted; on one rank all are `single`.
 
     Raises:
         ConfigError: hsdp does not fit the nodes.
@@ -75,11 +73,9 @@ def _class_of(ddp: DDPConfig, group: ProcessGroup) -> type[Strategy]:
 
         return TensorParallelStrategy
     if group.world_size == 1:
-        return DPStrategy if name == "dp" else SingleStrategy
+        return SingleStrategy
     if name in ("fsdp", "hsdp"):
         from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy  # takes half a second
 
         return FSDPStrategy
-    if name == "manual":
-        return ManualStrategy
     return Zero1Strategy if name == "zero1" else DDPStrategy

@@ -44,7 +44,6 @@ def test_the_micro_batch_must_be_set():
 @pytest.mark.parametrize(
     "key",
     [
-        "ddp.strategy=manual",
         "ddp.strategy=fsdp",
         "ddp.comm_hook=bf16",
         "ddp.find_unused_parameters=true",

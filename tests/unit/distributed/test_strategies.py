@@ -18,7 +18,6 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.base import Strategy
-from mingpt_ddp.distributed.strategies.dp import _DataParallel
 from mingpt_ddp.distributed.strategies.zero1 import assign_owners
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.state_dict import check_savable
@@ -39,7 +38,6 @@ REFUSED = {
         "ddp.strategy=single",
         2,
     ): r"strategy=single trains in one process, not 2 ranks; use ddp.strategy=ddp",
-    ("ddp.strategy=dp", 2): r"strategy=dp trains in one process",
     ("ddp.strategy=hsdp", 3): r"hsdp needs at least 4 ranks, not 3; use fsdp",
     (
         "ddp.strategy=fsdp optimizer=muon",
@@ -67,14 +65,14 @@ def test_nodes_that_hsdp_cannot_divide(hosts):
         build(config("ddp.strategy=hsdp"), group)
 
 
-@pytest.mark.parametrize("name", ["manual", "fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
 @pytest.mark.parametrize("key", ["comm_hook=fp16", "find_unused_parameters=true"])
 def test_what_only_ddp_has(name, key):
     with pytest.raises(ConfigError, match=f"ddp.strategy={name} has no comm_hook"):
         config(f"ddp.strategy={name}", f"ddp.{key}")
 
 
-@pytest.mark.parametrize("name", ["dp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
 def test_strategies_that_are_not_compiled(name):
     assert not should_compile(config(f"ddp.strategy={name}"), GPU)
     with pytest.raises(
@@ -103,7 +101,6 @@ def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled(monkey
     [
         ("auto", "single", "ddp"),
         ("ddp", "single", "ddp"),
-        ("manual", "single", "manual"),
         ("zero1", "single", "zero1"),
     ],
 )
@@ -113,10 +110,10 @@ def test_what_is_built(name, one, two):
         assert build(config(f"ddp.strategy={name}"), group).name == expected
 
 
-@pytest.mark.parametrize("name", ["auto", "dp", "fsdp"])
+@pytest.mark.parametrize("name", ["auto", "fsdp"])
 def test_the_environment_records_the_strategy(name):
     environment = Runtime(config(f"ddp.strategy={name}"), DistEnv()).environment()
-    assert environment["strategy"] == {"dp": "dp"}.get(name, "single")
+    assert environment["strategy"] == "single"
 
 
 def test_owners_are_balanced_and_deterministic():
@@ -130,21 +127,6 @@ def test_owners_are_balanced_and_deterministic():
         for r in range(3)
     ]
     assert loads == [289, 89, 87]  # the largest parameter bounds the balance
-
-
-def test_data_parallel_weighs_mean_losses_by_the_batch():
-    """As on two GPUs, of which one has three samples and the other one."""
-    parallel = _DataParallel(nn.Identity())
-    x, y = torch.tensor([1.0, 2.0, 6.0]), torch.tensor([9.0])
-    nn.DataParallel.parallel_apply, original = (
-        (lambda *a: [x.mean(), y.mean()]),
-        nn.DataParallel.parallel_apply,
-    )
-    try:
-        outputs = parallel.parallel_apply([], [(x,), (y,)], [{}, {}])
-    finally:
-        nn.DataParallel.parallel_apply = original
-    assert float(parallel.gather(outputs, CPU)) == torch.cat([x, y]).mean()
 
 
 def test_state_that_has_no_rows():

@@ -17,9 +17,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.canonical import CanonicalStrategy, CanonicalZero1Strategy
 from mingpt_ddp.distributed.strategies.ddp import DDPStrategy
-from mingpt_ddp.distributed.strategies.dp import DPStrategy
 from mingpt_ddp.distributed.strategies.fsdp import FSDPStrategy
-from mingpt_ddp.distributed.strategies.manual import ManualStrategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy
 from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError
@@ -60,10 +58,8 @@ def test_the_strategy_lets_the_model_place_itself():
 @pytest.mark.parametrize(
     "cls",
     [
-        ManualStrategy,
         Zero1Strategy,
         FSDPStrategy,
-        DPStrategy,
         CanonicalStrategy,
         CanonicalZero1Strategy,
     ],

@@ -86,7 +86,7 @@ def test_a_language_model(cwd):
 
 @pytest.mark.parametrize(
     ("strategy", "shares"),
-    [("auto", (1, 1, 1)), ("zero1", (1, 1, 2)), ("fsdp", (2, 2, 2)), ("manual", (1, 1, 1))],
+    [("auto", (1, 1, 1)), ("zero1", (1, 1, 2)), ("fsdp", (2, 2, 2))],
 )
 def test_the_memory_of_a_rank(strategy, shares):
     plan = make_plan(configuration(*TOY, f"ddp.strategy={strategy}"))
