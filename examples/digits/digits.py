@@ -24,7 +24,15 @@ from torch.utils.data import Dataset, TensorDataset
 
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.data.samples import Datasets
-from mingpt_ddp.registry import DataError, DatasetConfig, ModelConfig, check, register
+from mingpt_ddp.registry import (
+    ClassesConfig,
+    DataError,
+    DatasetConfig,
+    ModelConfig,
+    check,
+    register,
+)
+from mingpt_ddp.tasks import Mean, Task
 
 CLASSES = 10
 # Images that are not for training; scikit-learn has 1,797.
@@ -33,6 +41,25 @@ DIGITS_TEST = 300
 MNIST_VAL = 5_000  # the last of the 60,000 training images
 IDX_TYPE = 8  # unsigned bytes
 MAX_BYTES = 1 << 30  # of an idx file; MNIST has 47 million
+
+
+@register("task", "classification", ClassesConfig)
+class Classification(Task):
+    """Cross-entropy of model(x), logits (B, classes), with labels y (B,) int64."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        smoothing = getattr(self.config.task, "label_smoothing", 0.0)
+        return F.cross_entropy(model(x).float(), y, label_smoothing=smoothing)
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Mean]:
+        x, y = batch
+        logits = model(x).float()  # (B, classes)
+        correct = (logits.argmax(dim=-1) == y).sum()
+        return {
+            "loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)),
+            "accuracy": (correct, len(y)),
+        }
 
 
 class RandomShift(Dataset[Any]):

@@ -7,16 +7,27 @@ takes some seconds and prints one screen of log.
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from mingpt_ddp.data.samples import Datasets
-from mingpt_ddp.registry import DatasetConfig, ModelConfig, check, register
+from mingpt_ddp.registry import DatasetConfig, ModelConfig, TaskConfig, check, register
+from mingpt_ddp.tasks import Task
 
 SEED = 7263598052450307654  # of the data, the same in every run
 INPUTS = 10
 HIDDEN = 10
 OUTPUTS = 5
 NOISE = 0.1
+
+
+@register("task", "regression", TaskConfig)
+class Regression(Task):
+    """Mean squared error of model(x) and targets y, of the same shape."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.mse_loss(model(x).float(), y)
 
 
 @register("dataset", "toy", DatasetConfig)

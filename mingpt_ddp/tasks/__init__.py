@@ -10,14 +10,11 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import CodeError
 from mingpt_ddp.tasks.language_model import LanguageModel
-from mingpt_ddp.tasks.supervised import Classification, Regression
 from mingpt_ddp.tasks.task import Mean, Task
 
 __all__ = ["LanguageModel", "Mean", "Task", "build_task"]
 
-BUILDERS["task"].update(
-    language_model=LanguageModel, classification=Classification, regression=Regression
-)
+BUILDERS["task"]["language_model"] = LanguageModel
 
 
 def build_task(

@@ -80,8 +80,8 @@ class LanguageModel(Task):
         if not isinstance(config.data, DataConfig):
             raise ConfigError(
                 f"task.name={config.task.name} needs a text; for "
-                f"data.dataset={config.data.dataset} add a task and a model, "
-                "as in task=classification model=MINE"
+                f"data.dataset={config.data.dataset} add a task and a model "
+                "of yours (docs/your-own-model.md)"
             )
         self.config = config
         self.group = group

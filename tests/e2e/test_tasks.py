@@ -129,10 +129,6 @@ def test_statistics_over_all_ranks(tmp_path):
     ("override", "expected"),
     [
         (
-            "task=regression",
-            "task=regression needs samples (x, y) with floating-point numbers as y, but digits has",
-        ),
-        (
             "trainer.activation_checkpointing=true",
             "trainer.activation_checkpointing=true needs a model with blocks",
         ),

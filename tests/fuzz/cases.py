@@ -39,7 +39,7 @@ from mingpt_ddp.cli.commands.report import ReportConfig
 from mingpt_ddp.cli.commands.sample import SampleConfig
 from mingpt_ddp.cli.commands.snapshots import ListConfig, PruneConfig
 from mingpt_ddp.config.config import OMITTED_IF_NULL
-from mingpt_ddp.config.keys.components import DatasetConfig
+from mingpt_ddp.config.keys.components import DatasetConfig, TaskConfig
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.validation import field_types, parts
@@ -61,15 +61,19 @@ BASES: list[tuple[list[str], dict[str, str | None]]] = [
     ),
     (
         [WITH_TOY, "experiment=toy", *SMALL],
-        {"task": "regression", "model": "own", "optimizer": "sgd", "data": "own"},
+        {"task": "own", "model": "own", "optimizer": "sgd", "data": "own"},
     ),
     (
         [WITH_DIGITS, "experiment=digits_convnet", *SMALL],
-        {"task": "classification", "model": "own", "optimizer": "sgd", "data": "own"},
+        {"task": "language_model", "model": "own", "optimizer": "sgd", "data": "own"},
     ),
     (["--config-dir=own", "model=table", *TEXT], {"model": "own", "optimizer": "adamw"}),
 ]
-OWN = {"model": ModelConfig, "data": DatasetConfig}  # have the keys of all that users register
+OWN = {
+    "task": TaskConfig,
+    "model": ModelConfig,
+    "data": DatasetConfig,
+}  # have the keys of all that users register
 DEFAULTS = {"task": "language_model", "data": None}
 COMMANDS: dict[str, tuple[type, str, list[str]]] = {  # the keys, what the first is, and other words
     "sample": (SampleConfig, "run", ["max_new_tokens=3"]),

@@ -32,7 +32,7 @@ PUBLIC = {
         "Attention BlockSpec CachePosition KVCache PartConfig cross_entropy dropout rms_norm"
     ),
     "mingpt_ddp.registry": (
-        "DataConfig DataError DatasetConfig ModelConfig OptimizerConfig PartConfig "
+        "ClassesConfig DataConfig DataError DatasetConfig ModelConfig OptimizerConfig PartConfig "
         "ScheduleConfig TaskConfig acts check on register register_comm_hook"
     ),
     "mingpt_ddp.sweeps.preflight": "Preflight",

@@ -49,7 +49,7 @@ class TaskConfig(UserCodeConfig):
 
     name: str = key(
         "language_model",
-        "the registered task: language_model, classification, regression or your own",
+        "the registered task: language_model or your own",
     )
 
 

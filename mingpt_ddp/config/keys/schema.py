@@ -295,14 +295,7 @@ Selection: TypeAlias = tuple[tuple[str, ...], dict[str | None, type]]
 MODELS: dict[str | None, type] = {"gpt": GPTConfig, "modern": ModernConfig}
 GROUPS: dict[str, Selection] = {
     "run": ((), {None: RunConfig}),
-    "task": (
-        ("name",),
-        {
-            "language_model": ClassesConfig,
-            "classification": ClassesConfig,
-            "regression": TaskConfig,
-        },
-    ),
+    "task": (("name",), {"language_model": ClassesConfig}),
     "model": (("architecture",), MODELS),
     "optimizer": (("name",), {"adamw": AdamWConfig, "muon": MuonConfig, "sgd": SGDConfig}),
     "data": (("dataset", "reader"), {None: DataConfig}),

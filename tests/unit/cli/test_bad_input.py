@@ -189,11 +189,7 @@ CASES = [
         "config error: optimizer.betas is not a key of the chosen optimizer",
     ),
     (
-        "task.name=regression task.label_smoothing=0.0",
-        "config error: task.label_smoothing is not a key of the chosen task",
-    ),
-    (
-        "task.name=regression",  # without that key of the preset
+        f"{WITH_TOY} task=regression",
         "config error: task.name=regression needs a dataset of yours (docs/your-own-model.md); "
         "python_docs is a text, whose task is language_model or derives from mingpt_ddp.tasks.",
     ),
@@ -264,13 +260,6 @@ CASES = [
     (
         "ddp.preempted_exit_code=75",
         "config error: ddp.preempted_exit_code=75 means a failure; use 0, or 143 in pods",
-    ),
-    (
-        f"{WITH_TOY} experiment=toy task=classification",
-        (
-            "config error: task=classification needs samples (x, y) with a whole number as y, "
-            "but toy has others"
-        ),
     ),
     (
         "model=gpt_nano ddp.tensor_parallel=2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import struct
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import fsspec
 import numpy as np
@@ -13,6 +13,8 @@ import pytest
 import torch
 from launching import ROOT
 from multiprocess.ranks import configure
+from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from mingpt_ddp.config.builders import run_file
@@ -52,6 +54,19 @@ def example() -> ModuleType:
 
 def read(example: ModuleType, path: object) -> Datasets:
     return example.mnist(example.MNISTConfig(name="mnist", dataset="mnist", path=str(path)))
+
+
+def test_classification(example):
+    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
+    labels = torch.tensor([0, 1, 1])
+    task = object.__new__(example.Classification)
+    task.config = SimpleNamespace(task=SimpleNamespace(label_smoothing=0.0))
+    metrics = task.metrics(nn.Identity(), (logits, labels))
+    expected = pytest.approx(float(F.cross_entropy(logits, labels)))
+    assert float(metrics["loss"][0]) / metrics["loss"][1] == expected
+    assert (int(metrics["accuracy"][0]), metrics["accuracy"][1]) == (2, 3)
+    assert float(task.loss(nn.Identity(), (logits, labels))) == expected
+    assert task.describe({"loss": 0.5, "accuracy": 2 / 3}) == "loss 0.5000, accuracy 0.6667"
 
 
 @pytest.mark.parametrize("zipped", [False, True])
