@@ -62,7 +62,7 @@ def log_start(
         ", ".join(f"{key} {rate:g}" for key, rate in by_key.items()),
     )
     if step < steps and runtime.device.type == "cpu":
-        warn_of_load(os.getloadavg()[0], os.cpu_count() or 1)
+        log_load(os.getloadavg()[0], os.cpu_count() or 1)
     if end := length.is_fixed and early_end(config.trainer, length.limits):
         log.info(end)
     if config.optimizer.lr_scaling != "none":
@@ -85,14 +85,14 @@ def log_start(
         log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
 
 
-def warn_of_load(load: float, cores: int) -> None:
-    """Warn that other programs keep this machine busy: the threads of a step wait for each other.
+def log_load(load: float, cores: int) -> None:
+    """Say if other programs keep this machine busy: the threads of a step wait for each other.
 
     Args:
         load: Processes that ran or waited for a core, on average over the last minute.
     """
     if load >= BUSY_LOAD * cores:
-        log.warning(
+        log.info(
             "this machine has %d cores and a load of %.1f: other programs can make training "
             "several times slower; end them, or set OMP_NUM_THREADS=1",
             cores,

@@ -180,7 +180,7 @@ def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
             ["data=toy"],
             (
                 "task.name=language_model needs a text; for data.dataset=toy add a task and a "
-                "model, as in task="
+                "model of yours"
             ),
         ),
         (

@@ -31,7 +31,7 @@ from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records
-from mingpt_ddp.training.start.start_log import log_changes, log_start, long_metrics, warn_of_load
+from mingpt_ddp.training.start.start_log import log_changes, log_load, log_start, long_metrics
 from mingpt_ddp.training.train_state import TrainState
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -412,7 +412,8 @@ def test_more_steps_than_metrics_have_room_for(log_lines):
     ("load", "cores", "is_warned"), [(2.9, 2, False), (3.0, 2, True), (9, 8, False)]
 )
 def test_a_busy_machine_is_one_line(load, cores, is_warned, caplog):
-    warn_of_load(load, cores)
+    caplog.set_level("INFO")
+    log_load(load, cores)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == is_warned
     assert not is_warned or lines[0].startswith("this machine has 2 cores and a load of 3.0: ")
