@@ -136,8 +136,9 @@ def test_statistics_over_all_ranks(tmp_path):
 )
 def test_what_does_not_fit_the_recipe_is_refused(override, expected, tmp_path):
     done = call([*python_main(), *CONVNET, override], tmp_path)
-    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
-    assert done.stdout.startswith(f"config error: {expected}")
+    assert done.returncode == 2, done.stdout
+    # A slow machine says before it that it is loading the data.
+    assert done.stdout.splitlines()[-1].startswith(f"config error: {expected}")
     assert not (tmp_path / "outputs").exists()
 
 
