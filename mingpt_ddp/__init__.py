@@ -2,8 +2,12 @@
 
 __version__ = "0.1.0"
 
-from mingpt_ddp.cli import refuse_other_modules
-from mingpt_ddp.cli.api import LoadedRun, history, load, rows, sweep, train
+from mingpt_ddp.interrupts import interrupt_commands
+
+interrupt_commands()  # before the imports that take time
+
+from mingpt_ddp.cli import refuse_other_modules  # noqa: E402
+from mingpt_ddp.cli.api import LoadedRun, history, load, rows, sweep, train  # noqa: E402
 
 __all__ = ["LoadedRun", "history", "load", "rows", "sweep", "train"]
 refuse_other_modules()

@@ -296,6 +296,8 @@ def make_orphan() -> None:
 
 def run(request: dict[str, Any]) -> None:
     """Become the command."""
+    from mingpt_ddp.interrupts import interrupt_commands
+
     os.setsid()
     Path("/proc/self/comm").write_text("python")
     for number, disposition in DISPOSITIONS.items():
@@ -320,13 +322,13 @@ def run(request: dict[str, Any]) -> None:
     for directory in directories_of(request["env"]):
         sys.path.insert(0, directory)
         importlib.import_module("sitecustomize")
+    sys.argv = [argv[0], *argv[2:]] if argv[0] == "-m" else argv
+    interrupt_commands()
     if argv[0] == "-m":
-        sys.argv = argv[1:]
         sys.path[:0] = [request["cwd"], str(ROOT)]
         sys.modules.pop(argv[1], None)  # preloaded, of which runpy would warn
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = argv
         sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
 

@@ -132,6 +132,12 @@ class PausedJob:
             )
             assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
 
+    def wait_until_marked(self, point: str, *ranks: int) -> None:
+        """Wait until these ranks have reached the point, whether or not the launch has ended."""
+        for rank in ranks:
+            marker = self.site / f"{point}.{rank}"
+            wait_for(marker.exists, what=marker.name)
+
     def process_at(self, point: str, rank: int = 0) -> int:
         """Return the id of the process of a rank that has reached the point."""
         marker = self.site / f"{point}.{rank}"

@@ -41,6 +41,7 @@ from mingpt_ddp.distributed.launch.channels import reporter
 from mingpt_ddp.distributed.launch.launcher import train_on_workers
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.interrupts import INTERRUPTED
 from mingpt_ddp.storage.run_directory import (
     next_free_name,
     run_directory,
@@ -98,7 +99,7 @@ def main(composed: DictConfig | None = None) -> None:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
         log.error("interrupted (SIGINT); rerun the same command to resume")
-        exit_process(None, 128 + signal.SIGINT)
+        exit_process(None, INTERRUPTED)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if Sweep.current().is_remote and not isinstance(error, HydraException):
             exits.user_error(RunError(str(error)))

@@ -22,6 +22,7 @@ from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.rng import derive_seed, feistel_permute
 from mingpt_ddp.errors import CodeError, DataError
+from mingpt_ddp.interrupts import SIGNALS
 from mingpt_ddp.linux import die_with_parent
 from mingpt_ddp.storage.sockets import make_socket_directory
 
@@ -105,7 +106,7 @@ def _set_up_process(_: int) -> None:
     It has inherited the rank's lock and connections.
     """
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -26,6 +26,7 @@ from mingpt_ddp.errors import (
     printable,
     reason,
 )
+from mingpt_ddp.interrupts import INTERRUPTED
 from mingpt_ddp.storage.sockets import delete_socket_directory
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ def cli_errors() -> Iterator[None]:
         echo_error(text[:LONGEST_LINE])
         sys.exit(USER_ERROR)
     except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+        echo_error("interrupted")
+        sys.exit(INTERRUPTED)
 
 
 def echo(text: str, *, verbatim: bool = False) -> None:

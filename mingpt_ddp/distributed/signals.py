@@ -1,12 +1,11 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: end the process, or ask the training loop to save and stop."""
+"""A signal ends the process, or asks the training loop to save and stop."""
 
 import signal
 import time
 from types import FrameType
 
 from mingpt_ddp.distributed.exit import ProcessExit
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # a scheduler's, or the user's Ctrl-C
+from mingpt_ddp.interrupts import handle
 
 
 class SignalHandler:
@@ -23,8 +22,7 @@ class SignalHandler:
 
     def install(self) -> None:
         """Handle the signals from now on; only the main thread may call this."""
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
+        handle(self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         first = self.signal_name is None

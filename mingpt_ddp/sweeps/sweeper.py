@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import logging
+import signal
 from functools import partial
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def run_jobs(
     if sweep.slots:
         Scheduler(sweep, source, partial(compose, context, config)).run()
         return
+    if sweep.is_remote:  # Ctrl-C also ends the processes that run the jobs
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )

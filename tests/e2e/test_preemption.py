@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from launching import Job, UnforkedJob, committed, is_running, python_main, torchrun, wait_for
 from multiprocess.ranks import configure, run_ranks
 from pause_points import SETTINGS, STEPS, PausedJob, patches, train, weights, worker
+from random_faults import processes_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 PAUSE_AT_STEP = """
@@ -135,6 +137,47 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
     finish(tmp_path, [7, 13], uninterrupted(2), ranks=2)
 
 
+# Runs a command on a terminal of its own, which is gone when this process is killed.
+TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
+NOHUP = ["nohup"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "prefix", "whole_group"),
+    [
+        (1, [], True),
+        (2, [], True),
+        (2, [], False),
+        (1, NOHUP, True),
+        pytest.param(2, NOHUP, True, marks=pytest.mark.slow),
+    ],
+    ids=["one process", "all processes", "the parent alone", "nohup", "nohup, two workers"],
+)
+def test_the_terminal_is_gone(ranks, prefix, whole_group, tmp_path, uninterrupted):
+    """The run saves, although it can write to its terminal no more; with nohup it goes on."""
+    run = tmp_path / "outputs" / "run"
+    workers = ["ddp.nproc_per_node=2"] if ranks > 1 else []
+    terminal = TERMINAL if whole_group else []
+    command = [*terminal, *prefix, *python_main()]
+    paused = PausedJob(command, tmp_path, patches(PAUSE_AT_STEP, step=7), *workers)
+    paused.wait_until("step7", *range(ranks))
+    if whole_group:
+        paused.job.process.kill()
+    else:
+        paused.job.process.send_signal(signal.SIGHUP)
+    if not prefix:
+        paused.wait_until_marked("signal", *range(ranks))
+    paused.resume()
+    paused.job.process.wait()
+    wait_for(lambda: not processes_in(tmp_path), what="the end of all processes")
+    if prefix:
+        check_same(run, uninterrupted(ranks))
+    else:
+        assert (committed(run), result(run)["status"]) == ([7], "preempted")
+        assert "preempted at step 7" in (run / "main.rank0.log").read_text()
+        finish(tmp_path, [7], uninterrupted(ranks), ranks)
+
+
 def test_torchrun(tmp_path, uninterrupted):
     """A signal to one worker is enough.
 
@@ -150,16 +193,17 @@ def test_torchrun(tmp_path, uninterrupted):
     check_stopped(paused, run, 7)
     assert not (paused.site / "signal.0").exists()
 
-    paused = PausedJob(torchrun(2), tmp_path, patches(PAUSE_AT_STEP, step=13))
-    paused.wait_until("step13", 0, 1)
-    workers = paused.job.workers()
-    paused.job.process.terminate()
-    paused.wait_until("signal", 0, 1)
-    paused.resume()
-    assert paused.wait() != 0
-    check_stopped(paused, run, 13)
-    assert not any(map(is_running, workers))
-    finish(tmp_path, [7, 13], uninterrupted(2), ranks=2)
+    for number, step in ((signal.SIGTERM, 13), (signal.SIGHUP, 17)):
+        paused = PausedJob(torchrun(2), tmp_path, patches(PAUSE_AT_STEP, step=step))
+        paused.wait_until(f"step{step}", 0, 1)
+        workers = paused.job.workers()
+        paused.job.process.send_signal(number)
+        paused.wait_until("signal", 0, 1)
+        paused.resume()
+        assert paused.wait() != 0
+        check_stopped(paused, run, step)
+        assert not any(map(is_running, workers))
+    finish(tmp_path, [7, 13, 17], uninterrupted(2), ranks=2)
 
 
 # Preempted outside of training steps

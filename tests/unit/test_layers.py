@@ -37,7 +37,7 @@ ROOMS = (
         "optim",
         "data",
     ),
-    *("models", "storage", "config", "torch_internals", "linux", "errors"),
+    *("models", "storage", "config", "torch_internals", "linux", "errors", "interrupts"),
 )
 # Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind
 # them.

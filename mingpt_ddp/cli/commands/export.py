@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ def export(config: ExportConfig) -> int:
         "directory elsewhere",
     )
     step, files = export_files(config.url, config.step, config.format, config.license)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # deletes what is written
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():

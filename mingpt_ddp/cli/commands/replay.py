@@ -9,7 +9,6 @@ import io
 import math
 import os
 import re
-import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.config import decides_bits
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo, echo_error
+from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
 from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -71,7 +71,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
         words: more of the command line that trains.
         follow: as for `find_steps`.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends and cleans up as Ctrl-C does
+    raise_interrupts()  # the training ends, and its directory is deleted
     recorded = RecordedRun.read(url, follow)
     interval = choose_interval(recorded, steps, words)
     environment = interval.state["environment"]

@@ -4,8 +4,11 @@ import contextlib
 import sys
 
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.launch.fork_server import start_server
+from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server
 from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.interrupts import interrupt_commands
+from mingpt_ddp.linux import kill
+from mingpt_ddp.storage.sockets import delete_socket_directory
 
 
 def main() -> None:
@@ -13,15 +16,21 @@ def main() -> None:
     try:
         if _forks_workers(sys.argv[1:]):
             start_server()  # which imports torch for seconds
+            interrupt_commands(_end_server)
         from mingpt_ddp.cli import train_job  # meanwhile, for a quarter of a second
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: {error.name} is not installed here; install mingpt_ddp with pip, or in a "
             "checkout type `make train` once, then `. .venv/bin/activate`"
         )
-    except KeyboardInterrupt:
-        sys.exit(130)
     train_job.main()
+
+
+def _end_server() -> None:
+    """End the fork server, which imports torch before it would notice that this process has."""
+    if pid := server_pid():
+        kill(pid)
+    delete_socket_directory()
 
 
 def _forks_workers(words: list[str]) -> bool:

@@ -24,7 +24,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import sys
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.validation import check, refuse_credentials
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.results.analysis.compare import Setting
 from mingpt_ddp.results.analysis.version_verdict import Against, version_verdict
 from mingpt_ddp.results.experiments import append
@@ -95,7 +95,7 @@ def main() -> None:
         if text := answer(__doc__, sys.argv[1:]):
             echo(text)
             return
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the job, too
+        raise_interrupts()  # the job ends too
         sys.exit(_command(sys.argv[1:]))
 
 

@@ -3,15 +3,17 @@
 The server dies with the process that started it, and its children die with the server.
 """
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from multiprocessing import context, forkserver, process, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.interrupts import SIGNALS
 from mingpt_ddp.storage.sockets import make_socket_directory
 
-BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 PRELOADED = [
     "mingpt_ddp.distributed.launch.preload",
     "mingpt_ddp.cli.train_job",
@@ -32,8 +34,9 @@ def start_server() -> None:
     # Otherwise torch.cuda.is_available() would initialize CUDA, which a forked process cannot use.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
-        forkserver.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
+        with _signals_blocked():
+            forkserver.set_forkserver_preload(PRELOADED)
+            forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -54,15 +57,25 @@ def start_process(new: process.BaseProcess) -> None:
     The server has blocked them for those that it forks. This process goes on to handle signals
     then: it waits for a server that may be stopped.
     """
-    resource_tracker.ensure_running()  # it unblocks signals: not below, where `new` inherits that
-    if isinstance(new, context.ForkServerProcess):
+    is_forked = isinstance(new, context.ForkServerProcess)
+    with contextlib.nullcontext() if is_forked else _signals_blocked():
         new.start()
-        return
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Block SIGNALS in this context, and in the processes that start in it, which inherit that.
+
+    A terminal or a scheduler may signal all processes of a run. Only the launcher reacts, and
+    forwards the signal to the workers, which unblock it.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        new.start()
+        resource_tracker.ensure_running()  # it inherits that too, and unblocks signals here
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def server_pid() -> int | None:

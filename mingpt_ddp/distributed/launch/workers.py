@@ -16,8 +16,9 @@ from omegaconf import DictConfig
 from mingpt_ddp.distributed.device.machine import threads_per_worker
 from mingpt_ddp.distributed.exit import FAILURE, die_with_parent
 from mingpt_ddp.distributed.launch.channels import WorkerEnds, readable
-from mingpt_ddp.distributed.launch.fork_server import BLOCKED_SIGNALS, start_process
+from mingpt_ddp.distributed.launch.fork_server import start_process
 from mingpt_ddp.distributed.launch.slots import bind_cores
+from mingpt_ddp.interrupts import SIGNALS, handle
 from mingpt_ddp.linux import STOPPED, read_state, set_process_name
 
 COMMAND = "mingpt_ddp.cli.train_job"  # a higher layer: named, not imported
@@ -36,14 +37,11 @@ class SignalForwarder:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Handle the signals in this context; only the main thread may enter it."""
-        handlers = {}  # those before
-        for number in BLOCKED_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup ignores SIGHUP
-                handlers[number] = signal.signal(number, self._forward)
+        before = handle(self._forward)
         try:
             yield
         finally:
-            for number, handler in handlers.items():
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
@@ -51,7 +49,7 @@ class SignalForwarder:
         """Start these workers; they also get the signals that have arrived before."""
         for worker in workers:
             start_process(worker)
-        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         earlier = [*self.received]
         self._workers = [*self._workers, *workers]
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
@@ -185,7 +183,7 @@ def run_worker(
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it trains: Python's has a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent
     os.environ.clear()
     os.environ.update(environ)

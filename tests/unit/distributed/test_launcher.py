@@ -20,10 +20,10 @@ from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.launch import process_watch
 from mingpt_ddp.distributed.launch import workers as workers_module
-from mingpt_ddp.distributed.launch.fork_server import BLOCKED_SIGNALS
 from mingpt_ddp.distributed.launch.launcher import _run_with_restarts
 from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
 from mingpt_ddp.distributed.launch.workers import SignalForwarder, join_workers, shared_environ
+from mingpt_ddp.interrupts import SIGNALS
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_workers_share_the_cores(monkeypatch):
 def finish(ending: str, seconds: float, ready: Barrier) -> None:
     """The worker: end in this way so many seconds after all are `ready`."""
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a fork inherits the handlers of this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if ending == "ignores SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     elif ending == "ignores signals":

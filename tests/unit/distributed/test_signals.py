@@ -7,7 +7,8 @@ import signal
 import pytest
 
 from mingpt_ddp.distributed.exit import ProcessExit
-from mingpt_ddp.distributed.signals import SIGNALS, SignalHandler
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.interrupts import SIGNALS
 
 
 class Exits(ProcessExit):

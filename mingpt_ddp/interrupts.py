@@ -1,0 +1,79 @@
+"""The signals that end a command, and Ctrl-C while the command is still importing its libraries.
+
+This module is imported before everything else, so it imports nothing that takes time.
+"""
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# A scheduler's, the user's Ctrl-C, and the terminal's when it is closed.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+INTERRUPTED = 128 + signal.SIGINT  # exit code
+CHECKOUT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+SCRIPTS = ("main.py", "sample.py", "mingpt_ddp/cli/version_job.py")  # in a checkout
+
+
+def handle(handler: Callable[[int, Any], Any]) -> dict[signal.Signals, Any]:
+    """Handle SIGNALS, except those that are ignored, as nohup ignores SIGHUP.
+
+    Only the main thread may call this.
+
+    Returns:
+        The handlers before, by signal.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
+    for number in handled:
+        signal.signal(number, handler)
+    return handled
+
+
+def interrupt_commands(clean_up: Callable[[], None] = lambda: None) -> None:
+    """Let Ctrl-C end this process with one line if it runs a command of this package.
+
+    Python would raise KeyboardInterrupt instead, which libraries turn into errors of their own
+    when they are interrupted in an import. A run replaces this handler; a command with something
+    to clean up calls `raise_interrupts`. A script of the user's keeps Python's handler.
+
+    Args:
+        clean_up: Called before the process exits.
+    """
+
+    def exit_interrupted(number: int, frame: Any) -> None:
+        try:
+            clean_up()
+            os.write(2, b"interrupted\n")
+        finally:  # there may be no standard error
+            os._exit(INTERRUPTED)
+
+    if is_command() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, exit_interrupted)
+
+
+def raise_interrupts() -> None:
+    """Raise KeyboardInterrupt at each of SIGNALS, so that `finally` blocks clean up."""
+    handle(signal.default_int_handler)
+
+
+def main_module() -> str | None:
+    """Return the module that `python -m` is about to run, while it imports the parent packages.
+
+    The arguments are then sys.argv[1:], and the one before them in sys.orig_argv is the module's
+    name, or -mNAME. None if `python -m` is not resolving a module of this package.
+    """
+    if sys.argv[:1] != ["-m"]:
+        return None
+    module = re.fullmatch(r"(?:-\w*?m)?(mingpt_ddp(?:\..*)?)", sys.orig_argv[-len(sys.argv)])
+    return module[1] if module else None
+
+
+def is_command() -> bool:
+    """Return True if the main program is a command of this package."""
+    program = sys.argv[0] if sys.argv else ""
+    if os.path.basename(program) == "mingpt-ddp" or main_module():
+        return True
+    return os.path.realpath(program) in [os.path.join(CHECKOUT, name) for name in SCRIPTS]
