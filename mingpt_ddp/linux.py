@@ -27,6 +27,14 @@ def _prctl(option: int, argument: int | bytes) -> None:
         ctypes.CDLL(None).prctl(option, argument)
 
 
+def read_boot_id() -> str:
+    """Return an id of this machine that changes when it boots; "" without Linux's /proc."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def read_stat(pid: int | str) -> list[str]:
     """Return the fields of /proc/<pid>/stat from the third on: the state, the parent, ...
 

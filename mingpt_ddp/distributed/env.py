@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mingpt_ddp.errors import ConfigError, UserError, pack_error
-from mingpt_ddp.linux import read_stat
+from mingpt_ddp.linux import read_boot_id, read_stat
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
@@ -179,11 +179,10 @@ def launcher_id(env: DistEnv) -> str:
         return ""
     parent = os.getppid()
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         started = read_stat(parent)[19]
     except (OSError, IndexError):
         return ""
-    return f"{boot}/{parent}/{started}"
+    return f"{read_boot_id()}/{parent}/{started}"
 
 
 def process_start_time() -> float:

@@ -163,7 +163,7 @@ def check(faulty: FaultyRun, undisturbed: FaultyRun) -> None:
     assert names(run) == names(reference)
     # a killed parent leaves the directory of its sockets
     left = [
-        name for name in names(faulty.tmpdir) if not name.startswith(("torchinductor_", "pymp-"))
+        name for name in names(faulty.tmpdir) if not name.startswith(("torchinductor_", "mingpt-"))
     ]
     assert left == []
     ends = faulty.cwd / "ends.txt"

@@ -310,7 +310,9 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
     assert slow_run.wait() == 0, slow_run.text()
     assert result(tmp_path / "outputs" / "run")["status"] == "preempted"
     assert not [
-        path for path in slow_run.tmpdir.iterdir() if path.name.startswith(("pymp", "torchelastic"))
+        path
+        for path in slow_run.tmpdir.iterdir()
+        if path.name.startswith(("mingpt-", "torchelastic"))
     ]
 
 
@@ -321,7 +323,7 @@ def test_loader_processes_leave_no_sockets(launcher, tmp_path):
     with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
         done = call([*ONE_MACHINE[launcher], *digits], tmp_path, TMPDIR=tmpdir)
         assert done.returncode == 0, done.stdout
-        assert not [*Path(tmpdir).glob("pymp-*")]
+        assert not [*Path(tmpdir).glob("mingpt-*")]
 
 
 @pytest.mark.slow

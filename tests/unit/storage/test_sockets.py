@@ -39,6 +39,15 @@ loader.close()
 """
 
 
+HOLD = """
+from mingpt_ddp.storage.sockets import make_socket_directory
+from multiprocessing import util
+make_socket_directory()
+print(util.get_temp_dir(), flush=True)
+input()
+"""
+
+
 def run(script: str, tmpdir: Path) -> str:
     environ = {"TMPDIR": str(tmpdir), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", script]
@@ -59,6 +68,24 @@ def test_one_directory_for_a_process_and_its_children(length, where):
         assert str(used).startswith(where or f"{tmpdir}/")
         assert not used.exists()
         assert [*tmpdir.iterdir()] == []
+
+
+def test_a_start_deletes_what_a_killed_process_has_left():
+    """Not what a living process uses, nor what others have made."""
+    with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
+        Path(tmpdir, "mingpt-12345678-other-boot").mkdir()
+        environ = {"TMPDIR": tmpdir, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", HOLD]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        killed, living = (subprocess.Popen(command, env=environ, **pipes) for _ in range(2))
+        left, used = (Path(process.stdout.readline().strip()) for process in (killed, living))
+        killed.kill()
+        killed.communicate()
+        assert left.exists()
+        run(LISTEN, Path(tmpdir))
+        assert (left.exists(), used.exists()) == (False, True)
+        living.communicate("\n")
+        assert [path.name for path in Path(tmpdir).iterdir()] == ["mingpt-12345678-other-boot"]
 
 
 def test_loader_processes_where_tmpdir_is_long(tmp_path):
