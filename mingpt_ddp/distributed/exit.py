@@ -289,7 +289,8 @@ class ProcessExit:
         if cause is not None:
             self.log_peer_failure(cause)
         else:
-            log.error("error: rank %d lost another rank: %s", rank, self.describe(error))
+            what = "lost another rank, which has reported no error"
+            log.error("error: rank %d %s: %s", rank, what, self.describe(error))
         logs.close()  # so that no errors of other threads follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:

@@ -52,7 +52,8 @@ def fail(step):
         (HERE / f"failed-{step}-{failed}").touch()
         raise ValueError(f"boom in {object()}")
 """
-LINE = MODEL.splitlines().index('        raise ValueError(f"boom in {object()}")') + 1
+BOOM_LINE = 'raise ValueError(f"boom in {object()}")'
+LINE = MODEL.splitlines().index(f"        {BOOM_LINE}") + 1
 SETTINGS = [each for each in TINY if not each.startswith(("model", "snapshot"))]
 SETTINGS += ["--config-dir=mine", "model=scores", "trainer.device=cpu", "snapshot.every_steps=6"]
 SETTINGS += ["snapshot.background=false"]  # step 6 is committed when step 9 fails
@@ -61,11 +62,11 @@ TWICE = "it came twice at the same step, so a restart would not help: mend it, t
 AGAIN = {9: 9}
 
 
-def train(cwd: Path, command: list[str], faults: dict[int, int]):
+def train(cwd: Path, command: list[str], faults: dict[int, int], line: str = BOOM_LINE):
     mine = cwd / "mine"
     (mine / "model").mkdir(parents=True)
     (mine / "model" / "scores.yaml").write_text("{name: s, architecture: scores, code: mine.py}")
-    (mine / "mine.py").write_text(MODEL.replace("<faults>", str(faults)))
+    (mine / "mine.py").write_text(MODEL.replace("<faults>", str(faults)).replace(BOOM_LINE, line))
     return call([*command, *SETTINGS, "run.name=run"], cwd)
 
 
@@ -101,6 +102,14 @@ def test_the_same_error_at_the_same_step_is_restarted_once(tmp_path, launcher):
     assert len(list(tmp_path.glob("mine/failed-*"))) == tracebacks(tmp_path, 1) == 2
     assert ours.count("resuming from the snapshot of step 6") == 1
     assert not by_us or re.findall(r"restart (\d) of", ours) == ["1"]
+
+
+def test_a_rank_that_ends_itself_is_named(tmp_path):
+    """Not the rank that loses it, and with its exit code, as torchrun's agent has it."""
+    command = [*python_main(), "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
+    done = train(tmp_path, command, AGAIN, "os._exit(3)")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("error: rank 1 exited with code 3: ")
 
 
 def test_errors_at_different_steps_are_restarted(tmp_path):

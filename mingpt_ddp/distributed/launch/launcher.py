@@ -214,8 +214,12 @@ class _WorkerGroup:
         number = received[-1] if received and can_tell else 0
         if code == -number < 0:  # the workers did not handle it yet
             log.error("ended by %s; rerun the same command", signal.Signals(number).name)
-        if code < 0 and not number:  # it could not log this itself
-            self.last_line = f"error: {failed} was killed by {signal.Signals(-code).name}"
+        is_own_code = code in (0, FAILURE, USER_ERROR, EX_TEMPFAIL, preempted_code) or code > 128
+        if not is_own_code and not number:  # the worker could not log this itself
+            how = f"exited with code {code}: its code, or a library, has called exit()"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            self.last_line = f"error: {failed} {how}"
             if self.launch.slot is None:  # else the sweep names the job too
                 log.error("%s", self.last_line)
         if code == SERVER_DIED and uses_server:
