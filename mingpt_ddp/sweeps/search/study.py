@@ -9,9 +9,9 @@ from typing import Any
 
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.errors import RunError, reason
+from mingpt_ddp.errors import RunError, counted, reason
 from mingpt_ddp.results.optuna_library import optuna
-from mingpt_ddp.storage.run_directory import HEADER, JOURNAL
+from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT
 from mingpt_ddp.sweeps.search.journal import Journal
 from mingpt_ddp.sweeps.search.methods import pruner_settings, sampler_settings
 from mingpt_ddp.sweeps.search.optuna_trials import (
@@ -58,7 +58,7 @@ class Study:
             fixed: values as of JSON that all trials share and that must stay the same.
 
         Raises:
-            ConfigError: a setting is invalid, or belongs to another study.
+            ConfigError: a setting is invalid, or belongs to another study; the journal is gone.
             RunError: the journal is damaged.
         """
         sampler_settings(settings)  # checks them
@@ -79,6 +79,13 @@ class Study:
         )
         self._space = dict(space)
         self._journal = self._read()
+        if settings.sampler and self._journal.is_new:
+            ended = len([*directory.glob(f"*/{RESULT}")])
+            check(
+                not ended,
+                f"{self._path} is missing or empty, and {counted(ended, 'job')} of its search have "
+                f"ended; restore it, or {ANOTHER}",
+            )
 
     def begin(self) -> None:
         """Write the journal of a new study, or repair that of one that was interrupted.

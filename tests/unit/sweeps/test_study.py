@@ -151,6 +151,22 @@ def test_a_search_of_an_earlier_version_is_refused(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(tmp_path, is_empty):
+    """A new study would train other jobs beside them."""
+    run_all(open_study(tmp_path), 2)
+    for number in range(2):
+        (tmp_path / f"job-{number}").mkdir()
+        (tmp_path / f"job-{number}" / "result.json").write_text("{}")
+    journal = tmp_path / "study.journal"
+    journal.write_text("") if is_empty else journal.unlink()
+    before = sorted(tmp_path.rglob("*"))
+    expected = r"study.journal is missing or empty, and 2 jobs of its search have ended; restore it"
+    with pytest.raises(ConfigError, match=expected):
+        open_study(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_limits_may_grow(tmp_path):
     study = open_study(tmp_path)
     study.values(0)
