@@ -2,12 +2,10 @@
 
 __version__ = "0.1.0"
 
-from mingpt_ddp.interrupts import interrupt_commands
+from mingpt_ddp.cli import begin
 
-interrupt_commands()  # before the imports that take time
+begin()
 
-from mingpt_ddp.cli import refuse_other_modules  # noqa: E402
 from mingpt_ddp.cli.api import LoadedRun, history, load, rows, sweep, train  # noqa: E402
 
 __all__ = ["LoadedRun", "history", "load", "rows", "sweep", "train"]
-refuse_other_modules()

@@ -2,14 +2,18 @@
 
 import sys
 
-from mingpt_ddp.interrupts import main_module
+from mingpt_ddp.interrupts import interrupt_commands, main_module
 
 # mingpt_ddp.X runs X, and mingpt_ddp itself trains.
 COMMANDS = ("train", "sample", "evaluate", "snapshots", "report", "plan", "again", "versions")
 
 
-def refuse_other_modules() -> None:
-    """Exit with code 2 if `python -m` is about to run a module that is not a command."""
+def begin() -> None:
+    """Handle Ctrl-C before the imports that take time.
+
+    Exit with code 2 if `python -m` is about to run a module that is not a command.
+    """
+    interrupt_commands()
     module = main_module()
     doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
     if module and module.removesuffix(".__main__") not in doors:
