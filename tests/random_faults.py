@@ -25,7 +25,6 @@ VICTIMS = {"worker": 3, "parent": 2, "server": 1, "all": 2}  # how often each oc
 ENDS = {"KILL": 4, "TERM": 2, "INT": 1, "STOP CONT": 1, "STOP KILL": 1, "STOP TERM CONT": 1}
 ORPHANS_END_S = 30.0  # on a busy machine
 TIMES = ("wall_seconds", "goodput")  # in result.json
-COMMAND = """run.on_end="sh -c 'echo $MINGPT_DDP_STATUS >> ends.txt'\""""
 
 
 @dataclass
@@ -47,9 +46,7 @@ class FaultyRun:
 
     def start(self) -> Job:
         self.jobs.append(
-            self.start_job(
-                [*self.command, "run.name=run", COMMAND], self.cwd, TMPDIR=str(self.tmpdir)
-            )
+            self.start_job([*self.command, "run.name=run"], self.cwd, TMPDIR=str(self.tmpdir))
         )
         return self.jobs[-1]
 

@@ -54,7 +54,6 @@ from mingpt_ddp.sweeps.local_workers import (
     prepare_local,
 )
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.hooks.notify import notifying
 from mingpt_ddp.training.start.checked_config import checked_config
 
 if TYPE_CHECKING:
@@ -157,8 +156,7 @@ def train(cfg: DictConfig) -> float:
         files = hydra_utils.hydra_artifacts(cfg)
         typed = hydra_utils.typed_keys()
         judge = reporter() or sweep.report_of(Job.current())
-        with notifying(config.run, run_directory(config), env):
-            metrics = train_run(config, runtime, files, signals, started_at, typed, judge)
+        metrics = train_run(config, runtime, files, signals, started_at, typed, judge)
         return _finish_job(config, runtime, sweep, signals, metrics)
     except JobError:  # from a sweep's local workers, already recorded
         raise

@@ -32,7 +32,6 @@ from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps", "max_minutes")
 CODE_LOCATION_KEYS = ("code", "code_sha256")
-COMMAND_KEYS = ("run.on_end", "run.on_failure")
 DEFAULT_CHOICE = {"task": "language_model"}
 LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}  # which the first versions lacked
 KEYS = known_keys()  # of the schema, without those of users

@@ -19,7 +19,6 @@ from mingpt_ddp.storage.run_directory import (
 )
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.hooks.notify import FAILED, notify
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,6 @@ def conclude_local(local: LocalJob, ended: Ended, sweep: Sweep) -> float | None:
     directory = local.launch.directory
     preempted = config.ddp.preempted_exit_code
     if ended.code not in (0, preempted) and not ended.signalled:
-        local.env.call_on_rank_zero(lambda: notify(config.run, directory, FAILED))
         if not hydra_utils.is_multirun():
             exit_process(None, ended.code)
         reason = ended.last_line or f"job error: its workers exited with code {ended.code}"

@@ -26,8 +26,6 @@ DEFAULTS = ["run.root={tmp}/runs", "run.name=run", "tracker.tensorboard=false"]
 OTHERS = {
     "run.name": ["run.name=other"],
     "run.root": ["run.root={tmp}/elsewhere"],
-    "run.on_end": ["run.on_end='true'"],
-    "run.on_failure": ["run.on_failure='true'"],
     "model.name": ["model.name=label"],
     "data.name": ["data.name=label"],
     "data.cache_dir": ["data.cache_dir={tmp}/cache"],

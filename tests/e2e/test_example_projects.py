@@ -1,6 +1,11 @@
-"""examples/digits and examples/toy: the commands in their first lines, as they stand there."""
+"""examples/digits and examples/toy by the commands in their first lines; notify.sbatch."""
 
 from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
 
 import pytest
 from example_files import EXAMPLES, command_of, run_in_shell
@@ -23,3 +28,30 @@ def test_digits(tmp_path):
     done = run_in_shell(f"{command} trainer.max_steps=60 run.name=run", tmp_path)
     assert done.returncode == 0, done.stdout
     assert read_result(tmp_path / "outputs" / "run")["test_accuracy"] > 0.8
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [("complete", 0, ["notified"]), ("preempted", 0, ["requeue 7"]), ("complete", 3, [])],
+)
+def test_a_command_after_a_complete_run(status, code, expected, tmp_path):
+    """In a job of SLURM, whose programs are replaced."""
+    result = json.dumps({"status": status})
+    (tmp_path / "outputs" / "run").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
+    programs = {
+        "srun": f"echo '{result}' > outputs/run/result.json; exit {code}",
+        "scontrol": 'echo "$@" >> seen.txt',
+    }
+    for name, line in programs.items():
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    (tmp_path / "seen.txt").touch()
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", str(EXAMPLES / "notify.sbatch"), "run", "echo notified >> seen.txt"]
+    environ = {**os.environ, "PATH": path, "SLURM_JOB_ID": "7"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True)
+    assert done.returncode == code
+    assert (tmp_path / "seen.txt").read_text().splitlines() == expected

@@ -35,7 +35,6 @@ from mingpt_ddp.config.compose.hydra_utils import (
 )
 from mingpt_ddp.config.config import (
     CODE_LOCATION_KEYS,
-    COMMAND_KEYS,
     DEFAULT_CHOICE,
     LIMITS,
     PLACES,
@@ -54,8 +53,8 @@ from mingpt_ddp.errors import LONGEST_LINE, ConfigError, command
 from mingpt_ddp.storage.run_directory import recorded_config
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 
-# A run that a stranger wrote could send files to itself, or run programs.
-LEFT_OUT = (*COMMAND_KEYS, *PLACES, "run.resume", "tracker.entity", "tracker.uri")
+# A run that a stranger wrote could send files to itself.
+LEFT_OUT = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
 NAMES = ("run.root", "run.name")  # from the directory itself
 
 

@@ -8,7 +8,6 @@ docs/configuration.md and `--help` are generated from all of them.
 
 # ruff: noqa: RUF009  key() returns a dataclass field
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -47,14 +46,6 @@ DIRECTORY_NAME = r"[A-Za-z0-9_][A-Za-z0-9._+=,-]{0,149}"
 RUN_NAME = rf"{DIRECTORY_NAME}(/{DIRECTORY_NAME})?"
 
 
-def is_command(text: str) -> bool:
-    """Return whether a text is a program and its arguments, quoted as in a shell."""
-    try:
-        return bool(shlex.split(text))
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Which run this is, and where its directory is."""
@@ -79,12 +70,6 @@ class RunConfig:
         changes="training",
     )
     seed: NonNegativeInt = key(1337, "determines every random number of the run")
-    on_end: str | None = neutral(
-        None, "a command to run once the run is complete or pruned, without a shell"
-    )
-    on_failure: str | None = neutral(
-        None, "a command to run after a failure that no restart has repaired"
-    )
 
     def __post_init__(self) -> None:
         check(
@@ -94,11 +79,6 @@ class RunConfig:
         )
         check_directory("run.root", self.root)
         check_url("run.resume", self.resume)
-        for name, command in (("on_end", self.on_end), ("on_failure", self.on_failure)):
-            check(
-                command is None or is_command(command),
-                f"run.{name}={command} is not a command; close its quotes",
-            )
         if self.init_from is not None:
             check_url("run.init_from", self.init_from)
 

@@ -64,11 +64,11 @@ def test_the_same_settings_are_the_same_run(tmp_path):
         cfg = compose_own(tmp_path, text, *words)
         before = OmegaConf.to_yaml(cfg)
         part = cfg if text is AT_THE_TOP else cfg.gpt
-        part.run.on_end = "echo 1e-3 'ü'"
+        part.snapshot.path = "a 1e-3 'ü'"
         config = compose_ours(*application_words(part, directory))
-        part.run.on_end = None
+        part.snapshot.path = None
         assert OmegaConf.to_yaml(cfg) == before
-        assert config.run.on_end == "echo 1e-3 'ü'"
+        assert config.snapshot.path == "a 1e-3 'ü'"
         assert (config.run.name, config.snapshot.every_minutes) == ("outputs", 1e-5)
         assert config.digest() == ours.digest() and config.data == ours.data
         assert run_name(ours).startswith("python_docs-modern_nano-")
