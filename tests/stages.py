@@ -160,14 +160,11 @@ class Case:
     signal: str  # KILL or STOP of that process; TERM or INT INT: to the launcher, it is stopped
     expectation: str = ""  # the line that names who, as a regular expression; "": no line
     launcher: str = "forkserver"
-    holds: bool = False  # the ranks stay at the stage: else they are done before anyone notices
 
     def __str__(self) -> str:
         words = [f"{self.signal} {self.process}", self.stage]
         if self.launcher != "forkserver":
             words.append(self.launcher)
-        if self.holds:
-            words.append("held")
         return ", ".join(words)
 
     @property
@@ -184,7 +181,6 @@ class Outcome:
     stage: str
     signal: str
     launcher: str
-    holds: bool
     seconds: float | None = None  # from the signal to the restart, or to the end
     ended: str = "hangs"  # restart, exit N, or gone: all processes have ended
     line: str = ""  # that says why, by the expectation if there is such a line

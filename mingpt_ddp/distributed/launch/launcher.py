@@ -200,9 +200,11 @@ class _WorkerGroup:
         watch = ProcessWatch(self.forwarder, config.ddp.timeout_s, grace_s)
         with watch, Channels(self.launch.report, self.launch.slot is None) as channels:
             try:
-                watch.workers = self._workers(channels, watch, started_at)
+                watch.workers = self._workers(channels, started_at)
                 with self.forwarder.started(watch.workers):
-                    joined = join_workers(watch.workers, grace_s, preempted_code, watch.store)
+                    joined = join_workers(
+                        watch.workers, grace_s, preempted_code, self.store.process
+                    )
                     code, failed = await channels.serve(joined, watch.workers)
             except (EOFError, ConnectionError):  # the fork server died before it had forked all
                 code = SERVER_DIED
@@ -229,14 +231,11 @@ class _WorkerGroup:
                 log.error("error: the fork server of the workers was killed")
         return code, number
 
-    def _workers(
-        self, channels: Channels, watch: ProcessWatch, started_at: float
-    ) -> list[BaseProcess]:
+    def _workers(self, channels: Channels, started_at: float) -> list[BaseProcess]:
         """Return the workers, not started yet; start their store, if all are on this machine."""
         first = self.first
         if first.is_standalone:
             self.store.ensure_running()
-            watch.store = self.store.process
             first = replace(first, master_address=("localhost", self.store.port))
         launch = self.launch
         n = launch.workers

@@ -1,4 +1,4 @@
-"""End the processes of an attempt that nothing else would end: stopped ones, and after a signal."""
+"""End the workers of an attempt that nothing else would end: stopped ones, and after a signal."""
 
 import logging
 import os
@@ -13,15 +13,13 @@ from mingpt_ddp.linux import STOPPED, kill, read_state
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-SERVER = "the fork server of the workers"
 MARGIN_S = 3.0  # beyond ddp.timeout_s: before that, the ranks name one of theirs that is stopped
 
 
 class ProcessWatch:
     """A thread of the launcher: its main thread may wait for the processes that this one kills.
 
-    A stopped process ignores all signals but SIGKILL, and a stopped fork server neither forks nor
-    reports that a worker has exited.
+    A stopped process ignores all signals but SIGKILL.
     """
 
     def __init__(self, forwarder: SignalForwarder, timeout_s: float, grace_s: float) -> None:
@@ -34,7 +32,6 @@ class ProcessWatch:
         self.limit_s = timeout_s + MARGIN_S
         self.grace_s = grace_s
         self.workers: list[BaseProcess] = []  # that are about to start, or run
-        self.store: BaseProcess | None = None
         self._stopped_s: dict[int, float] = {}  # by process id: for how long it has been stopped
         self._done = threading.Event()
 
@@ -51,40 +48,26 @@ class ProcessWatch:
             now = time.monotonic()
             elapsed_s = min(now - before, 2 * POLL_S)  # this process may have been stopped too
             before = now
-            alive = self._alive()
-            for pid, (name, state) in alive.items():
-                self._kill_if_stopped(pid, name, state, elapsed_s)
-            if now > self.forwarder.kill_at(self.grace_s):
-                self._end_all(alive)
+            is_late = now > self.forwarder.kill_at(self.grace_s)
+            server = server_pid()
+            for worker in self.workers:
+                state = read_state(worker.pid, {os.getpid(), server})
+                if worker.pid and state:
+                    self._check(worker.pid, worker.name, state, elapsed_s, is_late)
+            if (
+                is_late and server
+            ):  # which would report the ends of its workers, unless it is stopped
+                kill(server)
 
-    def _alive(self) -> dict[int, tuple[str, str]]:
-        """Return the name and the state of each process that has not ended, by process id."""
-        server = server_pid()
-        named = {process.pid: process.name for process in [*self.workers, self.store] if process}
-        named[server] = SERVER
-        alive = {}
-        for pid, name in named.items():
-            state = read_state(pid, {os.getpid(), server})
-            if pid and state:
-                alive[pid] = (name, state)
-        return alive
-
-    def _kill_if_stopped(self, pid: int, name: str, state: str, elapsed_s: float) -> None:
-        if state != STOPPED:
-            self._stopped_s.pop(pid, None)
-            return
-        self._stopped_s[pid] = self._stopped_s.get(pid, 0.0) + elapsed_s
-        if self._stopped_s[pid] > self.limit_s:
-            log.error("error: %s has been stopped for %.0f s", name, self._stopped_s.pop(pid))
+    def _check(self, pid: int, name: str, state: str, elapsed_s: float, is_late: bool) -> None:
+        """Kill a worker that is alive after a signal, or has been stopped for too long."""
+        if is_late:
+            why = "is stopped" if state == STOPPED else "has not ended in time after a signal"
+            log.error("error: %s %s and is killed", name, why)
             kill(pid)
-
-    def _end_all(self, alive: dict[int, tuple[str, str]]) -> None:
-        """Kill the workers that are alive after a signal, and the fork server if it blocks."""
-        workers = {worker.name for worker in self.workers}
-        for pid, (name, state) in alive.items():
-            if name in workers:
-                why = "is stopped" if state == STOPPED else "has not ended in time after a signal"
-                log.error("error: %s %s and is killed", name, why)
-                kill(pid)
-            elif name == SERVER and (state == STOPPED or self.forwarder.is_interrupted_twice):
-                kill(pid)
+            return
+        stopped_s = self._stopped_s.get(pid, 0.0) + elapsed_s if state == STOPPED else 0.0
+        self._stopped_s[pid] = stopped_s
+        if stopped_s > self.limit_s:
+            log.error("error: %s has been stopped for %.0f s", name, stopped_s)
+            kill(pid)

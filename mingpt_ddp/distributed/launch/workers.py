@@ -60,10 +60,6 @@ class SignalForwarder:
         finally:
             self._workers = [worker for worker in self._workers if worker not in workers]
 
-    @property
-    def is_interrupted_twice(self) -> bool:
-        return self._interrupted_at < math.inf
-
     def kill_at(self, grace_s: float) -> float:
         """Return the time.monotonic() at which what is alive gets SIGKILL; inf without a signal.
 
