@@ -137,8 +137,10 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
     finish(tmp_path, [7, 13], uninterrupted(2), ranks=2)
 
 
-# Runs a command on a terminal of its own, which is gone when this process is killed.
+# Runs a command on a terminal of its own, with a live panel, which is gone when this process is
+# killed.
 TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
+TERMINAL += ["sh", "-c", 'stty cols 100 rows 40; exec "$@"', "sh"]
 NOHUP = ["nohup"]
 
 
@@ -159,7 +161,8 @@ def test_the_terminal_is_gone(ranks, prefix, whole_group, tmp_path, uninterrupte
     workers = ["ddp.nproc_per_node=2"] if ranks > 1 else []
     terminal = TERMINAL if whole_group else []
     command = [*terminal, *prefix, *python_main()]
-    paused = PausedJob(command, tmp_path, patches(PAUSE_AT_STEP, step=7), *workers)
+    pause = patches(PAUSE_AT_STEP, step=7)
+    paused = PausedJob(command, tmp_path, pause, *workers, TERM="xterm", CI="")
     paused.wait_until("step7", *range(ranks))
     if whole_group:
         paused.job.process.kill()
