@@ -194,7 +194,7 @@ def test_a_killed_grid_equals_the_undisturbed_one(tmp_path):
     assert weights(disturbed / SWEEP) == weights(undisturbed / SWEEP)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_signal_saves_all_running_jobs(number, tmp_path):
     """And no other starts; the same command, with lower limits, finishes."""
     job = Job(sweep(*LONG, "run.seed=1,2,3", TWO), tmp_path)
