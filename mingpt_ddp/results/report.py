@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -83,7 +82,6 @@ def watch(directories: list[Path], page: Path) -> str:
     line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
     for each in filter(_is_awaited, directories):
         line += f"; it waits for the first run in {each}"
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while (results := _read_begun(directories)) is None or results.is_running:
             began = time.monotonic()

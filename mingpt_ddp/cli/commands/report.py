@@ -34,6 +34,7 @@ seed by seed (paired t-test), else the means (Welch's). With more than two setti
 """  # noqa: E501
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -88,6 +89,7 @@ def _command(config: ReportConfig) -> int:
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
     check(COMPARE in words or not by_code, f"by=code belongs to {COMPARE}; write that, too")
     if WATCH in words:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the watch with the report
         echo(watch(directories, page_path(directories)))
     elif COMPARE in words:
         echo(verdict(directories, as_json, by_code))
