@@ -154,6 +154,15 @@ def with_commands(text: str) -> str:
     return re.sub(r"python -m mingpt_ddp\b\.?(\w*)", lambda m: command(m[1] or "train"), text)
 
 
+# Control characters except newline and tab, the separators of lines and paragraphs, and what
+# changes the direction of text: a terminal or a browser would act on them.
+NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
 def printable(text: str) -> str:
-    """Escape control characters but newline and tab: a terminal would interpret them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: f"\\x{ord(match[0]):02x}", text)
+    """Escape characters that would act on a terminal or a page instead of being shown."""
+    return NOT_PRINTABLE.sub(lambda match: _escaped(ord(match[0])), text)
+
+
+def _escaped(character: int) -> str:
+    return f"\\x{character:02x}" if character < 0x100 else f"\\u{character:04x}"

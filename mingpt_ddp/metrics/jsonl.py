@@ -133,6 +133,15 @@ class MetricsHistory:
         last = max(itertools.compress(self.steps, self.counts), default=None)
         return None if last is None else int(last)
 
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the last training loss that counts is not finite."""
+        column = self.columns.get("train_loss", Column())
+        for row, value in zip(reversed(column.rows), reversed(column.values), strict=True):
+            if self.counts[row]:
+                return math.isnan(value)
+        return False
+
     def values(self, key: str) -> Sequence[float]:
         """Return the finite values of a key, in the order of the file."""
         return array("d", (value for _, value in self._points(key)))

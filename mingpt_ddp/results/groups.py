@@ -4,13 +4,15 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import (
+    DIVERGED,
     Job,
     Row,
     Value,
@@ -22,6 +24,7 @@ from mingpt_ddp.results.runs import (
     varying,
 )
 from mingpt_ddp.results.stats.intervals import Estimate, estimate
+from mingpt_ddp.results.stats.significance import MIN_PAIRS
 
 SEED = "run.seed"
 # Keys that differ between the directories of replicates in a sweep.
@@ -78,6 +81,18 @@ class Group:
         return self.estimate.n
 
     @property
+    def diverged(self) -> list[str]:
+        """The seeds of the jobs whose loss is not finite."""
+        seeds = [seed_of(job) for job in self.jobs if job.status == DIVERGED]
+        return [*dict.fromkeys(seeds)]
+
+    @property
+    def seed_count(self) -> str:
+        """The number of seeds; `3/5, 2 diverged` if only three are complete."""
+        count = f"{self.seeds}" if self.complete == self.seeds else f"{self.complete}/{self.seeds}"
+        return f"{count}, {len(self.diverged)} diverged" if self.diverged else count
+
+    @property
     def by_seed(self) -> dict[str, float]:
         """The objective of the complete jobs."""
         return means_by_seed(self.jobs, lambda job: job.objective)
@@ -121,8 +136,16 @@ class Group:
         return self.latest.mean
 
     def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate:
-        """Return the estimate of a measurement over the seeds of the jobs that have one."""
-        return estimate([*means_by_seed(self.jobs, measure).values()])
+        """Return the estimate of a measurement over the seeds of the jobs that have one.
+
+        If a seed has diverged, only their number is known: the mean of the others would be the mean
+        of a selection.
+        """
+        values = [*means_by_seed(self.jobs, measure).values()]
+        return Estimate(len(values)) if self.diverged else estimate(values)
+
+
+G = TypeVar("G", bound=Group)
 
 
 def replicates(jobs: Iterable[Job]) -> list[Group]:
@@ -152,13 +175,37 @@ def singles(jobs: Iterable[Job]) -> list[Group]:
     return [Group([job], job.config) for job in jobs]
 
 
-def best_group(groups: list[Group]) -> Group | None:
-    """Return the group with the lowest mean objective; None if no job is complete.
+def best_group(groups: Sequence[G]) -> G | None:
+    """Return the group with the lowest mean objective; None if no group has a mean.
+
+    The mean over the seeds that all of `rivals_of` have counts if there are MIN_PAIRS such seeds,
+    else the mean over all seeds of each.
 
     Args:
         groups: sorted as `replicates` returns them.
     """
-    return groups[0] if groups and groups[0].complete else None
+    rivals = rivals_of(groups)
+    seeds = shared_seeds(rivals)
+    if len(seeds) < MIN_PAIRS:
+        return rivals[0] if rivals else None
+    means = [statistics.fmean(map(group.by_seed.__getitem__, seeds)) for group in rivals]
+    return rivals[means.index(min(means))]
+
+
+def rivals_of(groups: Sequence[G]) -> list[G]:
+    """Return the groups of which one is the best.
+
+    They have a mean, which excludes groups with a diverged seed. If groups have two complete seeds
+    or more, it is one of these.
+    """
+    ranked = [group for group in groups if group.objective is not None]
+    return [group for group in ranked if group.complete > 1] or ranked
+
+
+def shared_seeds(groups: Sequence[Group]) -> list[str]:
+    """Return the complete seeds that all groups have."""
+    common = set.intersection(*({*group.by_seed} for group in groups)) if groups else set[str]()
+    return sorted(common)
 
 
 def _makes_results(job: Job, key: str) -> bool:

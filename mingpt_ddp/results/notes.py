@@ -1,11 +1,11 @@
 """Notes on the comparison of jobs: what ranks them, what makes their values incomparable."""
 
-from collections.abc import Hashable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Iterable
 
 from mingpt_ddp.config.config import effect_of
+from mingpt_ddp.errors import command, counted
 from mingpt_ddp.results.formats import cut
-from mingpt_ddp.results.groups import SEED, Group
+from mingpt_ddp.results.groups import SEED, Group, best_group, rivals_of, shared_seeds
 from mingpt_ddp.results.objective import (
     LOSS,
     TEXT_KEYS,
@@ -13,7 +13,7 @@ from mingpt_ddp.results.objective import (
     is_text,
     loss_unit,
 )
-from mingpt_ddp.results.runs import Job, compare_command, identity, number, varying
+from mingpt_ddp.results.runs import Job, identity, number, varying
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # Keys that say how many windows are measured, and of which length.
@@ -22,11 +22,11 @@ OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
-def comparison_notes(jobs: list[Job], directories: Sequence[Path]) -> list[str]:
+def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
     """Return what ranks the jobs, if not the loss, and why their results do not compare.
 
     Args:
-        directories: that were named; none: versions of the code are settings of their own.
+        are_versions: The settings are versions of the code.
     """
     objective = jobs[0].ranked_by
     notes = []
@@ -55,10 +55,10 @@ def comparison_notes(jobs: list[Job], directories: Sequence[Path]) -> list[str]:
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
     codes = {job.code for job in jobs if job.code}
-    if len(codes) > 1 and directories:
+    if len(codes) > 1 and not are_versions:
         notes.append(
-            f"{len(codes)} versions of the code have trained the jobs: "
-            f"`{compare_command(directories)} by=code` takes them apart"
+            f"{len(codes)} versions of the code have trained the jobs; "
+            f"to compare versions, use `{command('versions')}`"
         )
     if mixed := [job.name for job in jobs if "+" in job.code]:
         notes.append(
@@ -100,6 +100,41 @@ def pooling_notes(groups: list[Group]) -> list[str]:
     if any(len(each - {None}) > 1 for each in sizes):
         notes.append("replicates ran on different numbers of ranks: results differ by rounding")
     return notes
+
+
+def diverged_notes(groups: Iterable[tuple[str, Group]]) -> list[str]:
+    """Name the diverged seeds of each group.
+
+    Args:
+        groups: Each with its name.
+    """
+    notes = []
+    for name, group in groups:
+        if seeds := group.diverged:
+            notes.append(
+                f"{name} diverged at {len(seeds)} of its {counted(group.seeds, 'seed')} "
+                f"({_cut(seeds)}), so it has no mean and is not ranked"
+            )
+    return notes
+
+
+def best_notes(groups: list[Group]) -> list[str]:
+    """Say why the best group is not the first one.
+
+    Args:
+        groups: sorted as `replicates` returns them.
+    """
+    first, best = groups[0], best_group(groups)
+    if best is None or best is first:
+        return []
+    names = cut(first.name), cut(best.name)
+    if first.complete < 2:
+        return [f"{names[0]} has one seed, so {names[1]} is called the best, which has more"]
+    seeds = len(shared_seeds(rivals_of(groups)))
+    return [
+        f"{names[0]} has the best mean over all of its seeds, but {names[1]} has it over the "
+        f"{seeds} seeds that all settings have"
+    ]
 
 
 def _cut(keys: list[str]) -> str:

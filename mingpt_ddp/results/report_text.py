@@ -107,10 +107,8 @@ def _value(group: Group) -> str:
 
 
 def _count(group: Group) -> str:
-    """Format the number of seeds, as 2/3 if only two are complete, and that of several codes."""
-    total = group.seeds
-    count = f"{total}" if group.complete == total else f"{group.complete}/{total}"
-    return f"{count} ({group.codes} codes)" if group.codes > 1 else count
+    """Format the number of seeds, and the number of versions of the code if there are several."""
+    return f"{group.seed_count} ({group.codes} codes)" if group.codes > 1 else group.seed_count
 
 
 def _steps(group: Group) -> str:

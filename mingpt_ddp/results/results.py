@@ -12,7 +12,7 @@ from mingpt_ddp.results.analysis.importance import importances
 from mingpt_ddp.results.analysis.laws import Scaling, scalings
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.groups import Group, best_group, has_replicates, replicates, singles
-from mingpt_ddp.results.notes import comparison_notes, pooling_notes
+from mingpt_ddp.results.notes import best_notes, comparison_notes, diverged_notes, pooling_notes
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, is_locked, read_jobs, varying
 from mingpt_ddp.storage.sweep_file import Failure, read_failures
@@ -60,7 +60,7 @@ class Results:
 
     @property
     def best(self) -> Group | None:
-        """The group with the best mean objective, of which a job at least is complete."""
+        """The best group, as `best_group` says; of a search for another objective, its front."""
         if self.front and len(self.front.goals) == 1:
             return self.groups[self.front.members[0]] if self.front.members else None
         return best_group(self.groups)
@@ -70,7 +70,8 @@ class Results:
         """The indices of the groups on the Pareto front, or of the best one."""
         if self.front:
             return self.front.members
-        return [0] if self.best else []
+        best = self.best
+        return [index for index, group in enumerate(self.groups) if group is best]
 
 
 def read_results(directories: Sequence[Path]) -> Results:
@@ -86,14 +87,16 @@ def read_results(directories: Sequence[Path]) -> Results:
     recipes = replicates(jobs)
     groups = recipes if has_replicates(recipes) else singles(jobs)
     keys = varying(groups)
-    notes = comparison_notes(jobs, directories)
+    notes = comparison_notes(jobs)
     if has_replicates(groups):
-        notes += pooling_notes(groups)
+        notes += pooling_notes(groups) + diverged_notes((cut(each.name), each) for each in groups)
     for failure in failures:
         times = "once" if failure.count == 1 else f"{failure.count} times"
         notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
     goals = read_goals(directories)
     front = Front(goals, front_of(groups, goals)) if goals else None
+    if front is None:
+        notes += best_notes(groups)
     laws = scalings(recipes)
     importance = importances(groups, keys)
     return Results(jobs, groups, recipes, keys, notes, front, importance, laws, [*directories])

@@ -30,6 +30,7 @@ K = TypeVar("K")
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
+DIVERGED = "diverged"  # status of a job whose loss is not finite at its end
 LARGEST = 1e100  # larger numbers are not drawn
 MAX_JSON_CHARS = 1000  # of a value that is not a scalar
 NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
@@ -41,7 +42,8 @@ class Job:
 
     name: str  # its directory, relative to the one named on the command line
     directory: Path
-    status: str  # of result.json: complete, preempted, pruned ...; or running, stopped, unfinished
+    # complete, preempted or pruned, as in result.json; or diverged, running, stopped, unfinished
+    status: str
     config: dict[str, Value]  # of the last start, by dotted key
     result: dict[str, Any]
     history: MetricsHistory
@@ -64,6 +66,8 @@ class Job:
         return self._last(LOSS)
 
     def _last(self, measured: Objective) -> float | None:
+        if self.status == DIVERGED:
+            return None
         if self.status != "complete":
             values = self.history.values(measured.series)
             if values:
@@ -137,6 +141,8 @@ def why_no_best(jobs: list[Job]) -> str:
     """Return why none of the jobs is the best."""
     objective = jobs[0].ranked_by
     statuses = [job.status for job in jobs]
+    if DIVERGED in statuses and any(job.objective is not None for job in jobs):
+        return "there is no best setting, since each of them has a diverged seed"
     is_lacking = objective is not LOSS and "complete" in statuses
     return f"no complete job has {objective.title}" if is_lacking else "no job is complete"
 
@@ -219,18 +225,22 @@ def _read(path: Path, name: str) -> Job:
             flat[f"{plain(group)}.{plain(key)}"] = plain(value)
     if flat.get("run.resume") == "never":  # another directory, the same training
         flat["run.resume"] = "auto"
-    return Job(name, path, _status(path, result), flat, result, history, notes)
+    return Job(name, path, _status(path, result, history), flat, result, history, notes)
 
 
-def _status(path: Path, result: dict[str, Any]) -> str:
-    """Return "running" if a process holds the lock of the directory, else the status of its result.
+def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
+    """Return "running" if a process holds the lock of the directory, else how the run has ended.
 
     A complete run may be continued with larger limits: its result is then that of an earlier end.
     """
     locked = is_locked(path)
     if locked:
         return "running"
-    return str(result.get("status", "unfinished" if locked is None else "stopped"))
+    status = str(result.get("status", "unfinished" if locked is None else "stopped"))
+    if status != "complete":
+        return DIVERGED if history.has_diverged else status
+    loss = result.get(LOSS.series)
+    return DIVERGED if isinstance(loss, float) and number(loss) is None else status
 
 
 def is_locked(path: Path) -> bool | None:

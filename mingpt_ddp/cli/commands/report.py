@@ -7,7 +7,6 @@
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
-by         code: compare takes versions of the code as settings of their own
 watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself;
            before the first run it waits for it
 experiments  print the verdicts of all comparisons of the runs in a directory, which outputs/experiments.jsonl has
@@ -19,7 +18,9 @@ changed. The page of one directory is its report.html, that of several is report
 plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
-deviation and the number of seeds. The best has the lowest mean. Versions of the code that have trained one row are counted.
+deviation and the number of seeds, the lowest mean first. The best has the lowest mean over the seeds that all rows with two
+seeds have, if there are three such seeds, else over all of its seeds. Versions of the code that have trained one row are counted.
+A row with a diverged seed, whose loss is not finite, has no mean, is last, and is never the best.
 
 The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
 with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
@@ -30,7 +31,8 @@ Jobs with different tokenizers are ranked by bits per byte, all others by their 
 
 `compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
 the difference of their means with its 95% interval. Where three seeds and most of all are in both settings, it compares
-seed by seed (paired t-test), else the means (Welch's). With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
+seed by seed (paired t-test), else the means (Welch's). A verdict says what was tested: seeds without a pair are left out,
+and a note names the table's order if it contradicts that. With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
 """  # noqa: E501
 
 import os
@@ -60,7 +62,6 @@ class ReportConfig:
 
     runs: list[str]
     format: Literal["text", "json"] = "text"
-    by: Literal["code"] | None = None
 
 
 def main() -> None:
@@ -73,7 +74,7 @@ def _command(config: ReportConfig) -> int:
     words = [run for run in config.runs if run not in runs]
     check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
     if EXPERIMENTS in words:
-        is_plain = config.format == "text" and not config.by and len(runs) < 2
+        is_plain = config.format == "text" and len(runs) < 2
         check(is_plain, f"{EXPERIMENTS} prints a table of one directory; leave out other words")
         echo(experiments_table(Path(*runs[:1] or ["outputs"])))
         return 0
@@ -85,14 +86,12 @@ def _command(config: ReportConfig) -> int:
             )
     directories = [*{os.path.realpath(run): Path(run) for run in runs}.values()]
     as_json = config.format == "json"
-    by_code = config.by == "code"
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
-    check(COMPARE in words or not by_code, f"by=code belongs to {COMPARE}; write that, too")
     if WATCH in words:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the watch with the report
         echo(watch(directories, page_path(directories)))
     elif COMPARE in words:
-        echo(verdict(directories, as_json, by_code))
+        echo(verdict(directories, as_json))
     elif as_json:
         echo(json_report(read_results(directories)))
     else:

@@ -1,4 +1,4 @@
-"""Compare settings, each with the results of several seeds: the best one with each other one."""
+"""Compare settings, each with the results of several seeds: one of them with each other one."""
 
 import math
 from collections import Counter
@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mingpt_ddp.errors import command
+from mingpt_ddp.errors import command, counted
 from mingpt_ddp.results.formats import assignments, cut
-from mingpt_ddp.results.groups import Group, seed_of
-from mingpt_ddp.results.runs import Job, by_objective, grouped, identity, varying
+from mingpt_ddp.results.groups import Group, best_group, seed_of
+from mingpt_ddp.results.runs import DIVERGED, Job, by_objective, grouped, identity, varying
 from mingpt_ddp.results.stats.significance import (
     LEVEL,
     Difference,
@@ -30,30 +30,38 @@ class Setting(Group):
     label: str
 
     @property
-    def left_out(self) -> int:
-        """The number of jobs without an objective: not complete, or with a loss not finite."""
-        return sum(job.objective is None for job in self.jobs)
+    def unfinished(self) -> int:
+        """The number of jobs without an objective that have not diverged."""
+        return sum(job.objective is None and job.status != DIVERGED for job in self.jobs)
 
 
 @dataclass
 class Comparison:
-    """The best setting against another one."""
+    """The reference against another setting. This is where a verdict is made.
 
-    best: Setting
+    What is said of them has the sign of the tested difference. Means over other seeds have no part.
+    """
+
+    reference: Setting
     other: Setting
-    difference: Difference | None  # other - best; None if nothing can be said
+    difference: Difference | None  # other - reference; None if nothing can be said
     why: str | None  # nothing can be said
     p: float = 1.0  # of the difference, corrected for all pairs of settings
 
     @property
-    def is_better(self) -> bool:
-        """Whether the best setting is better than the other by more than chance."""
-        return self.difference is not None and self.p < LEVEL
+    def in_order(self) -> tuple[Setting, Setting]:
+        """Both settings. First the one with the lower objective over the tested seeds."""
+        if self.difference is not None and self.difference.difference < 0:
+            return self.other, self.reference
+        return self.reference, self.other
+
+    @property
+    def better(self) -> Setting | None:
+        """The setting that is better by more than chance; None if neither is."""
+        return self.in_order[0] if self.difference is not None and self.p < LEVEL else None
 
 
-def settings_of(
-    groups: list[Group], directories: list[Path], by_code: bool = False
-) -> list[Setting]:
+def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
     """Return the settings: jobs that differ in `run.seed` alone, the best first.
 
     Directories with the same recipe are settings of their own if they have trained the same seeds
@@ -61,19 +69,16 @@ def settings_of(
 
     Args:
         groups: as `replicates` returns them.
-        by_code: versions of the code are settings of their own, whatever their directories.
     """
     keys = varying(groups)
 
-    def part_of(job: Job) -> str | Path | None:
-        if by_code:
-            return f"code {job.code or 'unknown'}"
+    def part_of(job: Job) -> Path | None:
         return next(filter(job.directory.is_relative_to, directories), None)
 
     settings = []
     for group in groups:
         parts = grouped(group.jobs, part_of)
-        if not by_code and not _are_settings(parts.values(), is_only=len(groups) == 1):
+        if not _are_settings(parts.values(), is_only=len(groups) == 1):
             parts = {None: group.jobs}
         for part, members in parts.items():
             settings.append(Setting(members, group.config, _label(group, keys, part)))
@@ -84,35 +89,36 @@ def settings_of(
 
 
 def compare(settings: Sequence[Setting]) -> list[Comparison]:
-    """Compare the best setting that has two seeds with each other one.
+    """Compare the best setting, as `best_group` chooses it, with each other one.
 
     The data choose which setting is the best, so that each pair of settings has been compared: the
     p-values are corrected for all pairs of those with two seeds, not only for those with the best.
 
     Args:
-        settings: the best first, as `settings_of` returns them.
+        settings: as `settings_of` returns them.
+
+    Returns:
+        A comparison for each other setting; none if no setting has a mean over two seeds.
     """
-    best = next((each for each in settings if each.complete > 1), None)
-    if best is None:
+    best = best_group(settings)
+    if best is None or best.complete < 2:
         return []
-    others = [each for each in settings if each is not best]
-    return _compare_pairs([(best, other) for other in others], pairs_of(settings))
+    return _compare(best, settings, pairs_of(settings))
 
 
 def compare_with_first(settings: Sequence[Setting]) -> list[Comparison]:
     """Compare the first setting, which no result has chosen, with each other one."""
-    first, *others = settings
-    pairs = [sorted((first, other), key=by_objective) for other in others]
-    return _compare_pairs(pairs, len(pairs))
+    return _compare(settings[0], settings, len(settings) - 1)
 
 
-def _compare_pairs(pairs: Iterable[Sequence[Setting]], tests: int) -> list[Comparison]:
-    """Compare settings of which the first has the lower mean, with p corrected for all tests."""
+def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> list[Comparison]:
+    """Compare the reference with each other setting, with p corrected for all tests."""
     comparisons = []
-    for best, other in pairs:
-        why = _why_incomparable(best, other)
-        test = None if why else difference(best.by_seed, other.by_seed)
-        comparisons.append(Comparison(best, other, test, why))
+    for other in settings:
+        if other is not reference:
+            why = _why_incomparable(reference, other)
+            test = None if why else difference(reference.by_seed, other.by_seed)
+            comparisons.append(Comparison(reference, other, test, why))
     tested = [comparison for comparison in comparisons if comparison.difference]
     ps = [comparison.difference.p for comparison in tested if comparison.difference]
     for comparison, p in zip(tested, holm(ps, tests), strict=True):
@@ -121,8 +127,9 @@ def _compare_pairs(pairs: Iterable[Sequence[Setting]], tests: int) -> list[Compa
 
 
 def pairs_of(settings: Iterable[Setting]) -> int:
-    """Return the number of pairs of settings that have two seeds and are comparable."""
-    parts = Counter(identity(each.config.get(PART)) for each in settings if each.complete > 1)
+    """Return the number of pairs of settings that have two seeds and a mean and are comparable."""
+    tested = [each for each in settings if each.complete > 1 and not each.diverged]
+    parts = Counter(identity(each.config.get(PART)) for each in tested)
     return sum(math.comb(count, 2) for count in parts.values())
 
 
@@ -136,9 +143,13 @@ def _are_settings(parts: Collection[list[Job]], is_only: bool) -> bool:
 
 def _why_incomparable(one: Setting, other: Setting) -> str | None:
     """Return why nothing can be said about the difference; None if there is a test."""
-    if other.complete < 2:
-        why = "one seed, which says nothing about chance" if other.complete else "no complete job"
-        return f"it has {why}; {MORE_SEEDS}"
+    for setting, name in ((other, "it"), (one, one.label)):
+        if setting.diverged:
+            seeds = counted(setting.seeds, "seed")
+            return f"{name} has a loss that is not finite at {len(setting.diverged)} of {seeds}"
+        if setting.complete < 2:
+            one_seed = "one seed, which says nothing about chance"
+            return f"{name} has {one_seed if setting.complete else 'no complete job'}; {MORE_SEEDS}"
     if one.config.get(PART) != other.config.get(PART):
         return (
             f"they were measured on different parts of the validation split ({PART}); "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
-from mingpt_ddp.results.runs import known, number
+from mingpt_ddp.results.runs import Job, known, number
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 from mingpt_ddp.storage.run_directory import HEADER, JOURNAL
 from mingpt_ddp.storage.storage import open_regular
@@ -28,9 +28,12 @@ class Goal:
         return "maximize" if self.maximize else "minimize"
 
     def mean_in(self, group: Group) -> float | None:
-        """Return the mean over the complete jobs of a group; None if none has it."""
-        complete = [job for job in group.jobs if job.status == "complete"]
-        return Group(complete, {}).estimate_of(lambda job: number(job.result.get(self.name))).mean
+        """Return the mean over the complete jobs of a group; None if it has none."""
+
+        def measure(job: Job) -> float | None:
+            return number(job.result.get(self.name)) if job.status == "complete" else None
+
+        return group.estimate_of(measure).mean
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
     Args:
         keys: the parameters in which the groups differ.
     """
-    complete = [group for group in groups if group.complete]
+    complete = [group for group in groups if group.objective is not None]
     keys = [key for key in keys if any(key in group.config for group in complete)]
     if len(complete) < LEAST_GROUPS or len(keys) < 2:
         return {}

@@ -20,8 +20,8 @@ from mingpt_ddp.results.analysis.compare import (
 )
 from mingpt_ddp.results.experiments import append, root_of
 from mingpt_ddp.results.formats import fixed
-from mingpt_ddp.results.groups import Group, replicates
-from mingpt_ddp.results.notes import comparison_notes, pooling_notes
+from mingpt_ddp.results.groups import Group, best_group, replicates
+from mingpt_ddp.results.notes import comparison_notes, diverged_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
 from mingpt_ddp.results.runs import Job, by_objective, compare_command, read_jobs
 from mingpt_ddp.results.stats.significance import PAIRED, Difference
@@ -29,27 +29,25 @@ from mingpt_ddp.results.stats.significance import PAIRED, Difference
 MOST_DECIMALS = 8
 
 
-def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> str:
+def verdict(directories: list[Path], as_json: bool) -> str:
     """Return which settings are better than others, as text or as JSON, and record it.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
-        by_code: as for `settings_of`.
 
     Raises:
         RunError: a directory holds no run, or there is one setting only.
     """
     jobs = read_jobs(directories)
     groups = replicates(jobs)
-    settings = settings_of(groups, directories, by_code)
+    settings = settings_of(groups, directories)
     if len(settings) < 2:
         raise RunError(
             "there is one setting to compare; name runs that differ in more than run.seed"
-            + (", or write by=code" if groups[0].codes > 1 and not by_code else "")
         )
     comparisons = compare(settings)
     pairs = pairs_of(settings)
-    notes = notes_on(jobs, settings, pairs, [] if by_code else directories)
+    notes = comparison_notes(jobs) + notes_on(settings, comparisons, pairs)
     document = to_numbers(jobs, settings, comparisons, notes, pairs)
     if comparisons:
         experiment = {"runs": [*map(str, directories)], **document}
@@ -58,7 +56,8 @@ def verdict(directories: list[Path], as_json: bool, by_code: bool = False) -> st
     if as_json:
         return json.dumps(document, indent=1, allow_nan=False)
     if not comparisons:
-        return nothing(settings)
+        notes = [f"note: {note}" for note in _diverged(settings)]
+        return printable("\n".join([*notes, nothing(settings)]))
     return to_text(jobs, settings, notes, map(sentence, comparisons))
 
 
@@ -77,7 +76,7 @@ def to_text(
 
 
 def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
-    """Return what a comparison shows of the best settings against the first; [] of one setting.
+    """Return what a comparison shows of the best setting and each other one; [] of one setting.
 
     Args:
         groups: as `replicates` returns them.
@@ -92,7 +91,7 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     conclusions = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
         conclusions.append(f"and {len(comparisons) - most} more: `{compare_command(directories)}`")
-    return conclusions + _correction(pairs_of(settings))
+    return [*_order_notes(comparisons), *conclusions, *_correction(pairs_of(settings))]
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -100,20 +99,25 @@ def nothing(settings: list[Setting]) -> str:
     if all(setting.complete == 1 for setting in settings):
         why = "each setting has one seed, which says nothing about chance"
     else:
-        why = "no setting has two seeds that are complete"
+        why = "no setting has two complete seeds"
+        if any(setting.diverged for setting in settings):
+            why += " and no diverged one"
     return f"nothing can be said: {why}; {MORE_SEEDS}"
 
 
 def sentence(comparison: Comparison) -> str:
     """Return what a comparison shows, in a sentence."""
-    best = comparison.best.label
-    other = comparison.other.label
     difference = comparison.difference
     if difference is None:
-        return f"nothing can be said of {other} against {best}: {comparison.why}"
-    if comparison.is_better:
-        return f"{best} is better than {other} by {_amount(difference, comparison.p)}"
-    return f"no difference shown between {best} and {other}: {_amount(difference, comparison.p)}"
+        names = f"{comparison.other.label} against {comparison.reference.label}"
+        return f"nothing can be said of {names}: {comparison.why}"
+    first, second = comparison.in_order
+    if first is not comparison.reference:
+        difference = difference.reversed
+    amount = _amount(difference, comparison.p)
+    if comparison.better:
+        return f"{first.label} is better than {second.label} by {amount}"
+    return f"no difference shown between {first.label} and {second.label}: {amount}"
 
 
 def _amount(difference: Difference, p: float) -> str:
@@ -121,11 +125,13 @@ def _amount(difference: Difference, p: float) -> str:
     half = (difference.high - difference.low) / 2
     decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
     mean, half_width, low, high = (
-        f"{value:.{decimals}f}"
+        fixed(value, f".{decimals}f")
         for value in (difference.difference, half, difference.low, difference.high)
     )
     ours, theirs = difference.seeds
     seeds = f"{ours} paired seeds" if difference.test == PAIRED else f"{ours} and {theirs} seeds"
+    if difference.left_out:
+        seeds += f", {counted(difference.left_out, 'unpaired seed')} left out"
     chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
     return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
 
@@ -137,24 +143,36 @@ def _objective(jobs: list[Job]) -> str:
     return objective.title
 
 
-def notes_on(
-    jobs: list[Job], settings: list[Setting], pairs: int, directories: list[Path]
-) -> list[str]:
-    """Return what the comparison of so many pairs leaves out, or takes together.
-
-    Args:
-        directories: as of `comparison_notes`.
-    """
-    notes = comparison_notes(jobs, directories) + pooling_notes(replicates(jobs))
+def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
+    """Return what the comparison of so many pairs leaves out, or takes together."""
+    jobs = [job for setting in settings for job in setting.jobs]
+    notes = pooling_notes(replicates(jobs))
     for job in jobs:
         notes += job.notes
     for setting in settings:
-        if setting.left_out:
+        if setting.unfinished:
+            jobs_left_out = counted(setting.unfinished, "job")
+            notes.append(f"{jobs_left_out} of {setting.label} not counted: not complete")
+    return notes + _diverged(settings) + _order_notes(comparisons) + _correction(pairs)
+
+
+def _diverged(settings: list[Setting]) -> list[str]:
+    return diverged_notes((setting.label, setting) for setting in settings)
+
+
+def _order_notes(comparisons: list[Comparison]) -> list[str]:
+    """Return a note for each verdict that the means over all seeds contradict."""
+    notes = []
+    for comparison in comparisons:
+        first, second = comparison.in_order
+        test = comparison.difference
+        if test and comparison.better and by_objective(second) < by_objective(first):
+            left_out = counted(test.left_out, "seed")
             notes.append(
-                f"{counted(setting.left_out, 'job')} of {setting.label} not counted: not complete, "
-                "or with a loss that is not finite"
+                f"{second.label} has the better mean over all of its seeds, but {first.label} is "
+                f"better at the {test.seeds[0]} seeds that both have: {left_out} left out"
             )
-    return notes + _correction(pairs)
+    return notes
 
 
 def _correction(pairs: int) -> list[str]:
@@ -171,9 +189,10 @@ def _table(settings: list[Setting]) -> list[str]:
     rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
     for setting in settings:
         estimate = setting.estimate
-        interval = "-" if estimate.low is None else f"{estimate.low:.4f} to {estimate.high:.4f}"
-        mean, deviation = (fixed(value, ".4f") for value in (estimate.mean, estimate.deviation))
-        rows.append([mean, str(estimate.n), deviation, interval, setting.label])
+        numbers = (estimate.mean, estimate.deviation, estimate.low, estimate.high)
+        mean, deviation, low, high = (fixed(value, ".4f") for value in numbers)
+        interval = "-" if estimate.low is None else f"{low} to {high}"
+        rows.append([mean, setting.seed_count, deviation, interval, setting.label])
     return table_lines(rows, left=(4,))
 
 
@@ -188,9 +207,10 @@ def to_numbers(
     listed = []
     for setting in settings:
         codes = sorted({job.code for job in setting.jobs if job.code})
-        more = {"by_seed": setting.by_seed, "left_out": setting.left_out, "codes": codes}
+        more = {"by_seed": setting.by_seed, "diverged": setting.diverged}
+        more |= {"unfinished": setting.unfinished, "codes": codes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
-    best = min((each.best for each in comparisons), key=by_objective, default=None)
+    best = best_group(settings) if comparisons else None
     return {
         "objective": jobs[0].ranked_by.series,
         "best": best.label if best else None,
@@ -202,8 +222,13 @@ def to_numbers(
 
 
 def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
-    numbers: dict[str, Any] = {"other": comparison.other.label, "is_better": comparison.is_better}
-    numbers["sentence"] = sentence(comparison)
+    better = comparison.better
+    numbers: dict[str, Any] = {
+        "reference": comparison.reference.label,
+        "other": comparison.other.label,
+        "better": better.label if better else None,
+        "sentence": sentence(comparison),
+    }
     if comparison.difference:
         numbers |= {**asdict(comparison.difference), "p_corrected": comparison.p}
     return numbers

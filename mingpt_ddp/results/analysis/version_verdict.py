@@ -10,6 +10,7 @@ from typing import Any
 from mingpt_ddp.results.analysis.compare import Comparison, Setting, compare_with_first
 from mingpt_ddp.results.analysis.verdict import notes_on, sentence, to_numbers, to_text
 from mingpt_ddp.results.groups import means_by_seed, seed_of
+from mingpt_ddp.results.notes import comparison_notes
 from mingpt_ddp.results.runs import Job, grouped, number
 from mingpt_ddp.results.stats.intervals import estimate
 
@@ -40,9 +41,7 @@ class Against:
         if self.is_equal:
             return False
         comparison = self.comparison
-        return comparison.difference is None or (
-            comparison.is_better and comparison.other is self.other
-        )
+        return comparison.difference is None or comparison.better is self.first
 
     @property
     def sentences(self) -> list[str]:
@@ -93,7 +92,8 @@ def version_verdict(
     for other, comparison in zip(others, comparisons, strict=True):
         bits = {seed_of(job): _bits(ours[seed_of(job)], job, digests) for job in other.jobs}
         verdicts.append(Against(first, other, comparison, bits))
-    notes = notes_on(jobs, settings, len(others), directories=[])
+    notes = comparison_notes(jobs, are_versions=True)
+    notes += notes_on(settings, comparisons, len(others))
     document = to_numbers(jobs, settings, comparisons, notes, len(others))
     for record, each in zip(document["comparisons"], verdicts, strict=True):
         record.update(each.numbers())

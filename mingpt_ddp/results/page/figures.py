@@ -9,6 +9,7 @@ from typing import Any
 
 from plotly.colors import sample_colorscale
 
+from mingpt_ddp.errors import printable
 from mingpt_ddp.results.formats import brief, cut, is_logarithmic, shown
 from mingpt_ddp.results.groups import Group, best_group
 from mingpt_ddp.results.runs import Value, by_value, identity, known, number
@@ -104,11 +105,12 @@ def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
     high = highest(values)
     low = min(values, default=high)
     marks = []
+    best = best_group(groups)
     for rank, group in enumerate(groups, start=1):
         value = low if group.value is None else group.value
         symbol = "circle" if value <= high else "triangle-up"
         value = min(value, high)
-        is_complete = group.complete > 0
+        is_complete = group.objective is not None
         colour = INCOMPLETE
         if is_complete:
             share = (value - low) / (high - low or 1.0)
@@ -121,7 +123,7 @@ def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
             spread=group.latest if symbol == "circle" else NONE,
             symbol=symbol if is_complete else f"{symbol}-open",
             dash="solid" if is_complete else "dash",
-            is_best=len(groups) > 1 and group is best_group(groups),
+            is_best=len(groups) > 1 and group is best,
         )
         marks.append(mark)
     return marks
@@ -171,7 +173,7 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
 
 def label(text: str, longest: int = LONGEST) -> str:
     """Escape a text for plotly, which renders tags and entities in labels."""
-    return escape(cut(text, longest), quote=False)
+    return escape(printable(cut(text, longest)), quote=False)
 
 
 def rounded(value: float) -> float:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import yaml
 from plotly.offline import get_plotlyjs
 
-from mingpt_ddp.errors import command, counted
+from mingpt_ddp.errors import command, counted, printable
 from mingpt_ddp.results.analysis.verdict import sentences
 from mingpt_ddp.results.elements import bullets, grid, table
 from mingpt_ddp.results.formats import cut, duration, fixed, shown, when, words
@@ -79,8 +79,8 @@ def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -
         if content:
             body += f"<h2>{heading}</h2>{content}"
     return Template(Path(__file__).with_name("page.html").read_text()).substitute(
-        title=escape(title),
-        body=body,
+        title=printable(escape(title)),
+        body=printable(body),
         reload_ms=round(1000 * reload_s),
         figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # cannot close the element
         plotly=get_plotlyjs(),
@@ -116,7 +116,7 @@ def _best(plots: Plots, results: Results) -> str:
         text += f", mean of {counted(best.complete, 'seed')}"
     for key in sorted(best.first.result):
         estimate = best.estimate_of(partial(_number, key=key))
-        if estimate.n and key.startswith("val_") and key != ranked_by.series:
+        if estimate.mean is not None and key.startswith("val_") and key != ranked_by.series:
             text += f", {cut(words(key))} {with_interval(estimate)}"
     text = ", ".join([escape(text), *parameters(best, plots.names)])
     html = f"<p>{text}.</p><pre>{escape(command_line(best.first))}</pre>"

@@ -83,7 +83,7 @@ class Plots:
             text = f"Blue to orange: objectives from {fixed(min(objectives), '.3f')} to "
             text += f"{fixed(high, '.3f')}{more}. "
         if len(objectives) < len(self._groups):
-            text += f"Grey, dashed or hollow: not complete, the last {self._title}. "
+            text += f"Grey, dashed or hollow: not complete or diverged, the last {self._title}. "
         if self._results.has_replicates:
             text += "Lines: means over the seeds; shaded: the 95% interval of the mean."
         if self._results.has_replicates and len(self._groups) <= DRAWN:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mingpt_ddp.results.stats.intervals import CONFIDENCE
 
@@ -16,14 +16,26 @@ Values = Mapping[str, float]  # of a setting, by seed
 
 @dataclass(frozen=True)
 class Difference:
-    """How much larger the mean of one setting is than that of another."""
+    """How much larger the mean of one setting is than the mean of another, over tested seeds."""
 
     difference: float
-    low: float  # of the 95% interval
+    low: float  # lower end of the 95% interval
     high: float
     p: float  # two-sided: how often chance alone makes a difference as large
     test: str  # PAIRED, or Welch
-    seeds: tuple[int, int]  # of each setting, that were used
+    seeds: tuple[int, int]  # number of tested seeds of each setting
+    left_out: int  # number of seeds without a pair, which a paired test leaves out
+
+    @property
+    def reversed(self) -> "Difference":
+        """The same difference with the two settings exchanged."""
+        return replace(
+            self,
+            difference=-self.difference,
+            low=-self.high,
+            high=-self.low,
+            seeds=self.seeds[::-1],
+        )
 
 
 def are_paired(one: Values, other: Values) -> bool:
@@ -43,16 +55,22 @@ def why_incomparable(one: Values, other: Values) -> str | None:
     if min(len(one), len(other)) < 2:
         return "one seed says nothing about chance"
     samples = [*_samples(one, other)]
-    if are_paired(one, other):
-        samples = [[theirs - ours for ours, theirs in zip(*samples, strict=True)]]
-    scale = max(abs(value) for value in (*one.values(), *other.values()))
-    if all(statistics.stdev(sample) <= ROUNDING * scale for sample in samples):
-        return "all seeds have the same result, which says nothing about chance"
-    return None
+    is_paired = are_paired(one, other)
+    if is_paired:
+        samples = [_differences(*samples)]
+    rounding = ROUNDING * max(abs(value) for value in (*one.values(), *other.values()))
+    if any(statistics.stdev(sample) > rounding for sample in samples):
+        return None
+    if not is_paired:
+        return "the seeds of each have all the same result, which says nothing about chance"
+    gap = abs(statistics.fmean(samples[0]))
+    if gap <= rounding:
+        return "each seed has the same result in both"
+    return f"each seed has the same difference, {gap:.4g}, which says nothing about chance"
 
 
 def difference(one: Values, other: Values) -> Difference:
-    """Return the difference of the means, other - one, with its 95% interval.
+    """Return the difference of the means over the tested seeds, other - one, with its 95% interval.
 
     The t-test of Student, *The probable error of a mean*, 1908, on the differences where
     `are_paired`; else that of Welch, *The generalization of "Student's" problem when several
@@ -67,11 +85,18 @@ def difference(one: Values, other: Values) -> Difference:
     ours, theirs = _samples(one, other)
     if are_paired(one, other):
         name, test = PAIRED, stats.ttest_rel(theirs, ours)
+        mean = statistics.fmean(_differences(ours, theirs))
     else:
         name, test = "Welch", stats.ttest_ind(theirs, ours, equal_var=False)
-    mean = statistics.fmean(theirs) - statistics.fmean(ours)
+        mean = statistics.fmean(theirs) - statistics.fmean(ours)
     low, high = map(float, test.confidence_interval(CONFIDENCE))
-    return Difference(mean, low, high, float(test.pvalue), name, (len(ours), len(theirs)))
+    seeds = len(ours), len(theirs)
+    left_out = len(one) + len(other) - sum(seeds)
+    return Difference(mean, low, high, float(test.pvalue), name, seeds, left_out)
+
+
+def _differences(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [their - our for our, their in zip(ours, theirs, strict=True)]
 
 
 def _samples(one: Values, other: Values) -> tuple[list[float], list[float]]:
