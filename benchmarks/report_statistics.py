@@ -1,7 +1,7 @@
 """How often the statistics of a report are right, on losses of real runs.
 
 It trains two recipes, which differ in the learning rate, with 40 seeds each, and draws from their
-final validation losses 2,000 times:
+final validation losses 4,000 times:
 
 * One recipe against itself, two sets of seeds without a common one: `report compare` should call
   them different in 5% of the draws. The variance of the difference of two such means is that of
@@ -17,9 +17,14 @@ final validation losses 2,000 times:
   sizes, whose losses deviate from a law by noise of the size of real runs.
 * The same seeds of both recipes, five at a time: the width of the paired interval over that of
   Welch's, and how often each finds the difference of the recipes.
+* Two settings with unequal seeds: 5 against 3, 6 against 3, and 6 against 6 of which each is
+  missing with a probability of 30%. Losses are normally distributed, with a part that a seed has in
+  both settings. Without a difference, `report compare` should give a verdict in at most 5% of the
+  draws. With a difference of one standard deviation of the pairs, at most 0.2% of the draws should
+  have a verdict with the wrong sign, and the interval should cover the difference in 95%.
 
 The draws share one pool, so that its own shape remains: a pool that is not normally distributed,
-as most are not, moves the shares. 2,000 draws alone move a share of 5% by half a percent.
+as most are not, moves the shares. 4,000 draws alone move a share of 5% by a third of a percent.
 
     python benchmarks/report_statistics.py
 """
@@ -42,7 +47,7 @@ from scipy import stats
 
 from mingpt_ddp.metrics.jsonl import MetricsHistory
 from mingpt_ddp.results.analysis.compare import Setting, compare
-from mingpt_ddp.results.runs import Job, read_jobs
+from mingpt_ddp.results.runs import Job, by_objective, read_jobs
 from mingpt_ddp.results.stats.intervals import estimate
 from mingpt_ddp.results.stats.power_law import fit
 from mingpt_ddp.results.stats.significance import LEVEL, difference
@@ -59,6 +64,13 @@ HEADER = ["question", "theory", "measured"]
 SHIFT = 2.0  # standard deviations
 SIZES = (1e4, 4e4, 1.6e5, 6.4e5, 2.56e6)
 NOISE = 0.003  # of a loss, relative
+UNEQUAL = {  # seeds of two settings, and how often each is missing
+    "3 against 3 seeds": (3, 3, 0.0),
+    "5 against 3 seeds": (5, 3, 0.0),
+    "6 against 3 seeds": (6, 3, 0.0),
+    "6 against 6 seeds, 30% missing": (6, 6, 0.3),
+}
+SPREAD = 0.05  # standard deviation of the differences of pairs
 
 
 def train(root: Path) -> Path:
@@ -176,10 +188,50 @@ def claims_of_the_best(
         drawn = rng.sample(pool, size) if size <= len(pool) else rng.choices(pool, k=size)
         sets = [numbered(drawn[first : first + n], first) for first in range(0, size, n)]
         named = [setting(str(number), values) for number, values in enumerate(sets)]
-        comparisons = compare(sorted(named, key=lambda each: each.objective or 0.0))
-        corrected += any(comparison.is_better for comparison in comparisons)
+        comparisons = compare(sorted(named, key=by_objective))
+        corrected += any(comparison.better is not None for comparison in comparisons)
         plain += any(c.difference is not None and c.difference.p < LEVEL for c in comparisons)
     return corrected / draws, plain / draws
+
+
+def unequal_seeds(
+    seeds: tuple[int, int, float], difference: float, draws: int
+) -> tuple[float, float, float]:
+    """Compare two settings with unequal seeds; the second is worse by a true difference.
+
+    Args:
+        seeds: The number of seeds of each setting, and how often each is missing.
+
+    Returns:
+        The shares of verdicts, and of verdicts with the wrong sign, among all draws; and how often
+        the interval covers the true difference, among the tests.
+    """
+    rng = np.random.default_rng(1)
+    *counts, missing = seeds
+    shape = draws, 2, max(counts)
+    losses = 2 + SPREAD * rng.standard_normal((draws, 1, max(counts)))
+    losses = losses + SPREAD / 2**0.5 * rng.standard_normal(shape)
+    losses[:, 1] += difference
+    is_there = rng.random(shape) >= missing
+    is_there &= np.arange(max(counts)) < np.array(counts)[:, None]
+    verdicts = wrong = covered = tests = 0
+    for values, kept in zip(losses, is_there, strict=True):
+        one, other = (
+            setting(
+                label, {str(seed): float(values[number, seed]) for seed in np.flatnonzero(each)}
+            )
+            for number, (label, each) in enumerate(zip(("one", "other"), kept, strict=True))
+        )
+        named = [each for each in (one, other) if each.jobs]
+        for comparison in compare(sorted(named, key=by_objective)):
+            if (test := comparison.difference) is None:
+                continue
+            tests += 1
+            truth = difference if comparison.reference is one else -difference
+            covered += test.low <= truth <= test.high
+            verdicts += comparison.better is not None
+            wrong += comparison.better is other
+    return verdicts / draws, wrong / draws, covered / tests
 
 
 def pairing(
@@ -213,7 +265,7 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
 
     def add(question: str, theory: str, value: float) -> None:
         figures[question] = value
-        rows.append([question, theory, f"{value:.1%}"])
+        rows.append([question, theory, f"{value:.2%}"])
         log(f"{question}: {value:.1%} ({theory})")
 
     for lr, (n, test) in itertools.product(LRS, itertools.product((3, 5), ("paired", "Welch"))):
@@ -234,6 +286,14 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
         what = f"best of {settings} equal settings claimed, 5 seeds of lr={lr}"
         add(what, "at most 5%", corrected)
         add(f"{what}, without the correction", "more", plain)
+    for what, seeds in UNEQUAL.items():
+        verdicts, _, covered = unequal_seeds(seeds, 0.0, draws)
+        add(f"verdict without a difference, {what}", "at most 5%", verdicts)
+        add(f"interval of no difference covers it, {what}", "95%", covered)
+        verdicts, wrong, covered = unequal_seeds(seeds, SPREAD, draws)
+        add(f"one deviation of the pairs found, {what}", "-", verdicts)
+        add(f"the same with the wrong sign, {what}", "at most 0.2%", wrong)
+        add(f"interval of one deviation covers it, {what}", "95%", covered)
     for lr in LRS:
         figures[f"skewness of lr={lr}"] = skewness([*pools[lr].values()])
         rows.append([f"skewness of lr={lr}", "0", f"{figures[f'skewness of lr={lr}']:.2f}"])
@@ -252,7 +312,7 @@ def main() -> None:
     options.add_argument(
         "--losses", type=Path, help="an earlier result of this script, not trained"
     )
-    options.add_argument("--draws", type=int, default=2000, help="(default: %(default)s)")
+    options.add_argument("--draws", type=int, default=4000, help="(default: %(default)s)")
     chosen = options.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if chosen.losses:
@@ -266,6 +326,8 @@ def main() -> None:
     laws = [value for key, value in figures.items() if key.startswith("interval of the exponent")]
     ends = tuple(f"seeds of lr={lr}" for lr in LRS)
     claimed = [value for key, value in figures.items() if key.endswith(ends)]
+    unequal = [value for key, value in figures.items() if key.startswith("verdict without")]
+    wrong_sign = [value for key, value in figures.items() if "the wrong sign" in key]
     readme = [
         (
             "one recipe against itself called different by `report compare`, 3 and 5 seeds",
@@ -278,6 +340,15 @@ def main() -> None:
         (
             "best of 2, 4 and 20 equal settings of 5 seeds called better by `report compare`",
             f"{min(claimed):.1%} to {max(claimed):.1%} of draws (at most 5%)",
+        ),
+        (
+            "`report compare` of equal settings gives a verdict: 3, 5 and 6 against 3 seeds, and "
+            "6 against 6 with 30% missing",
+            f"{min(unequal):.1%} to {max(unequal):.1%} of draws (at most 5%)",
+        ),
+        (
+            "the same with a difference of one standard deviation of the pairs: wrong sign",
+            f"{min(wrong_sign):.2%} to {max(wrong_sign):.2%} of draws (at most 0.2%)",
         ),
         (
             "95% interval of a power law's exponent, of five sizes, covers the true one",

@@ -288,9 +288,10 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return a row for each job: those of the best setting first, of incomplete ones last.
+    """Return a row for each job: those of the setting with the best mean first.
 
-    A setting is judged by the mean over its seeds, as in a report.
+    The mean is over all seeds of a setting, as in the table of a report. Settings without a mean,
+    since no job is complete or a seed has diverged, come last.
     A row has `name`, `directory`, `status`, `seed` and `code`; by dotted key the other parameters
     in which the jobs differ; `step` and `val_loss`, the last ones of a job that is not complete;
     and the other numbers of result.json. What is unknown or not finite is None.

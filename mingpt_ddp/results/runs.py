@@ -239,8 +239,9 @@ def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
     status = str(result.get("status", "unfinished" if locked is None else "stopped"))
     if status != "complete":
         return DIVERGED if history.has_diverged else status
-    loss = result.get(LOSS.series)
-    return DIVERGED if isinstance(loss, float) and number(loss) is None else status
+    loss = result.get(LOSS.series, 0.0)
+    is_finite = not isinstance(loss, (float, type(None))) or number(loss) is not None
+    return status if is_finite else DIVERGED
 
 
 def is_locked(path: Path) -> bool | None:

@@ -1,4 +1,4 @@
-"""Two settings with three seeds each, trained and compared."""
+"""Settings with several seeds each, trained and compared."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ def test_two_learning_rates_of_real_runs(tmp_path):
         means[lr] = statistics.fmean(result["val_loss"] for result in found)
     assert abs(comparison["difference"] - (means["1e-09"] - means["0.01"])) < 1e-9
     assert comparison["low"] > 0
+
+
+def test_a_rate_that_diverges_is_named_and_not_ranked(tmp_path):
+    """Its jobs fail, and leave no result: the last line of metrics.jsonl says why."""
+    words = [*TINY, "run.name=lr", "optimizer.lr=1e-2,1e30", "run.seed=1,2", "trainer.max_steps=6"]
+    done = call([*python_main(), "-m", *words], tmp_path)
+    assert "has loss nan" in done.stdout and "best: " in done.stdout
+    report = [sys.executable, "-m", "mingpt_ddp.report", "outputs/lr", "compare"]
+    lines = call(report, tmp_path, separate=True).stdout.splitlines()
+    assert lines[3].split()[:4] == ["-", "0/2,", "2", "diverged"]
+    note = "lr=1e30 diverged at 2 of its 2 seeds (1, 2), so it has no mean and is not ranked"
+    assert f"note: {note}" in lines
+    assert lines[-1] == (
+        "nothing can be said of lr=1e30 against lr=0.01: it has a loss that is not finite at 2 of "
+        "2 seeds"
+    )

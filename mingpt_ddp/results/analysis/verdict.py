@@ -207,7 +207,7 @@ def to_numbers(
     listed = []
     for setting in settings:
         codes = sorted({job.code for job in setting.jobs if job.code})
-        more = {"by_seed": setting.by_seed, "diverged": setting.diverged}
+        more: dict[str, Any] = {"by_seed": setting.by_seed, "diverged": setting.diverged}
         more |= {"unfinished": setting.unfinished, "codes": codes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
     best = best_group(settings) if comparisons else None

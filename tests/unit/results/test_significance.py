@@ -70,14 +70,16 @@ def test_seeds_that_are_not_in_both_are_not_paired():
     other = {"3": 3.3, "2": 2.2, "1": 1.1, "5": -100.0}
     found = difference(one, other)
     assert (found.difference, found.seeds) == (pytest.approx(0.2), (3, 3))
+    assert found.left_out == 2
 
 
 @pytest.mark.parametrize(
     ("one", "other", "reason"),
     [
         (values(1.0), values(2.0, 2.1), "one seed"),
-        (values(1.0, 1.0), values(2.0, 2.0), "the same result"),
-        (values(1.0, 2.0, 3.0), values(2.0, 3.0, 4.0), "the same result"),
+        (values(1.0, 1.0), values(2.0, 2.0), "seeds of each have all the same result"),
+        (values(1.0, 2.0, 3.0), values(2.0, 3.0, 4.0), "each seed has the same difference, 1,"),
+        (values(1.0, 2.0, 3.0), values(1.0, 2.0, 3.0), "each seed has the same result in both"),
         (values(1.0, 1.0), values(2.0, 2.1), None),
     ],
 )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import statistics
+from html import unescape
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +15,10 @@ from fake_runs import fake_run
 from tools import call_tool
 
 from mingpt_ddp.cli.commands import report as tool
+from mingpt_ddp.metrics.jsonl import MetricsHistory
+from mingpt_ddp.results.analysis.compare import Setting, compare, compare_with_first
+from mingpt_ddp.results.analysis.verdict import sentence
+from mingpt_ddp.results.runs import Job, by_objective
 
 pytestmark = pytest.mark.core
 
@@ -46,37 +54,18 @@ def test_two_directories_are_compared_seed_by_seed(tmp_path, call):
     )
 
 
-def test_versions_of_the_code_are_taken_apart_on_demand(tmp_path, call):
-    """Until then they are one setting, which says so."""
-    replicate(tmp_path, [1.0, 2.0, 3.0, 1.1, 2.3, 3.2])
-    runs = sorted(tmp_path.iterdir())
-    for n, run in enumerate(runs):
-        config = yaml.safe_load((run / "config.yaml").read_text())
-        config["run"]["seed"] = n % 3
-        (run / "config.yaml").write_text(yaml.safe_dump(config))
-        code = {"sha256": "ab"[n // 3] * 64, "earlier": ["c" * 64] * (n // 3)}
+def test_versions_of_the_code_are_noted(tmp_path, call):
+    replicate(tmp_path, [1.0, 2.0, 3.0])
+    for n, run in enumerate(sorted(tmp_path.iterdir())):
         result = json.loads((run / "result.json").read_text())
+        code = {"sha256": "ab"[n % 2] * 64, "earlier": []}
         (run / "result.json").write_text(json.dumps({**result, "code": code}))
-    code, _, err = call(tmp_path, "compare")
-    assert (code, err) == (
-        2,
-        "run error: there is one setting to compare; name runs that differ in more than run.seed, "
-        "or write by=code\n",
-    )
-    code, out, _ = call(tmp_path, "compare", "by=code")
-    assert out.splitlines()[-1].startswith(
-        "no difference shown between code aaaaaaaaaaaa and code cccccccccccc+bbbbbbbbbbbb: 0.20 "
-    )
-    assert "by=code" not in out
-    assert (
-        call(tmp_path, "by=code")[2]
-        == "config error: by=code belongs to compare; write that, too\n"
-    )
     table = call(tmp_path)[1]
     assert "3 (2 codes)" in table
-    assert "note: 2 versions of the code have trained the jobs: `python -m" in table
+    assert "note: 2 versions of the code have trained the jobs; to compare versions, use" in table
     groups = strict(call(tmp_path, "format=json")[1])["groups"]
     assert groups[0]["jobs"][0]["code"] == "a" * 12
+    assert call(tmp_path, "compare", "by=code")[0] == 2
 
 
 def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):
@@ -193,15 +182,16 @@ def test_other_seeds_are_compared_by_their_means(tmp_path, call):
 def test_the_numbers_as_json(tmp_path, call):
     replicate(tmp_path / "s", [1.0, 2.0, 3.0], lr=1e-3)
     replicate(tmp_path / "s", [1.1, 2.2, 3.3], lr=3e-3)
-    fake_run(tmp_path / "s" / "bad", {"run.seed": 9, "optimizer.lr": 3e-3}, val_loss=float("nan"))
+    fake_run(tmp_path / "s" / "killed", {"run.seed": 9, "optimizer.lr": 3e-3}, status=None)
     code, out, _ = call(tmp_path / "s", "compare", "format=json")
     found = strict(out)
     assert code == 0
     assert found["best"] == "lr=0.001"
     assert found["settings"][0]["by_seed"] == {"1": 1.0, "2": 2.0, "3": 3.0}
-    assert found["settings"][1]["left_out"] == 1
+    assert found["settings"][1]["unfinished"] == 1
     (comparison,) = found["comparisons"]
-    assert comparison["is_better"] is False
+    assert (comparison["reference"], comparison["other"]) == ("lr=0.001", "lr=0.003")
+    assert comparison["better"] is None
     assert comparison["p"] == comparison["p_corrected"]
     assert any("1 job of lr=0.003 not counted" in note for note in found["notes"])
 
@@ -317,3 +307,198 @@ def test_names_are_printed_without_escapes(tmp_path, call):
     _, out, _ = call(tmp_path, "compare")
     assert "\x1b" not in out
     assert "\x07" not in out
+
+
+# The sign of a verdict
+
+UNEQUAL = {1e-2: [1.10, 1.113, 1.121, 0.80, 0.81], 2e-2: [1.00, 1.01, 1.02]}
+
+
+def shown_on_page(directory, heading):
+    section = re.search(f"<h2>{heading}</h2>(.*?)<h2>", (directory / "report.html").read_text())
+    return unescape(section[1])
+
+
+def test_the_better_setting_is_better_over_the_tested_seeds(tmp_path, call):
+    """Two more seeds, which the test leaves out, give the other setting the lower mean."""
+    for lr, losses in UNEQUAL.items():
+        replicate(tmp_path / "s", losses, lr=lr)
+    verdict = (
+        "lr=0.02 is better than lr=0.01 by 0.1013 ± 0.0038 (95% interval 0.0975 to 0.1051, "
+        "3 paired seeds, 2 unpaired seeds left out, p < 0.0001)"
+    )
+    order = (
+        "lr=0.01 has the better mean over all of its seeds, but lr=0.02 is better at the 3 seeds "
+        "that both have: 2 seeds left out"
+    )
+    lines = call(tmp_path / "s", "compare")[1].splitlines()
+    assert [line.split()[-1] for line in lines[2:4]] == ["lr=0.01", "lr=0.02"], "by the mean"
+    assert lines[4:] == [f"note: {order}", verdict]
+    found = strict(call(tmp_path / "s", "compare", "format=json")[1])
+    (comparison,) = found["comparisons"]
+    assert (found["best"], comparison["better"]) == ("lr=0.02", "lr=0.02")
+    assert (comparison["reference"], comparison["other"]) == ("lr=0.02", "lr=0.01")
+    assert comparison["difference"] == pytest.approx(0.1013, abs=1e-4)
+    assert (comparison["seeds"], comparison["left_out"]) == ([3, 3], 2)
+    table = call(tmp_path / "s")[1]
+    assert "best: 1.0100 ± 0.0248, mean of 3 seeds; its best seed is " in table
+    assert "but run.seed=*,optimizer.lr=0.02 has it over the 3 seeds that all" in table
+    assert table.splitlines()[2].split()[:2] == ["*", "1.0100"]
+    assert verdict in shown_on_page(tmp_path / "s", "Comparison")
+    assert order in shown_on_page(tmp_path / "s", "Comparison")
+    assert "learning rate: 0.02" in shown_on_page(tmp_path / "s", "Best configuration")
+    assert verdict in call("experiments", tmp_path / "s")[1]
+
+
+def test_without_three_seeds_of_all_settings_the_best_has_the_lowest_mean(tmp_path, call):
+    replicate(tmp_path / "s", [1.0, 1.2, 1.4, 0.3], lr=1)
+    replicate(tmp_path / "s", [1.1, 1.1, 1.3], lr=2)
+    replicate(tmp_path / "s", [2.0, 2.1], lr=3, first=8)
+    found = strict(call(tmp_path / "s", "compare", "format=json")[1])
+    assert found["best"] == "lr=1"
+    assert [each["other"] for each in found["comparisons"]] == ["lr=2", "lr=3"]
+    assert [each["test"] for each in found["comparisons"]] == ["paired t", "Welch"]
+    first = found["comparisons"][0]
+    assert first["difference"] < 0 and first["better"] is None, "lr=2 is lower at three seeds"
+    assert first["sentence"].startswith("no difference shown between lr=2 and lr=1: 0.03 ")
+
+
+def setting(label, losses):
+    """Return a setting of complete jobs with these losses by seed."""
+    jobs = []
+    for seed, loss in losses.items():
+        result = {"val_loss": loss}
+        place = Path(f"{label}-{seed}")
+        jobs.append(Job(str(place), place, "complete", {"run.seed": seed}, result, HISTORY, []))
+    return Setting(jobs, {}, label)
+
+
+HISTORY = MetricsHistory()
+
+
+def random_settings(rng):
+    """Return settings that share any number of seeds; the others may be much better or worse."""
+    shared = range(rng.randint(0, 8))
+    settings = []
+    for number in range(rng.randint(2, 4)):
+        own = range(100 * (number + 1), 100 * (number + 1) + rng.randint(0, 5))
+        offset = rng.choice([0.0, 0.1, 0.3])
+        losses = {}
+        for seed in (*shared, *own):
+            if rng.random() > 0.2:
+                is_shared = seed < 100
+                shift = 0.0 if is_shared else rng.choice([-1.0, 0.0, 1.0])
+                losses[seed] = 2 + offset + shift + rng.gauss(0, 0.05)
+        if losses:
+            settings.append(setting(f"s{number}", losses))
+    return settings
+
+
+SAID = re.compile(
+    r"(?:no difference shown between )?(s\d) (?:is better than|and) (s\d)(?:: | by )\d"
+)
+
+
+def test_the_named_winner_has_the_lower_mean_over_the_tested_seeds():
+    rng = random.Random(1)
+    winners = 0
+    for _ in range(400):
+        settings = random_settings(rng)
+        by_label = {each.label: each.by_seed for each in settings}
+        compared = compare(sorted(settings, key=by_objective))
+        compared += compare_with_first(settings) if settings else []
+        for said in map(sentence, compared):
+            found = SAID.match(said)
+            assert found or said.startswith("nothing can be said of s"), "of no negative size"
+            if found:
+                better, worse = (by_label[label] for label in found.groups())
+                if "paired seeds" in said:
+                    both = {*better} & {*worse}
+                    better, worse = (
+                        {seed: each[seed] for seed in both} for each in (better, worse)
+                    )
+                means = [statistics.fmean(losses.values()) for losses in (better, worse)]
+                assert means[0] < means[1], said
+                winners += "is better than" in said
+    assert winners > 100
+
+
+# Seeds that diverged
+
+
+@pytest.fixture
+def diverged(tmp_path):
+    """The best mean is the mean of three survivors."""
+    replicate(tmp_path / "s", [1.00, 1.01, 1.03, 1.02, 1.0], lr=1)
+    replicate(tmp_path / "s", [1.10, 1.12, 1.12, 1.13, 1.1], lr=2)
+    replicate(tmp_path / "s", [0.90, 0.91, 0.92, float("nan")], lr=5)
+    stopped = {"run.seed": 5, "optimizer.lr": 5}
+    run = fake_run(tmp_path / "s" / "stopped", stopped, status=None, steps=40)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "train_loss": null}\n')
+    return tmp_path / "s"
+
+
+def test_a_setting_with_diverged_seeds_has_no_mean_and_is_never_the_best(diverged, call):
+    note = "diverged at 2 of its 5 seeds (4, 5), so it has no mean and is not ranked"
+    lines = call(diverged, "compare")[1].splitlines()
+    assert re.split("  +", lines[4].strip()) == ["-", "3/5, 2 diverged", "-", "-", "lr=5"]
+    assert f"note: lr=5 {note}" in lines
+    assert lines[-2].startswith("lr=1 is better than lr=2 by 0.102 ")
+    assert lines[-1] == (
+        "nothing can be said of lr=5 against lr=1: it has a loss that is not finite at 2 of 5 seeds"
+    )
+    found = strict(call(diverged, "compare", "format=json")[1])
+    assert found["best"] == "lr=1" and found["pairs_corrected_for"] == 1
+    last = found["settings"][-1]
+    assert (last["n"], last["mean"], last["diverged"]) == (3, None, ["4", "5"])
+    table = call(diverged)[1]
+    assert re.split("  +", table.splitlines()[3].strip())[:5] == [
+        *("-", "-", "-", "3/5, 2 diverged"),
+        "complete, diverged",
+    ]
+    assert f"run.seed=*,optimizer.lr=5 {note}" in table or f"optimizer.lr=5 {note}" in table
+    assert "best: 1.0120 ± 0.0162, mean of 5 seeds" in table
+    assert note in shown_on_page(diverged, "Comparison")
+    assert "learning rate: 1." in shown_on_page(diverged, "Best configuration")
+
+
+def test_where_all_settings_diverged_none_is_the_best(tmp_path, call):
+    for lr in (1, 2):
+        replicate(tmp_path / "s", [1.0, 1.1, float("inf")], lr=lr)
+    lines = call(tmp_path / "s", "compare")[1].splitlines()
+    assert lines[0].startswith("note: lr=1 diverged at 1 of its 3 seeds (3), so")
+    assert lines[2].startswith("nothing can be said: no setting has two complete seeds and no div")
+    table = call(tmp_path / "s")[1]
+    assert "there is no best setting, since each of them has a diverged seed" in table
+    assert "best: " not in table and "*  " not in table
+    assert strict(call(tmp_path / "s", "compare", "format=json")[1])["best"] is None
+
+
+# Numbers and texts
+
+
+def test_no_number_has_ninety_digits(tmp_path, call):
+    replicate(tmp_path / "s", [1e90, 1.1e90, 1.3e90], lr=1)
+    replicate(tmp_path / "s", [2e90, 3e90, 2.2e90], lr=2)
+    out = call(tmp_path / "s", "compare")[1]
+    assert "7.539e89 to 1.513e90" in out and "lr=1 and lr=2: 1.267e90 ± 1.368e90 (95%" in out
+    out += (
+        call(tmp_path / "s")[1] + (tmp_path / "s" / "report.html").read_text().partition("<scr")[0]
+    )
+    assert not re.search(r"\d{20}", out)
+
+
+def test_what_turns_the_direction_of_text_is_escaped(tmp_path, call):
+    for number, name in enumerate(("x\u202ey", "x\u2066z\u2028")):
+        for seed in (1, 2, 3):
+            keys = {"run.seed": seed, "model.name": name}
+            fake_run(tmp_path / "s" / f"{number}-{seed}", keys, val_loss=1 + number + seed / 9)
+    out = call(tmp_path / "s", "compare")[1] + call(tmp_path / "s")[1]
+    assert r"x\u202ey" in out and r"x\u2066z\u2028" in out
+    page = (tmp_path / "s" / "report.html").read_text()
+    body, _, scripts = page.partition('id="figures">')
+    figures = scripts.partition("</script>")[0]
+    assert r"x\u202ey" in body and r"x\\u202ey" in figures
+    assert not re.search("[\u2028-\u202e\u2066-\u2069]", out + body + figures)
+    assert not re.search(r"[^\\]\\u20(2[89a-e]|6[6-9])", figures), "as JSON's escape"

@@ -86,7 +86,7 @@ def test_each_is_compared_with_the_first_and_p_is_corrected_for_that(tmp_path):
     assert first["p"] == alone and first["p_corrected"] == second["p_corrected"]
     assert max(first["p"], second["p"]) < first["p_corrected"] == 2 * min(first["p"], second["p"])
     assert "p is corrected for all 2 pairs" in text
-    assert [each.comparison.best.label for each in found] == ["a", "a"]
+    assert [each.comparison.reference.label for each in found] == ["a", "a"]
     assert [each["version"] for each in document["comparisons"]] == ["b", "c"]
     settings.append(setting(tmp_path / "d", [0.9, 1.8, 2.7]))
     assert judge(*settings)[1]["best"] == "d"
@@ -105,6 +105,19 @@ def test_bits_and_speed_are_compared_where_both_have_recorded_some(tmp_path):
     (found,), document, _ = judge(a, b, digest=lambda job: str(job.directory))
     assert {*found.bits.values()} == {"other bits"}
     assert document["comparisons"][0]["speed"]["step"] == pytest.approx([1.0] * 3)
+
+
+def test_a_version_with_diverged_seeds_is_not_shown_to_be_not_worse(tmp_path):
+    """Its other seeds are better, by more than chance."""
+    a = setting(tmp_path / "a", [1.0, 2.0, 3.0, 1.0])
+    b = setting(tmp_path / "b", [0.8, 1.79, 2.81, float("nan")])
+    (found,), document, text = judge(a, b)
+    assert "nothing can be said of b against a: it has a loss that is not finite" in text
+    assert "note: b diverged at 1 of its 4 seeds (4), so it has no mean" in text
+    assert found.is_worse and document["best"] == "a"
+    (found,), document, text = judge(b, a)
+    assert "nothing can be said of a against b: b has a loss that is not finite" in text
+    assert found.is_worse and document["best"] == "a"
 
 
 def test_what_cannot_be_said_is_no_proof_of_being_not_worse(tmp_path):

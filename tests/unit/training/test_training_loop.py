@@ -436,6 +436,7 @@ def test_an_anomaly_stops_the_run_by_policy_or_when_it_persists(policy, before, 
     assert parts.mock_calls == [
         call.saves.copies.compare(2),
         call.step.diagnose(3),
+        call.metrics.log_values(3, {"train/loss": math.nan}),
         call.saves.manager.wait(),
         call.anomaly.make_error(error),
     ]
