@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from mingpt_ddp.errors import RunError, StorageUnavailableError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import Files, path_of
 from mingpt_ddp.snapshots.store_reader import StoreReader
@@ -20,20 +21,63 @@ class SnapshotStore(StoreReader):
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
-        self.lease: Lease | None = None  # ownership on an object store, which has no file locks
+        self._lease: Lease | None = None  # ownership on an object store, which has no file locks
+        # Under a lease: the committed steps that this run has found or written.
+        self._known: set[int] = set()
         # It raises RunError if a locked directory is gone.
         self.check_owner: Callable[[], None] = lambda: None
+
+    def hold(self, lease: Lease) -> None:
+        """Write under a lease, and note which snapshots are committed when it begins.
+
+        Raises:
+            StorageUnavailableError, SnapshotError: the URL cannot be read.
+        """
+        self._lease = lease
+        steps = self.steps()
+        try:
+            with self._pool() as pool:
+                are_committed = list(pool.map(self.is_committed, steps))
+        except OSError as error:
+            raise StorageUnavailableError(f"cannot use {self.url}: {error}") from error
+        self._known = {step for step, known in zip(steps, are_committed, strict=True) if known}
+
+    def check_lease(self) -> None:
+        """Ask an object store who owns it.
+
+        Raises:
+            RunError: another process has taken over the lease.
+            OSError: the storage does not respond.
+        """
+        if self._lease is not None:
+            self._lease.check()
 
     # A save: begin, then write_files (every rank its files), then commit.
 
     def begin(self, step: int) -> None:
-        """Make room for a snapshot, unless the run has lost its directory.
+        """Make room for a snapshot, unless the run has lost its directory or its lease.
+
+        On an object store a process that was suspended may wake up here after another one has taken
+        over. A snapshot that this run neither found at its start nor wrote itself is therefore
+        kept, and files without a manifest are overwritten instead of deleted.
 
         Raises:
-            RunError: it was deleted or moved.
+            RunError: the directory was deleted or moved, or another process has taken over.
+            OSError: the storage does not respond.
         """
         self.check_owner()
-        self.clear(step)
+        if self._lease is None:
+            self.clear(step)
+            return
+        self.check_lease()
+        if not self.is_committed(step):
+            return
+        if step not in self._known:
+            raise RunError(
+                f"{self.url} was taken over by another process, which has committed the snapshot "
+                f"of step {step} there; this run ends here and leaves that snapshot as it is"
+            )
+        self.delete(step)
 
     def write_files(self, step: int, contents: Mapping[str, memoryview | bytes]) -> Files:
         """Write some of the files of a snapshot; return their manifest entries.
@@ -72,15 +116,26 @@ class SnapshotStore(StoreReader):
             if self.storage.size(path_of(step, name)) != file["bytes"]:
                 raise OSError(f"{name} is missing or has another size than was written")
         self.check_owner()
-        if self.lease is not None:
-            self.lease.check()
+        self.check_lease()
         if record is not None:
             record()
         manifest = check_size(layout.encode_manifest(step, files), layout.MAX_MANIFEST_BYTES)
+        self._known.add(step)  # before the request: it may succeed although its answer is lost
         self.storage.write(path_of(step, layout.MANIFEST), manifest)
 
+    def delete(self, step: int) -> None:
+        """Delete a snapshot or the files of a failed save, if the run still has its lease.
+
+        Raises:
+            RunError: another process has taken over the lease.
+            OSError: the storage does not respond.
+        """
+        self.check_lease()
+        self.clear(step)
+        self._known.discard(step)
+
     def clear(self, step: int) -> None:
-        """Delete a snapshot or the files of a failed save.
+        """Delete a snapshot or the files of a failed save, and ask nobody.
 
         The manifest goes first, so that a partial deletion uncommits the snapshot.
         """

@@ -18,6 +18,9 @@ def apply_retention(
 ) -> None:
     """Delete what a store need not keep once it has the snapshot of step `newest`.
 
+    If another process has taken over the store, log that and delete nothing: the next save ends the
+    run.
+
     Args:
         stores: of the run: the first, and its fallbacks.
         best: step of the snapshot that snapshot.keep_best keeps.
@@ -35,7 +38,7 @@ def apply_retention(
             for step in fallback.steps():
                 is_milestone = every is not None and step % every == 0
                 if step < newest and step != best and not is_milestone:
-                    fallback.clear(step)
+                    fallback.delete(step)
     except Exception as error:  # the new snapshot is committed nevertheless
         log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 
@@ -60,6 +63,10 @@ def expired_steps(
 def prune(
     store: SnapshotStore, keep_last: int, best: int | None, newest: int, every: int | None = None
 ) -> None:
-    """Delete the expired steps."""
+    """Delete the expired steps.
+
+    Raises:
+        RunError: another process has taken over the lease.
+    """
     for step in expired_steps(store, keep_last, best, newest, every):
-        store.clear(step)
+        store.delete(step)

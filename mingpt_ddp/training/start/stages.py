@@ -200,7 +200,8 @@ def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> History:
         resources.callback(owner.release)
         for store in inputs.stores:
             owner.lock_snapshots(open_storage(store.url))
-            store.lease = owner.leases.get(store.url)
+            if lease := owner.leases.get(store.url):
+                store.hold(lease)
             store.check_owner = owner.check
         history = History(owner, owner.last_attempt(METRICS), read_end(directory / METRICS))
 
