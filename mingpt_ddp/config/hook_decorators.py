@@ -28,8 +28,8 @@ def acts(event: str) -> Callable[[Hook], Hook]:
     """Register a hook that acts, as a decorator: a function that all ranks call in every step.
 
     Or a class, of which each run makes one instance, without arguments, and calls that; it has
-    `state_dict()`, which returns a dictionary of JSON values and tensors, the same on all ranks,
-    and `load_state_dict(state)`, with tensors on the run's device.
+    `state_dict()`, which returns a flat dictionary of tensors, numbers and text, the same on all
+    ranks, and `load_state_dict(state)`, with tensors on the run's device.
     A hook may return metrics by name, as a task's `loss` does; an exception ends the run.
 
     Args:

@@ -1,11 +1,13 @@
-"""The state of hooks of the user that act, JSON values and tensors, as named tensors of a snapshot.
+"""The state of hooks of the user that act, as named tensors of a snapshot.
 
-The name of a tensor is its path, a JSON list that begins with the name of its hook; the list of
-that name alone has the rest of the state, as JSON text.
+A state is a flat dictionary of tensors, numbers and text. The name of a tensor in the snapshot is a
+JSON list of the hook's name and the key. The list of the hook's name alone has the numbers and
+texts, as JSON text, in which null stands for a tensor.
 """
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,36 +24,30 @@ def pack_state(name: str, state: Any) -> dict[str, Tensor]:
     """Return the state of a hook as named tensors; those in it are not copied.
 
     Raises:
-        CodeError: it holds what is neither JSON nor a tensor.
+        CodeError: The state is not a flat dictionary of tensors, numbers and text.
     """
     if not isinstance(state, dict):
         raise CodeError(f"state_dict() must return a dictionary, not {type(state).__name__}")
     tensors: dict[str, Tensor] = {}
-
-    def plain(value: Any, path: list[str | int]) -> Any:
-        """Return a value without tensors, for which null stands."""
+    plain: dict[str, Any] = {}
+    for key, value in state.items():
+        if type(key) is not str:
+            raise CodeError(f"state_dict() cannot be saved: a key is {type(key).__name__}, not str")
+        plain[key] = None
         if isinstance(value, Tensor) and value.dtype in DTYPES and _is_dense(value):
-            tensors[json.dumps(path)] = value
-            return None
-        if isinstance(value, dict):
-            for key in value:
-                if type(key) is not str:
-                    raise _error(path, f"a key is {type(key).__name__}")
-            return {key: plain(each, [*path, key]) for key, each in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(each, [*path, index]) for index, each in enumerate(value)]
-        if type(value) in PLAIN:
-            return value
-        kind = getattr(value, "dtype", type(value).__name__)
-        if isinstance(value, Tensor) and not _is_dense(value):
-            kind = "a sparse, nested or meta tensor"
-        raise _error(path, f"it holds {kind}")
-
+            tensors[json.dumps([name, key])] = value
+        elif type(value) in PLAIN:
+            plain[key] = value
+        else:
+            raise CodeError(
+                f"state_dict()[{key!r:.100}] cannot be saved: it holds {_kind(value)}; use a flat "
+                "dictionary of numbers, text and dense tensors of a standard type"
+            )
     try:
-        text = json.dumps(plain(state, [name])).encode()
-    except (ValueError, RecursionError) as error:  # a number or a nesting without end
+        text = json.dumps(plain).encode()
+    except ValueError as error:  # a number of more than 4300 digits
         raise CodeError(f"state_dict() cannot be saved as JSON: {error}") from error
-    # a longer number or list should need no new staging buffers
+    # a longer number or text should need no new staging buffers
     size = max(LEAST_BYTES, 1 << (len(text) - 1).bit_length())
     tensors[json.dumps([name])] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
     return tensors
@@ -61,38 +57,78 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
 
 
-def _error(path: list[str | int], reason: str) -> CodeError:
-    """Return an error that names the key of the first level, if the value is below one."""
-    where = "".join(f"[{key!r:.100}]" for key in path[1:2])
-    return CodeError(
-        f"state_dict(){where} cannot be saved: {reason}; use JSON values, with text as keys, and "
-        "dense tensors of a standard type"
-    )
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor) and not _is_dense(value):
+        return "a sparse, nested or meta tensor"
+    return str(getattr(value, "dtype", type(value).__name__))
 
 
 def unpack_states(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
     """Return the state of each hook by its name, with copies of the tensors on a device.
 
     Args:
-        tensors: of a snapshot, untrusted.
+        tensors: Kind `hooks` of a snapshot, untrusted.
 
     Raises:
-        SnapshotError: they are not what `pack_state` returned.
+        SnapshotError: They are not what `pack_state` returned.
     """
     states: dict[str, Any] = {}
     try:
         paths = {name: json.loads(name) for name in tensors}
         for name, path in paths.items():
             if len(path) == 1:
-                states[path[0]] = json.loads(tensors[name].numpy().tobytes())
-        for name, (*outer, last) in paths.items():
-            container: Any = states
-            for key in outer:
-                container = container[key]
-            if outer:
-                container[last] = tensors[name].to(device, copy=True)
+                states[path[0]] = dict(_plain_values(tensors[name]))
+        for name, path in paths.items():
+            if len(path) != 1:
+                hook, key = path
+                states[hook][key] = tensors[name].to(device, copy=True)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise SnapshotError(
             f"the snapshot has an invalid state of hooks: {error!r:.200}"
         ) from error
     return states
+
+
+def _plain_values(tensor: Tensor) -> Any:
+    return json.loads(tensor.numpy().tobytes())
+
+
+def describe_states(tensors: Mapping[str, Tensor], lines: Sequence[str]) -> dict[str, str]:
+    """Return a hash of each value in the states, by the JSON list of hook and key.
+
+    Args:
+        tensors: As `pack_state` returns them, on the CPU.
+        lines: `describe_tensors` of them.
+    """
+    described: dict[str, str] = {}
+    for (name, tensor), line in zip(tensors.items(), lines, strict=True):
+        path = json.loads(name)
+        if len(path) == 1:
+            for key, value in _plain_values(tensor).items():
+                digest = hashlib.sha256(json.dumps(value).encode()).hexdigest()
+                described.setdefault(json.dumps([*path, key]), digest)
+        else:
+            described[name] = line
+    return described
+
+
+def refuse_other_states(step: int, by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Refuse states of hooks that differ between the ranks.
+
+    Args:
+        by_rank: What `describe_states` returned on each rank.
+
+    Raises:
+        CodeError: Names a hook, a key and the ranks.
+    """
+    for path in sorted({path for described in by_rank for path in described}):
+        expected = by_rank[0].get(path)
+        others = [rank for rank, each in enumerate(by_rank) if each.get(path) != expected]
+        if others:
+            name, key = json.loads(path)
+            event, _, hook = name.partition(" ")
+            ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            raise CodeError(
+                f"{hook} of @acts({event!r}): state_dict()[{key!r:.100}] on {ranks} differs from "
+                f"rank 0 at step {step}, which is not saved; keep the same state on all ranks"
+            )

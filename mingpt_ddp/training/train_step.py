@@ -16,7 +16,6 @@ from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.device.compile import replays_graphs, report_compile_errors
 from mingpt_ddp.distributed.phases import ACTIVITIES, StepPhases
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import CodeError
 from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr, weight_decay_factor
 from mingpt_ddp.tasks.outputs import Outputs, check_outputs, outputs_of
@@ -108,7 +107,7 @@ class TrainStep:
         """Clip the gradients by norm, then by value; return their global norm before."""
         trainer = self.task.config.trainer
         self.runtime.scaler.unscale_(self.optimizer)
-        self._add(self.actions.change_gradients(self._step, self.model))
+        self._losses |= self.actions.change_gradients(self._step, self.model, self._losses)
         norm = self.strategy.clip_grad_norm(self.parameters, trainer.grad_norm_clip)
         limit = trainer.grad_value_clip
         if limit is not None:
@@ -130,7 +129,7 @@ class TrainStep:
             if scale and scaler.get_scale() < scale:  # it has skipped an overflowing step
                 self.actions.discard()
             else:
-                self._add(self.actions.change_weights(step, self.model))
+                self._losses |= self.actions.change_weights(step, self.model, self._losses)
             self.optimizer.zero_grad(set_to_none=True)
         self.average.update(step)
         return lr
@@ -141,16 +140,6 @@ class TrainStep:
         self.runtime.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.strategy.broadcast_buffers(self.model)  # the forward passes have changed them
-
-    def _add(self, shares: dict[str, Tensor]) -> None:
-        """Add this rank's shares of hooks' metrics to those of the passes.
-
-        Raises:
-            CodeError: one is there already.
-        """
-        if twice := self._losses.keys() & shares.keys():
-            raise CodeError(f"a hook and another one, or the task, have a metric {min(twice)}")
-        self._losses |= shares
 
     def fetch(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches of this rank; steps count from 1."""

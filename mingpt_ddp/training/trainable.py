@@ -34,12 +34,16 @@ class Trainable:
     actions: Actions
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a snapshot by kind and name."""
+        """Return the tensors of a snapshot by kind and name.
+
+        Raises:
+            CodeError: The state of a hook cannot be saved, or it is a weight or gradient itself.
+        """
         return {
             "model": model_state(self.model),
             "optimizer": optimizer_state(self.model, self.optimizer),
             **self.average.state(),
-            **self.actions.tensors(),
+            **self.actions.tensors(self.model),
         }
 
 

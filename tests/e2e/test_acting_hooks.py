@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,83 @@ def test_a_mistake_is_one_line_and_nothing_is_written(ranks, tmp_path):
     assert not (cwd / "outputs").exists()
 
 
+def test_ranks_that_act_differently_are_refused(tmp_path):
+    """Also if they begin to differ in the third of the trial steps."""
+    differing = "    gradients[max(gradients)].mul_(1 + int(os.environ['RANK']) * (step == 3))\n"
+    hooks = "import os\n" + HOOKS.replace(
+        '    return {"largest', f'{differing}    return {{"largest'
+    )
+    cwd = project(tmp_path, hooks)
+    done = train(cwd, "ddp.nproc_per_node=2", "ddp.max_restarts=0")
+    assert done.returncode == 2, done.stdout
+    last = done.stdout.splitlines()[-1]
+    assert (
+        "clip_by_value of @acts('gradients') leaves other values on rank 1 than on rank 0" in last
+    )
+    assert not (cwd / "outputs").exists()
+
+
 def test_an_exception_in_training_ends_the_run(tmp_path):
     cwd = project(tmp_path, HOOKS.replace("    largest =", "    assert step < 5\n    largest ="))
     done = train(cwd, "ddp.nproc_per_node=2")
     assert done.returncode != 0
     assert "hooks.py:7: AssertionError" in done.stdout
+
+
+STATE = """
+import os, torch
+from mingpt_ddp.registry import acts
+
+RANK = int(os.environ.get("RANK", 0))
+
+@acts("update")
+class Last:
+    def __init__(self):
+        self.last, self.steps = {}, 0
+
+    def __call__(self, step, weights):
+        self.last = {name: weight.clone() for name, weight in weights.items()}
+        self.steps += 1
+        if step > 4:
+            pass
+
+    def state_dict(self):
+        return self.last | {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state.pop("steps")
+        self.last = state
+
+@acts("evaluation")
+def measured(evaluation):
+    return {"first": 1.0} if evaluation.step <= 4 else {"late": 1.0}
+"""
+OTHER_STATE = (
+    r"Last of @acts\('update'\): state_dict\(\)\['steps'\] on rank 1 differs from rank 0 at step 8"
+)
+
+
+@pytest.mark.parametrize(
+    ("late", "name", "message"),
+    [
+        ("self.steps += RANK", "late", OTHER_STATE),
+        (
+            "self.last = dict(weights)",
+            "late",
+            r"hooks\.py:\d+: Last of @acts\('update'\) .*its state holds a weight itself; keep a",
+        ),
+        ("pass", "late{RANK}", r"rank 1 has other losses or metrics than rank 0: late0, late1;"),
+    ],
+    ids=["other state", "a weight itself", "other metrics"],
+)
+def test_a_hook_that_changes_after_its_trial_ends_the_run(late, name, message, tmp_path):
+    """In one line; the last snapshot is from before."""
+    hooks = STATE.replace("pass", late).replace('"late"', f'f"{name}"')
+    cwd = project(tmp_path, hooks)
+    more = ["ddp.nproc_per_node=2", "ddp.max_restarts=0", "snapshot.every_steps=4"]
+    done = train(cwd, *more)
+    assert done.returncode == 2, done.stdout
+    [line] = [line for line in done.stdout.splitlines() if "error: " in line]
+    assert re.search(message, line)
+    saved = cwd.glob("outputs/run/snapshots/*/manifest.json")
+    assert [path.parent.name for path in saved] == ["step_00000004"]

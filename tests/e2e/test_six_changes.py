@@ -77,10 +77,11 @@ class MovingAverage:
         return {"averaged": self.steps}
 
     def state_dict(self):
-        return {"averages": self.averages, "steps": self.steps}
+        return {**self.averages, "steps": self.steps}
 
     def load_state_dict(self, state):
-        self.averages, self.steps = state["averages"], state["steps"]
+        self.steps = state.pop("steps")
+        self.averages = state
 """
 PROJECTION = """
 from mingpt_ddp.registry import acts

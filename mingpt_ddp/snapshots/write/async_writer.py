@@ -19,8 +19,9 @@ from torch import Tensor
 from mingpt_ddp.distributed.group.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DamageError, UserError
-from mingpt_ddp.snapshots.format import kind_of
+from mingpt_ddp.snapshots.format import HOOKS, kind_of
 from mingpt_ddp.snapshots.hashes import Hashes, describe_tensors, hash_lines
+from mingpt_ddp.snapshots.hook_state import describe_states, refuse_other_states
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.ledger import Ledger
@@ -171,7 +172,12 @@ class AsyncSave(threading.Thread):
             stream.synchronize()
         contents: dict[str, memoryview | bytes] = {}
         for name, content in files.items():
-            contents[name] = content if isinstance(content, bytes) else self.buffers[name].content
+            staged = content if isinstance(content, bytes) else self.buffers[name].content
+            if kind_of(name) == HOOKS:  # the same on all ranks
+                write = partial(contents.__setitem__, name, staged)
+                self.runtime.group.env.call_on_rank_zero(write)
+            else:
+                contents[name] = staged
         self.capture = replace(self.capture, files={})  # free the tensors
         self.runtime.group.is_writing = True
         self.staged.set()
@@ -181,13 +187,17 @@ class AsyncSave(threading.Thread):
         """Stage; return what rank zero needs to know of it, as JSON values."""
         self._contents = self._stage()
         described: dict[str, Any] = {"held": self.capture.held, "damaged": [], "lines": {}}
+        described["hooks"] = {}
         if self.capture.held is not None:
             described["damaged"] = self._damaged_in_staging()
         if described["damaged"]:
             return described  # there is no need to hash it
         if not self.runtime.strategy.shards_model:  # else no rank has a whole tensor
             for file, buffer in self.buffers.items():
-                described["lines"][kind_of(file)] = describe_tensors(buffer.tensors)
+                lines = describe_tensors(buffer.tensors)
+                described["lines"][kind_of(file)] = lines
+                if kind_of(file) == HOOKS:
+                    described["hooks"] = describe_states(buffer.tensors, lines)
         return described
 
     def _check_staged(self, staged: list[dict[str, Any]]) -> None:
@@ -198,9 +208,13 @@ class AsyncSave(threading.Thread):
 
         Raises:
             DamageError: a copy is damaged; the snapshot must not be written.
+            CodeError: The state of a hook differs between the ranks.
         """
         if self.capture.held is not None:
             self._refuse_damage(staged)
+        refuse_other_states(self.step, [each["hooks"] for each in staged])
+        for each in staged[1:]:
+            each["lines"].pop(HOOKS, None)
         self._hashes = hash_lines(each["lines"] for each in staged)
 
     def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:

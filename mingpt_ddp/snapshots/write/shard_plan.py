@@ -73,11 +73,14 @@ class ShardPlan:
         self._writers: list[int] = []  # ranks; [] until they are known
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank writes of the tensors, by file and name. A collective."""
+        """Return what this rank writes of the tensors, by file and name. A collective.
+
+        Every rank gets the state of hooks, which rank zero alone writes: the others compare it.
+        """
         strategy = self.strategy
         joined = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}
-        shares = self._shares({kind: joined[kind] for kind in joined if kind != HOOKS})
-        shares.ranks[HOOKS] = [0]  # the same on all ranks
+        hooks = joined.pop(HOOKS, None)
+        shares = self._shares(joined)
         rank = self.group.rank
         files = {}
         for kind, named in joined.items():
@@ -94,6 +97,8 @@ class ShardPlan:
                 is_whole = rows.shape == tensor.shape
                 parts[name if is_whole else f"{name}@{first}-of-{len(tensor)}"] = rows
             files[shard_name(kind, ranks.index(rank), len(ranks))] = parts
+        if hooks is not None:
+            files[shard_name(HOOKS, 0, 1)] = dict(hooks)
         return files
 
     def _shares(self, tensors: TensorsByKind) -> Shares:

@@ -2,7 +2,8 @@
 
 import inspect
 import logging
-from collections.abc import Container, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code, 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.user_code import check_takes
 from mingpt_ddp.data.rng import seed_everything
+from mingpt_ddp.distributed.group.json_collectives import refuse_other_names
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.models import eval_mode
@@ -21,7 +23,7 @@ from mingpt_ddp.models.dtensor import local_tensor
 from mingpt_ddp.snapshots.format import HOOKS
 from mingpt_ddp.snapshots.hook_state import pack_state, unpack_states
 from mingpt_ddp.tasks.evaluation import Evaluation
-from mingpt_ddp.tasks.outputs import Mean, Outputs, as_means, check_outputs
+from mingpt_ddp.tasks.outputs import SUM, Mean, Outputs, as_means, check_outputs
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.evaluation.evaluator import means_of_ranks
 
@@ -82,6 +84,9 @@ class Action:
             raise CodeError(f"{self.label}: {error.args[0]}") from error
 
 
+Watch = Callable[[str, Action | None, tuple[Any, ...], dict[str, Mean]], None]
+
+
 class Actions:
     """The hooks of this run, called in the order in which the file registers them."""
 
@@ -111,6 +116,11 @@ class Actions:
             if action.has_state and action.name in names:
                 raise CodeError(f"{action.label}: another hook has this name; choose another one")
             names.add(action.name)
+        # The dry run notes what hooks leave: called before those of an event, without a hook, and
+        # after each; with the event's arguments and the hook's metrics.
+        self.watch: Watch = lambda event, action, values, metrics: None
+        # Storages of the latest step's gradients.
+        self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
         self._before: dict[str, Tensor] | None = None  # the state before the latest step
         self._is_lost = False  # the state, with a step that was discarded
 
@@ -128,9 +138,31 @@ class Actions:
             tensors |= action.state()
         return tensors
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state as a kind of tensors of a snapshot; {} if no hook has some."""
-        return {HOOKS: self.state()} if self.have_state else {}
+    def tensors(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
+        """Return the state as a kind of tensors of a snapshot; {} if no hook has some.
+
+        Raises:
+            CodeError: A state cannot be saved, or it shares memory with a weight or gradient, which
+                the next step changes.
+        """
+        if not self.have_state:
+            return {}
+        held = {
+            "weight": [parameter.untyped_storage() for parameter in model.parameters()],
+            "gradient": [each for ref in self._gradients if (each := ref()) is not None],
+        }
+        tensors: dict[str, Tensor] = {}
+        for action in self.actions:
+            for name, tensor in action.state().items():
+                storage = tensor.untyped_storage()
+                for kind, storages in held.items():
+                    if any(storage is each for each in storages):
+                        raise CodeError(
+                            f"{action.label} would not resume exactly: its state holds a {kind} "
+                            "itself; keep a clone() of it"
+                        )
+                tensors[name] = tensor
+        return {HOOKS: tensors}
 
     def load(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Make new instances of the hooks; load the state of each from a snapshot.
@@ -181,26 +213,42 @@ class Actions:
     # Calls.
 
     @torch.no_grad()
-    def change_gradients(self, step: int, model: nn.Module) -> dict[str, Tensor]:
-        """Let the hooks change the gradients in place; return this rank's shares of metrics."""
+    def change_gradients(
+        self, step: int, model: nn.Module, taken: Iterable[str] = ()
+    ) -> dict[str, Tensor]:
+        """Let the hooks change the gradients in place; return this rank's shares of metrics.
+
+        Args:
+            taken: Shares that the step has already; a hook must not return one of their names.
+        """
+        parameters = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         if self.have_state:
             self._keep()
-        if not self._actions_at("gradients"):
+            self._gradients = [weakref.ref(each.untyped_storage()) for _, each in parameters]
+        if not self.at("gradients"):
             return {}
-        named = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
-        gradients = {n: local_tensor(gradient) for n, gradient in named}
-        return self._shares("gradients", step, gradients)
+        gradients = {n: local_tensor(gradient) for n, gradient in parameters}
+        return self._shares("gradients", step, gradients, taken)
 
     @torch.no_grad()
-    def change_weights(self, step: int, model: nn.Module) -> dict[str, Tensor]:
-        """Let the hooks change the weights in place; return this rank's shares of metrics."""
-        if not self._actions_at("update"):
+    def change_weights(
+        self, step: int, model: nn.Module, taken: Iterable[str] = ()
+    ) -> dict[str, Tensor]:
+        """Let the hooks change the weights in place; return this rank's shares of metrics.
+
+        Args:
+            taken: as in `change_gradients`.
+        """
+        if not self.at("update"):
             return {}
         weights = {n: local_tensor(p.detach()) for n, p in model.named_parameters()}
-        return self._shares("update", step, weights)
+        return self._shares("update", step, weights, taken)
 
-    def _shares(self, event: str, step: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        metrics = self._call(event, step, step, tensors)
+    def _shares(
+        self, event: str, step: int, tensors: dict[str, Tensor], taken: Iterable[str]
+    ) -> dict[str, Tensor]:
+        names = {name.removeprefix(SUM) for name in taken}
+        metrics = self._call(event, step, names, step, tensors)
         outputs = Outputs({"loss": torch.zeros((), device=self.runtime.device)}, metrics)
         weight = self.runtime.strategy.metric_weight
         shares = outputs.shares(1, copies=1)
@@ -208,7 +256,7 @@ class Actions:
 
     @torch.no_grad()
     def evaluate(
-        self, step: int, model: nn.Module, task: Task, taken: Container[str] = ()
+        self, step: int, model: nn.Module, task: Task, taken: Iterable[str] = ()
     ) -> dict[str, float]:
         """Return the means of the hooks' metrics over all ranks. A collective.
 
@@ -217,27 +265,31 @@ class Actions:
 
         Raises:
             CodeError: a hook raises an exception, or returns a metric that is none or is taken.
+            TrainingError: A rank has metrics with other names.
         """
-        if not self._actions_at("evaluation"):
+        if not self.at("evaluation"):
             return {}
         with eval_mode(model), self.runtime.autocast():
             evaluation = Evaluation(step, model, task, self.runtime)
-            metrics = self._call("evaluation", step, evaluation)
-        for name in metrics:
-            if name in taken:
-                raise CodeError(f"a hook of @acts('evaluation'): the task has a metric {name}, too")
+            metrics = self._call("evaluation", step, {*taken}, evaluation)
         group = self.runtime.group
         with group.waiting():  # reading waits for a GPU
             sums_and_counts = {
                 name: ([float(total)], float(n)) for name, (total, n) in metrics.items()
             }
-        return means_of_ranks(group.all_gather(sums_and_counts))
+        by_rank = group.all_gather(sums_and_counts)
+        refuse_other_names([[*names] for names in by_rank])
+        return means_of_ranks(by_rank)
 
-    def _actions_at(self, event: str) -> list[Action]:
+    def at(self, event: str) -> list[Action]:
+        """Return the hooks of an event."""
         return [action for action in self.actions if action.event == event]
 
-    def _call(self, event: str, step: int, *values: Any) -> dict[str, Mean]:
+    def _call(self, event: str, step: int, taken: set[str], *values: Any) -> dict[str, Mean]:
         """Call the hooks of an event, each with random numbers of its own; return their metrics.
+
+        Args:
+            taken: names of other metrics.
 
         Raises:
             CodeError: one raises an exception, or returns what is no metric or another one's.
@@ -245,7 +297,8 @@ class Actions:
         group = self.runtime.group
         before = group.heartbeat
         metrics: dict[str, Mean] = {}
-        for action in self._actions_at(event):
+        self.watch(event, None, values, {})
+        for action in self.at(event):
             activity = f"in a hook of @acts({event!r}), {before['activity']}"
             group.set_activity(activity, self.runtime.strategy.waits_in_passes)
             seed_everything(action.name, self.config.run.seed, step)
@@ -253,8 +306,11 @@ class Actions:
                 returned = action.hook(*values)
             means = as_means(returned or {}, action.label)
             check_outputs(action.label, Outputs({}, means))
-            if twice := metrics.keys() & means.keys():
-                raise CodeError(f"{action.label}: another hook has a metric {min(twice)}, too")
+            if twice := (taken | metrics.keys()) & means.keys():
+                raise CodeError(
+                    f"{action.label}: the task or another hook has a metric {min(twice)}, too"
+                )
             metrics |= means
+            self.watch(event, action, values, means)
         group.set_activity(before["activity"], before["waiting"])
         return metrics

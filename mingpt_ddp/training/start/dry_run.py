@@ -1,6 +1,6 @@
 """Trial steps before anything is written: user code must resume exactly."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,12 +20,21 @@ from mingpt_ddp.snapshots import state_dict
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.hashes import sha256_of_tensors
 from mingpt_ddp.snapshots.staging_buffer import encode_header, header_of
-from mingpt_ddp.tasks.outputs import check_outputs, outputs_of
+from mingpt_ddp.tasks.outputs import Mean, check_outputs, outputs_of
 from mingpt_ddp.tasks.task import Task, check_metrics
-from mingpt_ddp.training.hooks.actions import Actions
+from mingpt_ddp.training.hooks.actions import Action
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.saves.resume import restore
-from mingpt_ddp.training.start.hooks_dry_run import check_actions
+from mingpt_ddp.training.start.hook_effects import (
+    FIRST_STATE,
+    OTHER_STATE,
+    Effect,
+    effect_of,
+    refuse_another_result,
+    refuse_divided_state,
+    refuse_other_effects,
+    refuse_other_states,
+)
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
@@ -35,89 +44,136 @@ DRY_RUN_MICRO_BATCHES = 2  # at most: the second shows that gradients accumulate
 
 
 def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPlan) -> None:
-    """Try the user's code: rank zero the steps alone, then all ranks the hooks that act.
+    """Try the user's code: rank zero alone, or all ranks if there are hooks that act.
 
-    A collective.
+    All ranks then take the same steps, with rank zero's batch. A collective.
 
     Raises:
-        CodeError, ConfigError: as `check_resumes_exactly` and `check_actions`.
+        CodeError, ConfigError: as `check_parts` and `check_resumes_exactly`.
     """
-    gradients: dict[str, Tensor] | None = None  # on rank zero
+    group = runtime.group
+    trial = Trial(runtime, task, loader)
 
-    def try_steps() -> dict[str, list[str]]:
-        nonlocal gradients
-        batch = loader.get_batch(1, plan, 0)
-        names, gradients = check_resumes_exactly(runtime, task, loader, batch)
-        return names
+    names = group.run_on_rank_zero(lambda: check_parts(trial, loader.get_batch(1, plan, 0)))
 
-    names = runtime.group.run_on_rank_zero(try_steps)
+    def take_steps() -> list[Effect]:
+        return check_resumes_exactly(trial, loader.get_batch(1, plan, 0), names)
+
     if BUILDERS["action"]:
-        check_actions(runtime, task, gradients, names)
+        group.decide_on_rank_zero(take_steps, refuse_other_effects)
+    else:
+        group.run_on_rank_zero(take_steps)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What all trial steps share."""
+
+    runtime: Runtime
+    task: Task
+    loader: Loader
+
+    def few(self, batch: list[MicroBatch]) -> list[Any]:
+        """Return parts of a step's micro-batches that suffice for trial steps, on the device."""
+        task = self.task
+        few = batch[:DRY_RUN_MICRO_BATCHES]
+        return [task.trial_batch(self.runtime.to_device(micro.batch)) for micro in few]
+
+    @property
+    def is_exact(self) -> bool:
+        """Return True if the same step has the same bits. On a GPU the order of sums varies."""
+        is_cpu = self.runtime.device.type == "cpu"
+        return is_cpu or bool(self.task.config.trainer.deterministic)
 
 
 def check_resumes_exactly(
-    runtime: Runtime, task: Task, loader: Loader, batch: list[MicroBatch]
-) -> tuple[dict[str, list[str]], dict[str, Tensor]]:
+    trial: Trial, batch: list[MicroBatch], val_metrics: list[str]
+) -> list[Effect]:
     """Train some steps, restore the state before the last, and compare the last bit for bit.
 
     It runs twice: in the objects that took the first steps, and in fresh ones with their restored
     state. Three steps come before it: what an optimizer does at every second one differs then, if
-    the optimizer counts by itself. One rank calls this alone. The hooks that act are not called.
+    the optimizer counts by itself. The hooks that act are called as in training. Those of
+    evaluations are called after the third step, and after the last one if one of them has state.
 
     Args:
-        loader: of the run.
         batch: the micro-batches of one rank in a step, on the CPU.
+        val_metrics: names of the task's metrics of the validation split.
 
     Returns:
-        The names of the task's metrics: in "train"ing, and of "val"idation; and, for hooks that
-        act, the gradients of the last step, on the CPU.
+        What each call of a hook has left, to compare between ranks.
 
     Raises:
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
         ConfigError: a parameter gets no gradient, which DDP would wait for.
     """
-    few = [task.trial_batch(runtime.to_device(m.batch)) for m in batch[:DRY_RUN_MICRO_BATCHES]]
-    same_batch = _SameBatchLoader(loader, few)
+    task = trial.task
+    few = trial.few(batch)
     with attribute_errors_to_user_code():
-        optimizer = task.config.optimizer
-        length = RunLength(task.config, loader.steps_per_epoch)
-        check_schedule(optimizer, length.known_steps or optimizer.schedule_steps or 1)
-        names = _check_model(runtime, task, runtime.to_device(batch[0].batch), few[0])
-        # Build new objects: the checks may have changed buffers.
-        first = _DryRun(runtime, task, same_batch)
+        first = _DryRun(trial, few, val_metrics)
         fresh = first.digest()
+        first_states = first.hook_states()
         first.step(1)
         trainable = first.trainable
         state_dict.check_savable(
-            trainable.model, trainable.optimizer, by_rows=runtime.strategy.shards_model
+            trainable.model, trainable.optimizer, by_rows=trial.runtime.strategy.shards_model
         )
         first.step(2)
         first.step(3)
+        first.evaluate(3)
         saved = first.copy()
+        saved_states = first.hook_states()
         loss = first.step(4)
+        first.evaluate(4, again=True)
         end = first.digest()
+        effects = first.effects
         del first, trainable
-        second = _DryRun(runtime, task, same_batch)
+        second = _DryRun(trial, few, val_metrics)
+        refuse_other_states(first_states, second.hook_states(), FIRST_STATE)
         if fresh != second.digest():
             raise _not_exact(f"model {model_label(task.config.model)}", "first weights depend")
         second.load(saved)
-        again = second.passes(4)
-        gradients = second.copy_gradients() if BUILDERS["action"] else {}
-        second.update(4)
-        # Otherwise the order of a GPU's sums varies.
-        if runtime.device.type == "cpu" or task.config.trainer.deterministic:
+        refuse_other_states(saved_states, second.hook_states(), OTHER_STATE)
+        again = second.step(4)
+        second.evaluate(4, again=True)
+        if trial.is_exact:
             if not torch.equal(loss.nan_to_num(), again.nan_to_num()):
                 raise _not_exact(f"model {model_label(task.config.model)}", "loss depends")
+            last = [effect for effect in effects if effect["step"] == 4]
+            refuse_another_result(last, second.effects)
             if end != second.digest():
                 raise _not_exact(f"optimizer {task.config.optimizer.name}", "step depends")
         task.check_model(second.trainable.model, few[0], trained=True)
-    return names, gradients
+    return effects
 
 
-def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> dict[str, list[str]]:
+def check_parts(trial: Trial, batch: list[MicroBatch]) -> list[str]:
+    """Check hooks, schedule, what a model returns and can be saved as, and if it compiles.
+
+    Args:
+        batch: the micro-batches of one rank in a step, on the CPU.
+
+    Returns:
+        Names of the task's metrics of the validation split.
+
+    Raises:
+        CodeError: the code raises, or returns the wrong type or shape.
+        ConfigError: a hook has state, and no rank holds all weights.
+    """
+    refuse_divided_state(trial.runtime)
+    config = trial.task.config
+    with attribute_errors_to_user_code():
+        length = RunLength(config, trial.loader.steps_per_epoch)
+        steps = length.known_steps or config.optimizer.schedule_steps or 1
+        check_schedule(config.optimizer, steps)
+        whole = trial.runtime.to_device(batch[0].batch)
+        return _check_model(trial.runtime, trial.task, whole, trial.few(batch)[0])
+
+
+def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> list[str]:
     """Check what a user's model returns, what it can be saved as, and whether it compiles.
 
-    Return the names of the task's metrics: in "train"ing, and of "val"idation.
+    Return the names of the task's metrics of the validation split.
 
     Args:
         batch: of one micro-batch, on the device.
@@ -139,7 +195,7 @@ def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> dict[st
         measured = task.metrics(model, part)
     if runtime.compiles:
         check_compiles(model, config, lambda model: task.loss(model, part))
-    return {"train": [*outputs.metrics], "val": [*measured]}
+    return [*measured]
 
 
 def _check_averaged(model: nn.Module, decay: float) -> None:
@@ -209,45 +265,66 @@ class _GradientCheck:
 
 
 class _DryRun:
-    """The train step of the run with fresh objects, built as every start of the run builds them.
+    """The train step of the run with fresh objects, built as every start of the run builds them."""
 
-    The hooks that act have a dry run of their own, on all ranks.
-    """
-
-    def __init__(self, runtime: Runtime, task: Task, loader: _SameBatchLoader) -> None:
-        self.runtime = runtime.alone()
-        self.trainable = replace(
-            build_trainable(self.runtime, task), actions=Actions(task.config, self.runtime, ())
-        )
-        micro_batches = len(loader.batch)
-        plan = BatchPlan(micro_batches, 1, world_size=1)
+    def __init__(self, trial: Trial, few: list[Any], val_metrics: list[str]) -> None:
+        """
+        Args:
+            few: Parts of the micro-batches of a step, on the device.
+            val_metrics: as in `check_resumes_exactly`.
+        """
+        task = trial.task
+        loader = _SameBatchLoader(trial.loader, few)
+        self.task = task
+        self.val_metrics = val_metrics
+        self.runtime = trial.runtime.alone()
+        self.trainable = build_trainable(self.runtime, task)
+        self.effects: list[Effect] = []
+        self._step = 0
+        self._is_exact = trial.is_exact
+        self._old_gradients: list[Tensor] = []
+        if self.trainable.actions.actions:
+            self.trainable.actions.watch = self._note_effect
+        plan = BatchPlan(len(few), 1, world_size=1)
         length = RunLength(task.config, loader.steps_per_epoch)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable, length)
         self.gradients: _GradientCheck | None = None  # which several ranks would wait for
-        if runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
-            model = self.trainable.model
-            self.gradients = _GradientCheck(model, task.config, micro_batches)
+        if trial.runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
+            self.gradients = _GradientCheck(self.trainable.model, task.config, len(few))
 
     def step(self, step: int) -> Tensor:
         """Take an optimizer step and return its loss."""
-        loss = self.passes(step)
-        self.update(step)
-        return loss
-
-    def passes(self, step: int) -> Tensor:
+        self._step = step
+        for gradient in self._old_gradients:
+            gradient.zero_()  # DDP reuses their memory: a hook must not rely on it
+        self._old_gradients.clear()
         losses = self.train_step.passes(step)
         if self.gradients is not None:
             self.gradients.check()  # before the optimizer meets them
-        return losses["loss"]
-
-    def copy_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients by name, on the CPU."""
-        named = self.trainable.model.named_parameters()
-        return {name: p.grad.to("cpu", copy=True) for name, p in named if p.grad is not None}
-
-    def update(self, step: int) -> None:
+        if self.trainable.actions.actions:
+            parameters = self.trainable.model.parameters()
+            self._old_gradients = [each.grad for each in parameters if each.grad is not None]
         self.train_step.clip()
         self.train_step.update(step)
+        return losses["loss"]
+
+    def evaluate(self, step: int, again: bool = False) -> None:
+        """Call the hooks of evaluations; again only if one has state: they may take long."""
+        actions = self.trainable.actions
+        if not again or any(each.has_state for each in actions.at("evaluation")):
+            actions.evaluate(step, self.trainable.model, self.task, self.val_metrics)
+
+    def _note_effect(
+        self, event: str, action: Action | None, values: tuple[Any, ...], metrics: dict[str, Mean]
+    ) -> None:
+        changed = {} if event == "evaluation" else values[1]
+        effect = effect_of(action, self._step, changed, metrics, self._is_exact)
+        self.effects.append(effect)
+
+    def hook_states(self) -> dict[str, str]:
+        """Return the SHA-256 of the state of each hook by its label."""
+        actions = self.trainable.actions.actions
+        return {action.label: sha256_of_tensors(action.state()) for action in actions}
 
     def copy(self) -> Snapshot:
         """Return a snapshot of this step, in memory, if it could also be read from a file."""
@@ -255,16 +332,11 @@ class _DryRun:
         for kind, tensors in self.trainable.tensors().items():
             encode_header(header_of(tensors))
             kinds[kind] = {name: t.detach().to("cpu", copy=True) for name, t in tensors.items()}
-        return Snapshot(
-            step=0,
-            model=kinds["model"],
-            optimizer=kinds["optimizer"],
-            state={
-                "train_state": asdict(TrainState()),
-                "scaler": self.runtime.scaler.state_dict(),
-            },
-            ema=kinds.get("ema", {}),
-        )
+        state = {
+            "train_state": asdict(TrainState()),
+            "scaler": self.runtime.scaler.state_dict(),
+        }
+        return Snapshot(step=0, state=state, **kinds)
 
     def load(self, snapshot: Snapshot) -> None:
         """Load a snapshot as a resume does."""

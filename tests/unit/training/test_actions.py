@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
+from mingpt_ddp.training import trainable
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.run import train_run
-from mingpt_ddp.training.start.hooks_dry_run import Outcome, check_actions, refuse_differences
-from mingpt_ddp.training.trainable import build_trainable
+from mingpt_ddp.training.start.dry_run import Trial, check_parts, check_resumes_exactly
+from mingpt_ddp.training.start.hook_effects import Effect, refuse_other_effects
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
 LIMITS = ["trainer.max_steps=12", "snapshot.every_steps=4", "trainer.eval_every=4"]
@@ -42,10 +45,11 @@ class Noted:
                 gradient.fill_(torch.nan)
 
     def state_dict(self) -> Any:
-        return {"steps": self.steps, "total": self.total}
+        return {"steps": " ".join(map(str, self.steps)), "total": self.total}
 
     def load_state_dict(self, state: Any) -> None:
-        self.steps, self.total = state["steps"], state["total"]
+        self.steps = [int(step) for step in state["steps"].split()]
+        self.total = state["total"]
 
 
 def config_of(*overrides: str) -> Config:
@@ -62,7 +66,7 @@ def test_the_state_of_a_discarded_step_is_discarded(policy, tmp_path, monkeypatc
     runtime.close()
     found = load(str(tmp_path / "run"), ("hooks",))
     [state] = unpack_states(found.hooks, torch.device("cpu")).values()
-    assert state["steps"] == [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
+    assert state["steps"] == "1 2 3 4 5 6 8 9 10 11 12"
     assert state["total"].isfinite()
 
 
@@ -130,7 +134,16 @@ class Forgetful(Noted):
 
 class Lossy(Noted):
     def load_state_dict(self, state: Any) -> None:
-        self.steps = state["steps"]
+        super().load_state_dict(state | {"total": torch.zeros(())})
+
+
+class LossyEvaluation(Lossy):
+    """Count evaluations."""
+
+    event = "evaluation"
+
+    def __call__(self, evaluation: Any) -> None:
+        self.total = self.total + 1
 
 
 class Shared(Noted):
@@ -145,6 +158,11 @@ class NoJSON(Noted):
         return {"steps": {*self.steps}}
 
 
+class Nested(Noted):
+    def state_dict(self) -> Any:
+        return {"steps": self.steps}
+
+
 class Held(Noted):
     def __init__(self) -> None:
         self.last: dict[str, Tensor] = {}
@@ -155,10 +173,10 @@ class Held(Noted):
         self.last = dict(tensors)
 
     def state_dict(self) -> Any:
-        return {"last": self.last}
+        return self.last
 
     def load_state_dict(self, state: Any) -> None:
-        self.last = state["last"]
+        self.last = state
 
 
 class HeldWeights(Held):
@@ -167,7 +185,7 @@ class HeldWeights(Held):
 
 class ClonedLate(Held):
     def state_dict(self) -> Any:
-        return {"last": {name: each.clone() for name, each in self.last.items()}}
+        return {name: each.clone() for name, each in self.last.items()}
 
 
 class ClonedWeights(ClonedLate):
@@ -222,9 +240,14 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
         (greedy, r"must take \(step, gradients\): missing a required argument: 'weights'"),
         (Forgetful, "the same step again gives another result; keep what it remembers"),
         (unkeyed, "the same step again gives another result; keep what it remembers"),
+        (LossyEvaluation, r"state_dict\(\) returns another state"),
         (Lossy, r"after load_state_dict\(state\), state_dict\(\) returns another state"),
         (Shared, "its first state depends on an earlier run; set it in __init__"),
         (NoJSON, r"@acts\('gradients'\): state_dict\(\)\['steps'\] cannot be saved: it holds set"),
+        (
+            Nested,
+            r"\['steps'\] cannot be saved: it holds list; use a flat dictionary of numbers, text",
+        ),
         (Held, r"its state holds a gradient itself; keep a clone\(\) of it"),
         (HeldWeights, r"its state holds a weight itself; keep a clone\(\) of it"),
         (ClonedLate, "the same step again gives another result; keep what it remembers"),
@@ -236,46 +259,81 @@ def greedy(step: int, gradients: dict[str, Tensor], weights: dict[str, Tensor]) 
     ],
 )
 def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
-    task = text_task(CONFIG)
-    model = build_trainable(runtime, task).model
-    gradients = {name: torch.ones_like(each) for name, each in model.named_parameters()}
     event = getattr(hook, "event", "gradients")
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(BUILDERS["action"], f"{event} mine.hook", hook)
-        taken = {"train": ["accuracy"], "val": ["accuracy"]}
         if message is None:
-            check_actions(runtime, task, gradients, taken)
+            preflight(runtime)
             return
         with pytest.raises(CodeError, match=message) as caught:
-            check_actions(runtime, task, gradients, taken)
+            preflight(runtime)
     where = rf"test_actions\.py:\d+: {hook.__qualname__} of @acts\('{event}'\)"
     assert re.search(where, str(caught.value))
     assert "\n" not in str(caught.value)
 
 
+def preflight(runtime: Runtime) -> list[Effect]:
+    """Take the trial steps of a task with a metric `accuracy`, as rank zero does before a run."""
+    task: Any = text_task(CONFIG)
+    loss, metrics = task.loss, task.metrics
+    task.loss = lambda model, batch: (loss(model, batch), {"accuracy": 0.5})
+    task.metrics = lambda model, batch: metrics(model, batch) | {"accuracy": (1, 2)}
+    tokens = torch.arange(2 * CONFIG.data.block_size).view(2, -1) % 8
+    batch = [MicroBatch(index, (tokens, tokens.roll(-1, 1))) for index in range(2)]
+    loader: Any = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
+    trial = Trial(runtime, task, loader)
+    return check_resumes_exactly(trial, batch, check_parts(trial, batch))
+
+
+def test_a_hook_is_not_blamed_for_the_optimizer(runtime, monkeypatch):
+    """It gets other weights when the step is repeated."""
+
+    def looks(step: int, weights: dict[str, Tensor]) -> Any:
+        return {"norm": sum(weight.norm() for weight in weights.values())}
+
+    class Counts(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:
+            self.calls += 1
+            self.param_groups[0]["lr"] = 0.1 * self.calls
+            super().step(closure)
+
+    monkeypatch.setitem(BUILDERS["action"], "update mine.looks", looks)
+    monkeypatch.setattr(
+        trainable, "build_optimizer", lambda model, config: Counts(model.parameters(), lr=0.1)
+    )
+    with pytest.raises(CodeError, match="the optimizer adamw would not resume exactly: its step"):
+        preflight(runtime)
+
+
 def test_state_needs_all_weights(runtime, monkeypatch):
     monkeypatch.setitem(BUILDERS["action"], "gradients mine.hook", Noted)
     monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
-    task = text_task(CONFIG)
     with pytest.raises(ConfigError, match="has state, which needs all weights on every rank"):
-        check_actions(runtime, task, {}, {"train": [], "val": []})
+        preflight(runtime)
+
+
+EFFECT = Effect(
+    label="hook", step=1, metrics=["a", "b"], sha256="0", sha256_of_metrics="each rank has its own"
+)
+BEFORE = EFFECT | {"label": "", "metrics": []}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("before", "change", "message"),
     [
-        ({"metrics": ["a", "c"]}, r"hook has other metrics on rank 1 than on rank 0: b, c; return"),
-        ({"sha256": "1"}, "hook leaves other values on rank 1 than on rank 0; all ranks must do"),
+        ({}, {"metrics": ["a", "c"]}, "hook has other metrics on rank 1 than on rank 0: b, c;"),
+        ({}, {"sha256": "1"}, "hook leaves other values on rank 1 than on rank 0; all ranks must"),
+        ({"sha256": "1"}, {"sha256": "1"}, None),  # a machine of another kind
+        ({"sha256": "1"}, {"metrics": ["a"]}, "hook has other metrics on rank 1 than on rank 0"),
     ],
 )
-def test_what_differs_between_ranks_is_refused(change, message):
-    outcome = Outcome(
-        label="hook",
-        event="gradients",
-        metrics=["a", "b"],
-        sha256="0",
-        sha256_of_metrics="each rank has its own",
-    )
-    refuse_differences([[outcome], [outcome]])
+def test_what_differs_between_ranks_is_refused(before, change, message):
+    refuse_other_effects([[BEFORE, EFFECT], [BEFORE, EFFECT]])
+    differing: Any = [[BEFORE, EFFECT], [BEFORE | before, EFFECT | change]]
+    if message is None:
+        refuse_other_effects(differing)
+        return
     with pytest.raises(CodeError, match=message):
-        refuse_differences([[outcome], [outcome | change]])
+        refuse_other_effects(differing)
