@@ -32,7 +32,6 @@ from mingpt_ddp.storage.run_directory import (
     recorded_config,
     run_directory,
 )
-from mingpt_ddp.storage.urls import open_storage
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes
@@ -199,7 +198,7 @@ def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> History:
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, timeout_s / 2))
         resources.callback(owner.release)
         for store in inputs.stores:
-            owner.lock_snapshots(open_storage(store.url))
+            owner.lock_snapshots(store.storage)  # the deadlines of the store hold for its lease
             if lease := owner.leases.get(store.url):
                 store.hold(lease)
             store.check_owner = owner.check
