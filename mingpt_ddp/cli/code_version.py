@@ -17,12 +17,12 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.download import user_cache
 from mingpt_ddp.distributed.launch.fork_server import import_path
 from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.results.formats import cut
 from mingpt_ddp.storage.code_identity import (
     PACKAGE,
     TOO_LARGE,
     Code,
-    difference_of,
-    forget_files,
+    hash_file,
     read_checkout,
     read_code,
     root_of,
@@ -52,11 +52,16 @@ class Version:
             RunError: some have changed since.
         """
         files = _move(self.words, self.directory, self.directory)[1]
-        now = _read(self.directory, files, self.has_package)
-        if changed := difference_of(self.code.record, now.record):
+        before = self.code.record
+        now = _read(self.directory, files, self.has_package).record
+        changed = {name for name, _ in {*before["files"].items()} ^ {*now["files"].items()}}
+        if now["package"]["sha256"] != before["package"]["sha256"]:
+            changed.add(PACKAGE.name)
+        if changed:
+            names = cut(", ".join(sorted(changed)), 200)
             raise RunError(
-                f"version {self.name} has changed since the start ({changed}); compare commits, or "
-                "a copy, if you go on editing"
+                f"version {self.name} has changed since the start ({names}); compare commits, or a "
+                "copy, if you go on editing"
             )
 
     def compose(self) -> str:
@@ -160,10 +165,10 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
 
 def _read(directory: Path, files: list[Path], has_package: bool) -> Code:
     """Return the code of a version as it is now."""
-    # By their paths in the version, so that the same files elsewhere have the same hash.
-    chosen = {os.path.relpath(file, directory): file for file in files}
-    forget_files()
-    return read_code(chosen, directory / PACKAGE.name if has_package else None)
+    # By their paths in the version, so that the same files elsewhere are the same code.
+    hashes = {os.path.relpath(file, directory): hash_file(file) for file in files}
+    package = directory / PACKAGE.name if has_package else None
+    return read_code(hashes, [file.parent for file in files], package)
 
 
 def _worktree(root: Path, commit: str) -> Path:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mingpt_ddp.config import loaded_code
 from mingpt_ddp.config.keys.components import DataConfig, DatasetConfig, TaskConfig
 from mingpt_ddp.config.keys.model_config import PARTS, ModelConfig, PartConfig
 from mingpt_ddp.config.keys.optimizer_config import SCHEDULES, OptimizerConfig, ScheduleConfig
@@ -184,8 +185,8 @@ def reader_of(name: str) -> tuple[Entry, str] | None:
 
 def run_code(
     values: dict[str, Any], directories: list[Path], presets: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Run the files that a configuration names, and return it with their SHA-256.
+) -> None:
+    """Run the files that a configuration names.
 
     Args:
         values: a configuration composed from the command line, never one read from a run or
@@ -195,21 +196,36 @@ def run_code(
 
     Raises:
         CodeError: a file raised an exception; names the file and line.
-        ConfigError: a file does not exist, or its SHA-256 differs from the configuration.
+        ConfigError: a file does not exist.
     """
     for file in _files.values():  # of earlier jobs of the sweep
         for entry in file.entries:
             entry.remove()
     CHOSEN.clear()
-    values = dict(values)
     for group in BASES:
         keys = values.get(group)
         if isinstance(keys, dict) and keys.get("code") is not None:
             folders = _folders(group, directories, presets or {})
             CHOSEN[group] = _find(keys["code"], f"{group}.code", folders)
-            sha256 = run_file(CHOSEN[group], f"{group}.code", keys.get("code_sha256"))
-            values[group] = {**keys, "code_sha256": sha256}
-    return values
+            run_file(CHOSEN[group], f"{group}.code")
+
+
+def code_roots() -> list[Path]:
+    """List the user's files that a run begins with; what they import belongs to its code too.
+
+    These are the files that the configuration names, and the script that was started if it
+    registers a part.
+    """
+    roots = [path.resolve() for path in CHOSEN.values()]
+    parts = [part for by_name in BUILDERS.values() for part in by_name.values()]
+    if any(getattr(part, "__module__", "") == "__main__" for part in parts):
+        roots += filter(None, [loaded_code.script_path()])
+    return roots
+
+
+def chosen_sha256() -> dict[str, str]:
+    """Return the SHA-256 of the files that the configuration names, by group."""
+    return {group: _files[path.resolve()].sha256 for group, path in CHOSEN.items()}
 
 
 def _folders(group: str, directories: list[Path], presets: Mapping[str, Any]) -> list[Path]:
@@ -238,24 +254,19 @@ def _require_local_file(code: Any, key: str) -> None:
         raise ConfigError(f"{key}={code} must be a local Python file, as in mine.py")
 
 
-def run_file(path: Path, key: str, sha256: str | None = None) -> str:
-    """Run a file, unless this process has run it before; register its names and return its SHA-256.
+def run_file(path: Path, key: str) -> None:
+    """Run a file, unless this process has run it before, and register its names.
 
     Args:
         key: the configuration key that names the file, for messages.
-        sha256: required of the file; None: any.
     """
     _require_local_file(str(path), key)
     path = path.resolve()
     if path in _files:
-        return _register_again(path)
+        _register_again(path)
+        return
     content = _read_code(path, key)
     digest = hashlib.sha256(content).hexdigest()
-    if sha256 not in (None, digest):
-        raise ConfigError(
-            f"{key}={path} has SHA-256 {digest}, not {key}_sha256={sha256}; set that to null "
-            "to use it"
-        )
     module = types.ModuleType(f"_own_{path.stem}_{digest[:8]}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses looks it up there
@@ -273,17 +284,17 @@ def run_file(path: Path, key: str, sha256: str | None = None) -> str:
             entry.remove()
         raise
     _files[path].entries.extend(_entries[first:])
-    return digest
+    loaded_code.keep(path, content)
+    loaded_code.look()
 
 
-def _register_again(path: Path) -> str:
-    """Register the names of a file that this process has run, and return its SHA-256."""
+def _register_again(path: Path) -> None:
+    """Register the names of a file that this process has run."""
     for entry in _files[path].entries:
         if BUILDERS[entry.group].get(entry.name, entry.builder) is not entry.builder:
             decorator = f"@register({entry.group!r}, {entry.name!r}, ...)"
             raise CodeError(f"{relative_path(path)}: {decorator}: {TAKEN}")
         entry.add()
-    return _files[path].sha256
 
 
 def _read_code(path: Path, key: str) -> bytes:

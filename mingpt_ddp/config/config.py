@@ -31,7 +31,6 @@ from mingpt_ddp.config.validation import NotRegisteredError, build, check, field
 from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps", "max_minutes")
-CODE_LOCATION_KEYS = ("code", "code_sha256")
 DEFAULT_CHOICE = {"task": "language_model"}
 LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}  # which the first versions lacked
 KEYS = known_keys()  # of the schema, without those of users
@@ -43,7 +42,7 @@ PLACES = (
     "snapshot.path",
     "snapshot.fallback_path",
 )
-OMITTED_IF_NULL = ("reader", *CODE_LOCATION_KEYS)  # from config.yaml and snapshots
+OMITTED_IF_NULL = ("reader", "code")  # from config.yaml and snapshots
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def named_values(values: dict[str, Any]) -> dict[str, Any]:
 
     Keys at their default are omitted, so that a key added later renames no run. Storage, limits,
     distribution, saving and logging do not count. The seed does: two seeds are two runs. The
-    SHA-256 of a user's file does not, so that a run resumes after a bug fix in the file.
+    content of a user's file does not, so that a run resumes after a bug fix in the file.
     """
     flat = flatten(values)
     changed = {}

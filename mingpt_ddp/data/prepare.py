@@ -55,6 +55,20 @@ def prepare_all(
     return encoded
 
 
+def sha256_of_text(config: DataConfig) -> str:
+    """Return the SHA-256 of a training text as a new run records it, without encoding the text.
+
+    A large file that an earlier start has read is not read again.
+
+    Raises:
+        ConfigError, DataError: As `prepare_all`.
+    """
+    cache = TextCache(config)
+    texts = _open_all(config, cache, form=None, by_name=config.split_paths is None)
+    cache.keep_records()
+    return sha256_of_all(texts)
+
+
 def _prepare_all(
     config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache, recorded: RecordedText | None
 ) -> dict[str, EncodedText]:

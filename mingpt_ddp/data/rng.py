@@ -4,7 +4,6 @@ import hashlib
 from typing import Any
 
 import numpy as np
-import torch
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 ROUNDS = 6
@@ -18,6 +17,8 @@ def derive_seed(*keys: int | str) -> int:
 
 def seed_everything(*keys: int | str) -> None:
     """Seed torch's global generators, on the CPU and on every GPU in use, from keys."""
+    import torch  # which takes seconds, and not all that reads texts needs it
+
     seed = derive_seed(*keys)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # otherwise torch.manual_seed records a stack trace

@@ -4,7 +4,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -12,6 +12,7 @@ from typing import TypeVar
 from mingpt_ddp.config.config import effect_of
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import (
+    ACCEPT_CODE,
     DIVERGED,
     Job,
     Row,
@@ -25,6 +26,7 @@ from mingpt_ddp.results.runs import (
 )
 from mingpt_ddp.results.stats.intervals import Estimate, estimate
 from mingpt_ddp.results.stats.significance import MIN_PAIRS
+from mingpt_ddp.storage.code_identity import recorded_code
 
 SEED = "run.seed"
 # Keys that differ between the directories of replicates in a sweep.
@@ -50,8 +52,9 @@ class Group:
 
     @property
     def status(self) -> str:
-        """The statuses of the jobs, each once."""
-        return ", ".join(dict.fromkeys(job.status for job in self.jobs))
+        """The statuses of the jobs, each once; marked if a user's file has changed since."""
+        marked = (f"{job.status}, old code" if job.is_edited else job.status for job in self.jobs)
+        return ", ".join(dict.fromkeys(marked))
 
     @cached_property
     def samples(self) -> list[Job]:
@@ -69,11 +72,6 @@ class Group:
     def seeds(self) -> int:
         """The number of different seeds."""
         return len({seed_of(job) for job in self.jobs})
-
-    @property
-    def codes(self) -> int:
-        """The number of versions of the code that have trained them, as far as it is known."""
-        return len({job.code for job in self.jobs if job.code})
 
     @property
     def complete(self) -> int:
@@ -153,7 +151,8 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
 
     Keys that change at most the last bits of a result (where files are, how ranks share the work,
     what is logged) do not count, unless they have been swept: jobs of the same recipe differ in
-    them for two seeds at least.
+    them for two seeds at least. Jobs of another text, or of another version of the user's files,
+    are a group of their own, as by the keys `text` and `code`.
     """
     jobs = [*jobs]
     swept = _swept(jobs)
@@ -161,8 +160,52 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
     groups = []
     for members in by_recipe.values():
         config = members[0].config
-        groups.append(Group(members, {key: config[key] for key in _keys(members[0], swept)}))
+        shared = {key: config[key] for key in _keys(members[0], swept)}
+        for apart, part in _by_inputs(members):
+            groups.append(Group(part, {**shared, **apart}))
     return sorted(groups, key=by_objective)
+
+
+def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
+    """Divide jobs of one recipe by their text, and by the user's code; yield what differs.
+
+    A job that has recorded neither, as one that is not complete, is with the others if these are
+    all the same.
+    """
+
+    are_accepted = accept_code(jobs)
+
+    def inputs(job: Job) -> tuple[str | None, str] | None:
+        if not recorded_code(job.result):
+            return None
+        return text_of(job), "" if are_accepted else job.code
+
+    parts = grouped(jobs, inputs)
+    known = [key for key in parts if key is not None]
+    if len(known) < 2:
+        yield {}, jobs
+        return
+    for key, part in parts.items():
+        apart: dict[str, Value] = {}
+        for name, value, values in zip(
+            ("text", "code"), key or (), zip(*known, strict=True), strict=False
+        ):
+            if len({*values}) > 1:
+                apart[name] = value
+        yield apart, part
+
+
+def text_of(job: Job) -> str | None:
+    """Return the first digits of the SHA-256 of a job's text or data. None if they are unknown."""
+    recorded = job.result.get("data")
+    sha256 = recorded.get("sha256") if isinstance(recorded, dict) else None
+    sha256 = sha256 or job.config.get("data.sha256")
+    return sha256[:12] if isinstance(sha256, str) else None
+
+
+def accept_code(jobs: Iterable[Job]) -> bool:
+    """Return True if a job has run.accept_code=true: results of different code count as one."""
+    return any(job.config.get(ACCEPT_CODE) is True for job in jobs)
 
 
 def has_replicates(groups: Iterable[Group]) -> bool:

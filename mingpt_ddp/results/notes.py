@@ -3,9 +3,17 @@
 from collections.abc import Hashable, Iterable
 
 from mingpt_ddp.config.config import effect_of
-from mingpt_ddp.errors import command, counted
+from mingpt_ddp.errors import counted
 from mingpt_ddp.results.formats import cut
-from mingpt_ddp.results.groups import SEED, Group, best_group, rivals_of, shared_seeds
+from mingpt_ddp.results.groups import (
+    SEED,
+    Group,
+    accept_code,
+    best_group,
+    rivals_of,
+    shared_seeds,
+    text_of,
+)
 from mingpt_ddp.results.objective import (
     LOSS,
     TEXT_KEYS,
@@ -13,7 +21,15 @@ from mingpt_ddp.results.objective import (
     is_text,
     loss_unit,
 )
-from mingpt_ddp.results.runs import Job, identity, number, varying
+from mingpt_ddp.results.runs import (
+    Job,
+    Value,
+    identity,
+    number,
+    plain,
+    varying,
+)
+from mingpt_ddp.storage.code_identity import PACKAGE, package_of, recorded_code
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
 # Keys that say how many windows are measured, and of which length.
@@ -54,12 +70,8 @@ def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
     if keys := _different_parts(measured):
         what = "the jobs were measured on different parts of the validation split"
         notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
-    codes = {job.code for job in jobs if job.code}
-    if len(codes) > 1 and not are_versions:
-        notes.append(
-            f"{len(codes)} versions of the code have trained the jobs; "
-            f"to compare versions, use `{command('versions')}`"
-        )
+    if not are_versions:
+        notes += _code_notes(jobs)
     if mixed := [job.name for job in jobs if "+" in job.code]:
         notes.append(
             f"trained with more than one version of its code: {cut(', '.join(mixed), 200)}"
@@ -67,6 +79,30 @@ def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
     steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
     if len(steps) > 1:
         notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps{_equal_minutes(jobs)}")
+    return notes
+
+
+def _code_notes(jobs: list[Job]) -> list[str]:
+    """Return in what the code differs that has trained the jobs."""
+    contents = dict[str, set[str]]()
+    packages = dict[str, str]()  # by SHA-256
+    for record in filter(None, [recorded_code(job.result) for job in jobs]):
+        packages[record["package"]["sha256"]] = package_of(record)
+        for name, sha256 in record["files"].items():
+            contents.setdefault(name, set()).add(sha256)
+    notes = []
+    if changed := [name for name, hashes in contents.items() if len(hashes) > 1]:
+        how = "seeds of different versions are not taken together"
+        if accept_code(jobs):
+            how = "run.accept_code=true takes their seeds together"
+        notes.append(f"the jobs were trained with several versions of {_cut(changed)}: {how}")
+    if len(packages) > 1:
+        names = packages.values() if len({*packages.values()}) > 1 else packages
+        versions = " and ".join(sorted(name[:20] for name in names))
+        notes.append(
+            f"the jobs were trained with several versions of {PACKAGE.name}, {_cut([versions])}: "
+            "their seeds are taken together"
+        )
     return notes
 
 
@@ -145,14 +181,26 @@ def _different_data(jobs: list[Job]) -> list[str]:
     """List the keys by which the jobs differ in the data that measures them."""
     if kinds := _differing(jobs, ("data.dataset",)):  # which have other keys
         return kinds
-    keys = _differing(jobs, DATA_KEYS)
-    digests = {identity(job.config.get("data.sha256")) for job in jobs}
-    # One of them is null, which stands for any content.
-    if len(digests - {identity(None)}) < 2 and "data.sha256" in keys:
-        keys.remove("data.sha256")
-    if len(digests) == 1 and identity(None) not in digests and "data.path" in keys:
-        keys.remove("data.path")  # the same content
-    return keys
+    keys = {*_differing(jobs, DATA_KEYS)}
+    texts = {text_of(job) for job in jobs}
+    # None stands for any content.
+    if len(texts - {None}) > 1:
+        keys |= {"data.sha256"}
+    else:
+        keys -= {"data.sha256"}
+    if len(texts) == 1 and None not in texts:
+        keys -= {"data.path"}  # the same content
+    if len({_form(job) for job in jobs} - {"auto"}) < 2:
+        keys -= {"data.format"}
+    return [key for key in DATA_KEYS if key in keys]
+
+
+def _form(job: Job) -> Value:
+    """Return how a text was read, as data.format. Return auto if it is unknown."""
+    recorded = job.result.get("data")
+    if isinstance(recorded, dict) and job.config.get("data.format") == "auto":
+        return plain(recorded.get("format", "text"))
+    return job.config.get("data.format", "auto")
 
 
 def _different_parts(jobs: list[Job]) -> list[str]:

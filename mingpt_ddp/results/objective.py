@@ -22,6 +22,8 @@ TEXT_KEYS = (
     "test_split",
     "split_paths",
     "column",
+    "format",
+    "dtype",
 )
 TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
 MAX_TOKENIZER_BYTES = 1 << 26

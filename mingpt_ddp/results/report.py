@@ -4,7 +4,9 @@ import hashlib
 import os
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
@@ -45,7 +47,12 @@ def page_path(directories: list[Path]) -> Path:
     return parent / f"report-{readable}.html"
 
 
-def report(directories: list[Path], page: Path) -> str:
+def report(
+    directories: list[Path],
+    page: Path,
+    edited: Mapping[Path, list[str]] = MappingProxyType({}),
+    accept_code: bool = False,
+) -> str:
     """Return the table of the jobs, and write their page.
 
     The table does not depend on the page: without plotly its last line says how to install it, and
@@ -54,11 +61,13 @@ def report(directories: list[Path], page: Path) -> str:
     Args:
         directories: runs, or parents of runs one or two levels below.
         page: the HTML file to write.
+        edited: as of `read_results`.
+        accept_code: as of `read_results`.
 
     Raises:
         RunError: one of the directories holds no run, or the page cannot be written.
     """
-    results = read_results(directories)
+    results = read_results(directories, edited, accept_code)
     is_run = directories == [results.jobs[0].directory]
     text = table(results, is_run)
     try:

@@ -79,7 +79,7 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
     if results.has_replicates:
         cells["± 95%"] = fixed(group.latest.half_width, ".4f")
         cells["sd"] = fixed(group.latest.deviation, ".4f")
-        cells["n"] = _count(group)
+        cells["n"] = group.seed_count
         time = "total time"
     cells["status"] = shown(group.status)
     for key in keys:
@@ -104,11 +104,6 @@ def _value(group: Group) -> str:
     value = fixed(group.value, ".4f")
     is_last = group.value is not None and group.objective is None
     return f"({value})" if is_last else value
-
-
-def _count(group: Group) -> str:
-    """Format the number of seeds, and the number of versions of the code if there are several."""
-    return f"{group.seed_count} ({group.codes} codes)" if group.codes > 1 else group.seed_count
 
 
 def _steps(group: Group) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from mingpt_ddp.results.analysis.front import Front, front_of, read_goals
 from mingpt_ddp.results.analysis.importance import importances
@@ -74,20 +75,30 @@ class Results:
         return [index for index, group in enumerate(self.groups) if group is best]
 
 
-def read_results(directories: Sequence[Path]) -> Results:
+def read_results(
+    directories: Sequence[Path],
+    edited: Mapping[Path, list[str]] = MappingProxyType({}),
+    accept_code: bool = False,
+) -> Results:
     """Read and compare the jobs in these directories.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        edited: The user's files that have changed since a job was trained, by its directory.
+        accept_code: Take the results of different code of the user together.
 
     Raises:
         RunError: one of them holds no run.
     """
-    jobs, failures = read_with_failures(directories)
+    jobs, failures = read_with_failures(directories, accept_code)
+    jobs = [replace(job, is_edited=job.directory in edited) for job in jobs]
     recipes = replicates(jobs)
     groups = recipes if has_replicates(recipes) else singles(jobs)
     keys = varying(groups)
     notes = comparison_notes(jobs)
+    if edited:
+        names = dict.fromkeys(name for changed in edited.values() for name in changed)
+        notes.append(f"old code: results from before the last change of {cut(', '.join(names))}")
     if has_replicates(groups):
         notes += pooling_notes(groups) + diverged_notes((cut(each.name), each) for each in groups)
     for failure in failures:
@@ -102,7 +113,9 @@ def read_results(directories: Sequence[Path]) -> Results:
     return Results(jobs, groups, recipes, keys, notes, front, importance, laws, [*directories])
 
 
-def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Failure]]:
+def read_with_failures(
+    directories: Sequence[Path], accept_code: bool = False
+) -> tuple[list[Job], list[Failure]]:
     """Read the jobs in these directories, best first, and what their sweeps say of failed ones.
 
     Raises:
@@ -110,7 +123,7 @@ def read_with_failures(directories: Sequence[Path]) -> tuple[list[Job], list[Fai
     """
     failures = [failure for each in directories for failure in read_failures(each)]
     failed = {failure.directory for failure in failures}
-    jobs = read_jobs([*directories])
+    jobs = read_jobs([*directories], accept_code)
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures
 
 

@@ -20,7 +20,7 @@ from mingpt_ddp.config.config import PLACES, with_defaults
 from mingpt_ddp.errors import DataError, RunError, command
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.results.objective import LOSS, Objective, loss_unit, objective_of
-from mingpt_ddp.storage.code_identity import recorded_code
+from mingpt_ddp.storage.code_identity import recorded_code, user_code
 from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import read_yaml
@@ -30,6 +30,7 @@ K = TypeVar("K")
 Value = bool | int | float | str | list[Any] | None
 RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is a run
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
+ACCEPT_CODE = "run.accept_code"
 DIVERGED = "diverged"  # status of a job whose loss is not finite at its end
 LARGEST = 1e100  # larger numbers are not drawn
 MAX_JSON_CHARS = 1000  # of a value that is not a scalar
@@ -49,6 +50,7 @@ class Job:
     history: MetricsHistory
     notes: list[str]  # which files cannot be read
     ranked_by: Objective = LOSS
+    is_edited: bool = False  # a user's file has changed since
 
     @cached_property
     def objective(self) -> float | None:
@@ -93,10 +95,10 @@ class Job:
 
     @cached_property
     def code(self) -> str:
-        """The SHA-256, cut, of the code, or of several, that trained it; "" if it is unknown."""
+        """Digits that identify the user's files that trained it, or several versions; "": none."""
         record = recorded_code(self.result)
-        codes = [*record.get("earlier", []), record["sha256"]] if record else []
-        return "+".join(str(each)[:12] for each in codes)
+        earlier = [str(each)[:8] for each in record.get("earlier", [])]
+        return "+".join(filter(None, [*earlier, user_code(record)]))
 
     @property
     def faults(self) -> int | None:
@@ -104,13 +106,14 @@ class Job:
         return self.history.faults if self.history.starts else None
 
 
-def read_jobs(directories: list[Path]) -> list[Job]:
+def read_jobs(directories: list[Path], accept_code: bool = False) -> list[Job]:
     """Read the jobs in these directories; sort them by objective, those without one last.
 
     Where their tokenizers differ, the objective is bits per byte.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        accept_code: Take all of them as runs with run.accept_code=true.
 
     Raises:
         RunError: one of them is not a directory, or contains no run.
@@ -132,6 +135,8 @@ def read_jobs(directories: list[Path]) -> list[Job]:
             name = (base / run.relative_to(directory)).relative_to(above).as_posix()
             runs_by_path.setdefault(run.resolve(), (run, name))
     jobs = [_read(path, name) for path, name in runs_by_path.values()]
+    if accept_code:
+        jobs = [replace(job, config={**job.config, ACCEPT_CODE: True}) for job in jobs]
     objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
     jobs = [replace(job, ranked_by=objective) for job in jobs]
     return sorted(jobs, key=by_objective)

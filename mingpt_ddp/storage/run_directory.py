@@ -227,6 +227,7 @@ class RunDirectory:
         config: dict[str, Any],
         hydra_files: dict[str, str],
         files: dict[str, bytes] | None = None,
+        private: dict[str, bytes] | None = None,
     ) -> None:
         """Record the configuration of this start, if it is the first or differs from the last.
 
@@ -235,9 +236,12 @@ class RunDirectory:
         Args:
             hydra_files: contents of files in .hydra, by name.
             files: contents of other files, by name.
+            private: contents of files that nobody else may read, by name.
         """
         for name, content in (files or {}).items():
             _write(self.path / name, content)
+        for name, content in (private or {}).items():
+            _write(self.path / name, content, 0o600)
         for name, text in hydra_files.items():
             _write(self.path / ".hydra" / name, text.encode())
         encoded = dump_yaml(config).encode()
@@ -270,9 +274,9 @@ def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
                 path.unlink()
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, mode: int = 0o666) -> None:
     try:
-        atomic_write(path, content)
+        atomic_write(path, content, mode)
     except OSError as error:
         raise RunError(
             f"cannot write {path}: {reason(error)}; fix this and run the same command again"

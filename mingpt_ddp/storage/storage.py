@@ -124,15 +124,18 @@ def read_regular(path: Path, limit: int) -> bytes:
     return content
 
 
-def atomic_write(path: Path, content: Content) -> None:
+def atomic_write(path: Path, content: Content, mode: int = 0o666) -> None:
     """Write a local file atomically: readers see the old content or the new.
 
     This holds after a power failure too.
+
+    Args:
+        mode: Permissions of the file, before the umask.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

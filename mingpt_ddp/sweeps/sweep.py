@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
@@ -22,11 +22,12 @@ from mingpt_ddp.distributed.exit import (
 )
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
-from mingpt_ddp.errors import JobError, OutputError, RunError, counted
+from mingpt_ddp.errors import DataError, JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, Objective
 from mingpt_ddp.storage.run_directory import with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job, look_up
+from mingpt_ddp.sweeps.kept_results import KeptResults
 from mingpt_ddp.sweeps.sources import Source
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class Sweep:
     def current() -> "Sweep":
         """Return the sweep that this process has started, or that of a run alone."""
         return _current.get(_ALONE)
+
+    @cached_property
+    def kept(self) -> KeptResults:
+        """The checks of complete jobs, on rank zero."""
+        return KeptResults()
 
     def begin(self) -> None:
         """Make this the current sweep: Hydra creates its callback and calls jobs without it."""
@@ -126,6 +132,7 @@ class Sweep:
             return False
         directory = self.trials.ended_in(number)
         if directory is not None:
+            self.kept.check(directory, self.trials.config)
             self.done[number] = directory
             self.n_done_before += 1
             log.info("%s: already complete", directory)
@@ -176,11 +183,16 @@ class Sweep:
             name, value = look_up(config, swept, objective)
             directory = Path(config.run.root, name)
             self._names[job.number] = directory.name
+            if value is not None:
+                self.kept.check(directory, config)
             if self.trials is not None:
                 self.trials.open(job.number, directory)
             return name, value, None if value is not None else self._end_failed(job)
 
-        name, value, failure = run_on_rank_zero(known)
+        try:
+            name, value, failure = run_on_rank_zero(known)
+        except DataError as error:  # of another text: no other job would compare, so end the sweep
+            ProcessExit().user_error(error)
         config = with_run_name(config, name)
         directory = Path(config.run.root, name)
         if value is not None:
@@ -325,7 +337,8 @@ class Sweep:
         try:
             with contextlib.suppress(SystemExit):  # of a closed pipe
                 if self.directories and (self.done or self.is_remote):
-                    echo(report(self.directories, self.directory / PAGE))
+                    kept, page = self.kept, self.directory / PAGE
+                    echo(report(self.directories, page, kept.edited, kept.accepts))
         except OutputError as error:
             return error
         except RunError as error:  # e.g. no job has written a result that this machine can read

@@ -259,7 +259,7 @@ def recorded_sha256(state: Any) -> str:
 
     Raise LookupError or TypeError for an invalid state.
     """
-    return str((state.get("text") or state["data"])["sha256"])
+    return str(recorded_data(state)["sha256"])
 
 
 def batch_length(batch: Any) -> int:
@@ -269,3 +269,8 @@ def batch_length(batch: Any) -> int:
     if isinstance(batch, Tensor):
         return len(batch)
     return batch_length(batch[0])
+
+
+def recorded_data(state: Any) -> Any:
+    """Return the part of a task's state that identifies its text or data, with the SHA-256."""
+    return state.get("text") or state["data"]

@@ -5,8 +5,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.errors import duration
+from mingpt_ddp.storage.code_identity import with_loaded_files
 from mingpt_ddp.storage.run_directory import RunDirectory, RunStatus, read_result
+from mingpt_ddp.tasks.task import recorded_data
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run
@@ -67,8 +70,11 @@ def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
     result["wall_seconds"] = state.wall_seconds
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
-    if run.code:
-        result["code"] = {key: value for key, value in run.code.items() if key != "files"}
+    result["data"] = recorded_data(task.state())
+    # Hooks may have imported files late.
+    code = run.code if run.is_complete else with_loaded_files(run.code, code_roots())
+    if code:
+        result["code"] = code
     return result
 
 

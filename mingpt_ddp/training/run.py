@@ -2,9 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Container
 
-from mingpt_ddp.config.builders import CHOSEN
+from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.env import process_start_time
@@ -14,7 +14,7 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
-from mingpt_ddp.storage.code_identity import Code, start_reading
+from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
@@ -66,7 +66,7 @@ def train_run(
     times = StartTimes(started_at or process_start_time())
     times.done("processes", at=runtime.began_at)
     times.done("rendezvous")
-    code = runtime.group.env.call_on_rank_zero(lambda: start_reading({**CHOSEN}))
+    code = runtime.group.env.call_on_rank_zero(lambda: start_reading(code_roots()))
     inputs = prepare(config, runtime, typed, hydra_files)
     times.done("data")
     with contextlib.ExitStack() as resources:
@@ -79,7 +79,7 @@ def train_run(
         hooks = Hooks(runtime.group)
         observers = Observers(hooks, open_trackers(run), judge, signals or SignalHandler())
         if run.is_complete:
-            outcome = evaluate_complete(run, evaluator, code)
+            outcome = evaluate_complete(run, evaluator)
         else:
             trainer = begin_attempt(run, history, times, evaluator, observers)
             with snapshot_when_out_of_memory(run.directory, runtime.group.rank):
@@ -90,21 +90,16 @@ def train_run(
     return run.state.val_metrics
 
 
-def evaluate_complete(run: Run, evaluator: Evaluator, code: Callable[[], Code] | None) -> Outcome:
+def evaluate_complete(run: Run, evaluator: Evaluator) -> Outcome:
     """Evaluate a complete run where that is missing, and log a sample.
 
     With edited code these weights are another model: there is no sample, and the test split keeps
     its result.
-
-    Args:
-        code: of this attempt, on rank zero.
     """
     state = run.state
     group = run.runtime.group
     group.set_activity(f"evaluating after step {state.step}")
-    is_edited = group.run_on_rank_zero(
-        lambda: code is not None and warn_of_edited_code(run.code, code().record)
-    )
+    is_edited = group.run_on_rank_zero(lambda: warn_of_edited_code(run.code))
     model = run.trainable.model
     with run.trainable.average.applied():
         # The snapshot was saved between two evaluations, under a larger limit.

@@ -34,7 +34,6 @@ from mingpt_ddp.config.compose.hydra_utils import (
     key_of_group,
 )
 from mingpt_ddp.config.config import (
-    CODE_LOCATION_KEYS,
     DEFAULT_CHOICE,
     LIMITS,
     PLACES,
@@ -120,7 +119,7 @@ def command_words(run: str, typed: list[str]) -> list[str]:
 
 def is_left_out(key: str, value: Any) -> bool:
     """Return whether a recorded value could run a program or send files, unless it is typed."""
-    if key in LEFT_OUT or key.partition(".")[2] in CODE_LOCATION_KEYS:
+    if key in LEFT_OUT or key.endswith(".code"):
         return True
     is_url = "://" in str(value) and not key.startswith("data.")
     return is_url or "::" in str(value)
@@ -129,7 +128,7 @@ def is_left_out(key: str, value: Any) -> bool:
 def _is_own_code(word: str, typed: dict[str, str]) -> bool:
     """Return whether a word names a user's file, and no preset is typed that may name it."""
     group, _, key = word.partition("=")[0].partition(".")
-    return key == CODE_LOCATION_KEYS[0] and not {group, "experiment"} & typed.keys()
+    return key == "code" and not {group, "experiment"} & typed.keys()
 
 
 def _config_flags(directory: Path) -> list[str]:

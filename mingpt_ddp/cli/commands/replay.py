@@ -28,7 +28,7 @@ from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_na
 from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
-from mingpt_ddp.storage.code_identity import difference_of, recorded_code
+from mingpt_ddp.storage.code_identity import describe_change, recorded_code
 
 CONFIRMED = 0
 REFUTED = 1
@@ -84,7 +84,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
                 echo(f"refuted: the snapshot of step {step} holds another {difference}")
                 return REFUTED
     repeated, here = train_again(recorded, interval, ranks, words)
-    if files := difference_of(recorded_code(interval.state), recorded_code(here)):
+    if files := describe_change(recorded_code(interval.state), recorded_code(here)):
         echo_error(f"the code differs from that of step {interval.target}: {files}")
     for step in sorted(expected.keys() & repeated.keys()):
         # A replay calls no hooks of evaluations: their state may differ.
@@ -140,7 +140,7 @@ def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
     for key in sorted(there.keys() & here["environment"].keys()):
         if there[key] != here["environment"][key]:
             reasons.append(f"{key} was {str(there[key])[:60]} and is {here['environment'][key]}")
-    if files := difference_of(recorded_code(state), recorded_code(here)):
+    if files := describe_change(recorded_code(state), recorded_code(here)):
         reasons.append(f"the code differs: {files}")
     is_exact = state["config"]["trainer"].get("deterministic") is True
     if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(there.get("device"))):  # no CPU

@@ -19,7 +19,8 @@ plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
 deviation and the number of seeds, the lowest mean first. The best has the lowest mean over the seeds that all rows with two
-seeds have, if there are three such seeds, else over all of its seeds. Versions of the code that have trained one row are counted.
+seeds have, if there are three such seeds, else over all of its seeds. Seeds that another version of your files has trained are
+another row, unless accept_code=true (or a run had run.accept_code=true).
 A row with a diverged seed, whose loss is not finite, has no mean, is last, and is never the best.
 
 The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
@@ -62,6 +63,7 @@ class ReportConfig:
 
     runs: list[str]
     format: Literal["text", "json"] = "text"
+    accept_code: bool = False
 
 
 def main() -> None:
@@ -91,9 +93,10 @@ def _command(config: ReportConfig) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the watch with the report
         echo(watch(directories, page_path(directories)))
     elif COMPARE in words:
-        echo(verdict(directories, as_json))
+        echo(verdict(directories, as_json, config.accept_code))
     elif as_json:
-        echo(json_report(read_results(directories)))
+        echo(json_report(read_results(directories, accept_code=config.accept_code)))
     else:
-        echo(report(directories, page_path(directories)))
+        page = page_path(directories)
+        echo(report(directories, page, accept_code=config.accept_code))
     return 0

@@ -25,6 +25,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +38,17 @@ from hydra.errors import HydraException
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.cli.code_version import Version, find_commit, find_version
 from mingpt_ddp.config.compose.hydra_utils import hydra_value
+from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.validation import check, refuse_credentials
 from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.results.analysis.compare import Setting
 from mingpt_ddp.results.analysis.version_verdict import Against, version_verdict
 from mingpt_ddp.results.experiments import append
+from mingpt_ddp.results.objective import TEXT_KEYS
 from mingpt_ddp.results.runs import read_jobs
-from mingpt_ddp.storage.code_identity import describe, recorded_code
+from mingpt_ddp.storage.code_identity import PACKAGE, changed_files, describe, recorded_code
 from mingpt_ddp.storage.lease import LockedError
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_directory import RunStatus, difference, read_result
@@ -71,17 +74,6 @@ class Trial:
     @property
     def result(self) -> dict[str, Any]:
         return read_result(self.directory)
-
-    @property
-    def trained_files(self) -> set[str]:
-        """What the newest snapshot has recorded of each file that was imported: its SHA-256, cut.
-
-        A version may have more files: those below --config-dir that the configuration does not use.
-        """
-        from mingpt_ddp.snapshots.read.load import load
-
-        code = recorded_code(load(str(self.directory), ()).state)
-        return {*map(str, code.get("files", {}).values())}
 
     @property
     def code(self) -> str:
@@ -195,14 +187,30 @@ def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
     Raises:
         UserError: a version refuses the words.
     """
-    texts = [version.compose() for version in versions]
+    composed = [version.compose() for version in versions]
+    configs = [*map(yaml.safe_load, composed)]
     compared = []
-    for version, text in zip(versions, texts, strict=True):
+    for version, yaml_text, config in zip(versions, composed, configs, strict=True):
         code = version.code
-        compared.append([code.record["sha256"], code.record["commits"], code.patch.hex(), text])
+        compared.append([code.record, code.patch.hex(), yaml_text, _text_sha256(config["data"])])
     digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:8]
-    configs = [*map(yaml.safe_load, texts)]
     return Path(configs[0]["run"]["root"]), f"versions-{digest}", configs
+
+
+def _text_sha256(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a text as it is now; "" if only the code of the version can read it.
+
+    Of what a reader reads it is the SHA-256 of its files.
+    """
+    from mingpt_ddp.data.prepare import sha256_of_text
+
+    values = {key: data[key] for key in TEXT_KEYS if data.get(key) is not None}
+    if values.pop("reader", None):
+        values["format"] = "text"
+    try:
+        return sha256_of_text(DataConfig(**values))
+    except UserError:  # the jobs say what is wrong, unless their version can read it
+        return ""
 
 
 def _lock(directory: Path) -> IO[str]:
@@ -222,12 +230,12 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
 
     Raises:
         UserError: a job has failed, or has trained with another code or configuration than its
-            version.
+            version, or on another text than the job before it.
     """
     order = list[Trial]()
     for number, trials in enumerate(rounds):
         order += trials[:: -1 if number % 2 else 1]
-    codes: dict[str, str] = {}
+    texts = dict[str, Any]()  # the recorded SHA-256, by version
     for number, trial in enumerate(order, 1):
         if trial.result.get("status") != RunStatus.COMPLETE:
             what = f"{trial.version.name}, {trial.words[0]}"
@@ -237,28 +245,45 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
                 trial.version.train(trial.words)
         if trial.result.get("status") != RunStatus.COMPLETE:
             raise RunError(f"{trial.directory} is not complete; run the same command to go on")
-        _check_code(trial, codes)
+        _check_code(trial)
         _check_config(trial)
+        recorded = trial.result.get("data")
+        if texts.setdefault(str(trial.version.directory), recorded) != recorded:
+            raise RunError(
+                f"{trial.directory} was trained on another text than the jobs of "
+                f"{trial.version.name} before it; run the same command again to compare on the text"
+            )
 
 
-def _check_code(trial: Trial, codes: dict[str, str]) -> None:
-    """Check that each version has trained with one code, and with its own files.
+def _check_code(trial: Trial) -> None:
+    """Check that a job was trained by the code that its version has now.
 
-    Args:
-        codes: what is known so far: the recorded code by version.
+    The user's files that are no part of a version, as those of a library of yours, must be as they
+    were.
+
+    Raises:
+        RunError: It was trained by other code.
     """
     code = recorded_code(trial.result)
     if not code:  # of an earlier version of the package
         return
-    recorded = "+".join([*code.get("earlier", []), code["sha256"]])
     version = trial.version
-    is_one = codes.setdefault(str(version.directory), recorded) == recorded
-    if not (is_one and trial.trained_files <= {*version.code.record["files"].values()}):
+    own = {*version.code.record["files"].values()}
+    others = {name: sha256 for name, sha256 in code["files"].items() if sha256 not in own}
+    here = Path.cwd()
+    changed = {*changed_files({"files": others})}
+    for name in others:
+        path = Path(name).resolve()
+        if path.is_relative_to(here) and not path.is_relative_to(version.directory):
+            changed.add(name)
+    if code["package"]["sha256"] != version.code.record["package"]["sha256"]:
+        changed.add(PACKAGE.name)
+    if changed or code.get("earlier"):
         version.check_unchanged()
-        why = "it has imported other files" if is_one else "that was another meanwhile"
+        names = ", ".join(sorted(changed)) or "it has trained with several"
         raise RunError(
-            f"{trial.directory} was not trained by the code of {version.name}: {why}, or its "
-            "workers import another package; compare commits, from elsewhere"
+            f"{trial.directory} was not trained by the code of {version.name} ({names:.200}): "
+            "restore that, or delete the directory and run this again"
         )
 
 

@@ -192,7 +192,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     sources = hydra.runtime.config_sources
     directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
     with attribute_errors_to_user_code():
-        values = run_code(values, directories, hydra.runtime.choices)
+        run_code(values, directories, hydra.runtime.choices)
         for group in ("task", "optimizer"):
             drop_defaults_of_others(group, values.get(group), typed)
         return from_mapping(values)

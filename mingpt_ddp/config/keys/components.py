@@ -35,9 +35,6 @@ class UserCodeConfig:
     """A group that users can extend with their own Python file (mingpt_ddp/config/builders.py)."""
 
     code: str | None = neutral(None, "your Python file, relative to the YAML file that names it")
-    code_sha256: str | None = neutral(
-        None, "SHA-256 of that file; null: any content", changes="training"
-    )
 
     def __post_init__(self) -> None:
         """Check what several keys must satisfy together; subclasses override this."""

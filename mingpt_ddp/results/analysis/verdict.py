@@ -29,16 +29,17 @@ from mingpt_ddp.results.stats.significance import PAIRED, Difference
 MOST_DECIMALS = 8
 
 
-def verdict(directories: list[Path], as_json: bool) -> str:
+def verdict(directories: list[Path], as_json: bool, accept_code: bool = False) -> str:
     """Return which settings are better than others, as text or as JSON, and record it.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        accept_code: Take the results of different code of the user together.
 
     Raises:
         RunError: a directory holds no run, or there is one setting only.
     """
-    jobs = read_jobs(directories)
+    jobs = read_jobs(directories, accept_code)
     groups = replicates(jobs)
     settings = settings_of(groups, directories)
     if len(settings) < 2:

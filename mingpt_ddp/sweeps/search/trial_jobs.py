@@ -33,7 +33,7 @@ class Trials:
             listed: the values of the jobs of a grid.
         """
         self._study = study
-        self._config = config
+        self.config = config
         self._fixed = fixed
         self._directory = directory
         self._listed = listed
@@ -59,7 +59,7 @@ class Trials:
         if self._listed or self._study.state(number) not in ended:
             return None
         directory = self._directory / self._study.trial(number).user_attrs["job"]
-        return directory if has_ended(directory, self._config) else None
+        return directory if has_ended(directory, self.config) else None
 
     def open(self, number: int, directory: Path) -> None:
         """Find or record the trial of a job of a grid; that of a search is recorded."""
@@ -74,7 +74,7 @@ class Trials:
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
         """Record an evaluation; return why the job is pruned, None if it goes on."""
-        objective = self._config.sweep.objectives[0].removeprefix("-")
+        objective = self.config.sweep.objectives[0].removeprefix("-")
         value = metrics.get(objective, metrics.get(objective.removeprefix("val_")))
         if value is None:
             return None
@@ -85,7 +85,7 @@ class Trials:
         result = read_result(directory)
         is_pruned = result.get("status") == RunStatus.PRUNED
         state = TrialState.PRUNED if is_pruned else TrialState.COMPLETE
-        objectives = self._config.sweep.objectives
+        objectives = self.config.sweep.objectives
         values = [_number(result, name.removeprefix("-")) for name in objectives]
         trial = self._study.trial(self._trials[number])
         is_same = trial.state == state and (is_pruned or trial.values == values)

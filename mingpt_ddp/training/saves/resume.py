@@ -11,7 +11,6 @@ from typing import Any
 from torch.amp import GradScaler
 
 from mingpt_ddp.config.config import (
-    CODE_LOCATION_KEYS,
     Config,
     flatten,
     from_mapping,
@@ -30,7 +29,7 @@ from mingpt_ddp.training.trainable import Trainable
 
 log = logging.getLogger(__name__)
 
-NOT_IN_IDENTITY = ("name", "dropout", *CODE_LOCATION_KEYS)  # of model
+NOT_IN_IDENTITY = ("name", "dropout", "code")  # of model
 # Code counts by its content, wherever it comes from.
 DATA_SOURCE_KEYS = ("data.path", "data.sha256", "data.reader")
 DATA_SHA256 = "the content of the data (SHA-256)"

@@ -16,9 +16,11 @@ import math
 import time
 from collections.abc import Iterator
 
+from mingpt_ddp.config.builders import code_roots
 from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState
+from mingpt_ddp.storage.code_identity import with_loaded_files
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state
@@ -244,7 +246,7 @@ class SaveSchedule:
             self.train_step.plan,
             self.train_step.steps,
         )
-        values["code"] = self.run.code
+        values["code"] = with_loaded_files(self.run.code, code_roots())
         tensors = self.run.trainable.tensors()
         checksums = self.copies.checksums(tensors)
         return RunState(state.step, values, tensors, state.best_step, checksums)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mingpt_ddp.config.builders import chosen_sha256
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
@@ -29,6 +30,7 @@ from mingpt_ddp.storage.run_directory import (
     Attempt,
     RunDirectory,
     difference,
+    read_result,
     recorded_config,
     run_directory,
 )
@@ -125,6 +127,8 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     """Refuse ranks that were started by hand with different overrides."""
     values = config.to_dict()
     values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
+    for group_name, sha256 in chosen_sha256().items():
+        values[group_name]["code"] = f"{values[group_name]['code']} ({sha256:.12})"
 
     def refuse(configs: list[dict[str, Any]]) -> None:
         for rank, other in enumerate(configs):
@@ -237,7 +241,9 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     resumed = snapshot.state if snapshot else {}
     is_complete = _is_complete(length, history.end, runtime.group)
     record = recorded_code(resumed)
-    if code and not is_complete:
+    if code and is_complete:
+        record = recorded_code(read_result(directory)) or record
+    elif code:
         record = code().record_in(directory, record)
     return Run(
         runtime,
@@ -314,9 +320,10 @@ def record_start(
         warn_of_unused_changes(previous, config)
     else:
         files = {name: text.encode() for name, text in run.task.files().items()}
+        private = {}
         if code and not run.is_complete and (patch := code().patch):
-            files[run.code["patch"]] = patch
-        history.owner.record_start(config.to_dict(), hydra_files, files)
+            private[run.code["patch"]] = patch
+        history.owner.record_start(config.to_dict(), hydra_files, files, private)
     if run.is_complete:
         return
     log_code(run.code, run.resumed, run.state.step)

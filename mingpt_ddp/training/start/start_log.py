@@ -20,9 +20,9 @@ from mingpt_ddp.models import count_parameters
 from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
 from mingpt_ddp.storage.code_identity import (
     LONGEST,
+    changed_files,
     describe,
-    difference_of,
-    edited_files,
+    describe_change,
     recorded_code,
 )
 from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, Attempt, difference
@@ -120,7 +120,7 @@ def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
     """
     log.info("code %s", describe(code))
     before = recorded_code(resumed)
-    if files := difference_of(before, code):
+    if files := describe_change(before, code):
         log.warning(
             "the code differs from the snapshot's, %s: %s; one run is trained with both, with "
             "this one from step %d on; %s",
@@ -131,14 +131,13 @@ def log_code(code: dict[str, Any], resumed: dict[str, Any], step: int) -> None:
         )
 
 
-def warn_of_edited_code(before: dict[str, Any], code: dict[str, Any]) -> bool:
-    """Warn if a user's file has been edited since a run was complete; return whether one was.
+def warn_of_edited_code(code: dict[str, Any]) -> bool:
+    """Warn if a user's file has been edited since a run was complete. Return True if one was.
 
     Args:
-        before: the record of what has trained it.
-        code: the record of this process.
+        code: The record of the code that has trained the run.
     """
-    files = edited_files(before, code)
+    files = changed_files(code)
     if files:
         log.warning(
             "the run is complete: this is the result of %s as it was, without a sample; %s",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.config import CODE_LOCATION_KEYS, Config, build_group
+from mingpt_ddp.config.config import Config, build_group
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
@@ -31,7 +31,7 @@ from mingpt_ddp.tasks.task import Task
 log = logging.getLogger(__name__)
 
 # Keys of model that may differ from those of the weights.
-FREE = ("name", "dropout", *CODE_LOCATION_KEYS)
+FREE = ("name", "dropout", "code")
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
             f"run.init_from={run.init_from} has SHA-256 {description['sha256']}, not "
             f"run.init_sha256={run.init_sha256}; set that to null to use it"
         )
-    code = {key: configured.get(key) for key in CODE_LOCATION_KEYS}  # never from the source
-    model = asdict(build_group("model", {**description["model"], **code}))
+    code = configured.get("code")  # never from the source
+    model = asdict(build_group("model", {**description["model"], "code": code}))
     chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
     for key in sorted(chosen):
         if key in FREE:

@@ -1,0 +1,93 @@
+"""Whether the result of a complete job still counts: the text is the same, and the user's code."""
+
+import json
+import logging
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.errors import DataError
+from mingpt_ddp.storage.code_identity import changed_files, recorded_code
+from mingpt_ddp.storage.run_directory import read_result, recorded_config
+
+log = logging.getLogger(__name__)
+
+OF_WINDOWS = ("block_size", "stride")  # keys of data that do not change what the text is
+
+
+@dataclass
+class KeptResults:
+    """The checks of the results of a sweep's complete jobs. On rank zero."""
+
+    edited: dict[Path, list[str]] = field(default_factory=dict)  # files of old code, by run
+    accepts: bool = False  # run.accept_code
+    _named: set[str] = field(default_factory=set)  # files that the log has named
+    _texts: dict[str, str] = field(default_factory=dict)  # SHA-256 by the keys of the text
+
+    def check(self, directory: Path, config: Config) -> None:
+        """Check the result of a complete job. Say once that a user's file has been edited.
+
+        Args:
+            config: The configuration of the job, or of another job of the sweep.
+
+        Raises:
+            DataError: The text is another one now, or cannot be read.
+        """
+        self.accepts = config.run.accept_code
+        result = read_result(directory)
+        self._check_text(directory, result, _data_of(directory, config.data))
+        changed = changed_files(recorded_code(result))
+        new = [name for name in changed if name not in self._named]
+        self._named |= {*new}
+        if changed and not self.accepts:
+            self.edited[directory] = changed
+        if new and self.accepts:
+            log.info(
+                "run.accept_code=true: results of complete jobs count, although %s",
+                _have_changed(new),
+            )
+        elif new:
+            log.warning(
+                "%s since complete jobs were trained: the table marks these results as of old "
+                "code; run.resume=never or another run.name trains them again, "
+                "run.accept_code=true takes them as they are",
+                _have_changed(new),
+            )
+
+    def _check_text(self, directory: Path, result: dict[str, Any], data: Any) -> None:
+        recorded = result.get("data")
+        then = recorded.get("sha256") if isinstance(recorded, dict) else None
+        if not isinstance(data, DataConfig) or not isinstance(then, str):
+            return
+        now = self._sha256_of(data)
+        if now != then:
+            raise DataError(
+                f"{data.source} is not the text that {directory} was trained on (SHA-256 "
+                f"{now:.12} now, {then:.12} then); restore it, or train on it as it is now with "
+                "run.resume=never or another run.name"
+            )
+
+    def _sha256_of(self, data: DataConfig) -> str:
+        from mingpt_ddp.data.prepare import sha256_of_text  # not at the start of each command
+
+        keys = {key: value for key, value in asdict(data).items() if key not in OF_WINDOWS}
+        name = json.dumps(keys, sort_keys=True, default=str)
+        if name not in self._texts:
+            self._texts[name] = sha256_of_text(data)
+        return self._texts[name]
+
+
+def _data_of(directory: Path, data: Any) -> Any:
+    """Return the data of a job, of which a search knows the recorded configuration alone."""
+    recorded = (recorded_config(directory) or {}).get("data")
+    if not isinstance(data, DataConfig) or not isinstance(recorded, dict):
+        return data
+    known = {each.name for each in fields(data)} - {"cache_dir", "verify"}
+    return replace(data, **{key: value for key, value in recorded.items() if key in known})
+
+
+def _have_changed(names: Collection[str]) -> str:
+    return f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} changed"
