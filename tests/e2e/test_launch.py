@@ -443,17 +443,34 @@ def test_a_worker_whose_agent_died_before_the_rendezvous_exits(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-def test_ranks_of_different_configuration_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "difference"),
+    [
+        (["optimizer.lr={}"], r"optimizer\.lr: 1\.0 -> 2\.0"),
+        (
+            ["--config-dir=recipe{}", "task.code=mine.py"],
+            r"task\.code: mine\.py \([0-9a-f]{12}\) -> mine\.py \([0-9a-f]{12}\)",
+        ),
+    ],
+    ids=["key", "file"],
+)
+def test_ranks_of_different_configuration_are_refused(words, difference, tmp_path):
+    for number in (1, 2):
+        (tmp_path / f"recipe{number}").mkdir()
+        (tmp_path / f"recipe{number}" / "mine.py").write_text(f"x = {number}\n")
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     jobs = [
-        Job([*python_main(), *TINY, f"optimizer.lr={lr}"], tmp_path, RANK=r, **shared)
-        for r, lr in ("01", "12")
+        Job(
+            [*python_main(), *TINY, *(word.format(number) for word in words)],
+            tmp_path,
+            RANK=rank,
+            **shared,
+        )
+        for rank, number in ("01", "12")
     ]
     assert [job.wait() for job in jobs] == [2, 2]
-    expected = (
-        "config error: rank 1 has another configuration than rank 0: optimizer.lr: 1.0 -> 2.0"
-    )
-    assert expected in jobs[0].text()
+    expected = "config error: rank 1 has another configuration than rank 0: "
+    assert re.search(expected + difference, jobs[0].text())
     assert not (tmp_path / "outputs").exists()
 
 

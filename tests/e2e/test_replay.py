@@ -258,12 +258,12 @@ def test_another_machine_proves_nothing(copied):
     flip_bit(run / "snapshots" / "step_00000020")
     (run / LEDGER).unlink()
     for snapshot in (run / "snapshots").iterdir():
-        code = {"sha256": "0" * 64, "files": {"gone.py": "0"}}
+        code = {"files": {"gone.py": "0"}, "package": {"sha256": "0" * 64}}
         edit_state(snapshot, environment={"torch": "1.0"}, code=code)
     code, line = replay(copied, "replay=5")
     assert line.startswith("undecided: step 20, repeated from step 15, gives another model: ")
     assert "this proves nothing, because torch was 1.0 and is 2." in line
-    assert "; the code differs: gone.py, mingpt_ddp/" in line
+    assert "; the code differs: gone.py, mingpt_ddp at " in line and "instead of 0000" in line
     assert code == 3
 
 

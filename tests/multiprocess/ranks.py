@@ -56,8 +56,9 @@ def configure(*overrides: str) -> dict[str, Any]:
 
 def typed(values: dict[str, Any]) -> Config:
     """Return the typed configuration; if it names the code of an example, register that here."""
-    has_code = any("code" in keys for keys in values.values())
-    return from_mapping(run_code(values, EXAMPLES) if has_code else values)
+    if any("code" in keys for keys in values.values()):
+        run_code(values, EXAMPLES)
+    return from_mapping(values)
 
 
 @functools.cache

@@ -88,7 +88,6 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, c
         **changes,
         data__path="/tmp/a::b",
         data__cache_dir="/home/x",
-        model__code_sha256="0" * 64,
     )
     words = command_words(run, [])
     assert not any(word in " ".join(words) for word in ("theirs", "::", "/home/x", "code"))

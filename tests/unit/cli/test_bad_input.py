@@ -428,7 +428,6 @@ CASES = [
         own("good") + " model.code=https://x.org/a.py",
         "config error: model.code=https://x.org/a.py must be a local",
     ),
-    (own("good") + f" +model.code_sha256={OTHER_SHA}", "config error: model.code=/"),
     (
         own("good") + " model.widht=2",
         "config error: model.widht is not a key; did you mean model.width?",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -93,6 +95,7 @@ def call(monkeypatch, capsys):
 )
 def test_refused_in_one_line_before_anything_is_written(words, message, project, call):
     Path("recipe/large.py").write_text("# large\n" * 120_000)
+    git("add", ".")
     Path("a=b").mkdir()
     code, out, err = call(*words)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -108,8 +111,8 @@ def test_the_same_files_elsewhere_are_the_same_code(project, tmp_path):
     git("commit", "-qm", "3")
     words = ["--config-dir=recipe", f"model.code={tmp_path}/link/recipe/mine.py"]
     before, after, changed = (find_version(name, words) for name in ("HEAD~1", "HEAD", "HEAD~2"))
-    assert before.code.record["sha256"] == after.code.record["sha256"]
-    assert before.code.record["sha256"] != changed.code.record["sha256"]
+    assert before.code.record["files"] == after.code.record["files"]
+    assert before.code.record["files"] != changed.code.record["files"]
 
 
 def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
@@ -134,12 +137,14 @@ def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
     )
     here.check_unchanged()
     Path("recipe/new.py").write_text("y = 1\n")
-    line = r"run error: version \. has changed since the start \(recipe/new.py/new.py\); compare"
+    line = r"run error: version \. has changed since the start \(recipe/new.py\); compare"
     with pytest.raises(code_version.RunError, match=line):
         here.check_unchanged()
     found.check_unchanged()
     changed = find_version(".", words)
-    assert changed.code.record["sha256"] != here.code.record["sha256"] and changed.code.patch
+    assert changed.code.record["files"] != here.code.record["files"]
+    Path("recipe/mine.py").write_text("x = 4\n")
+    assert find_version(".", words).code.patch
 
 
 def test_no_filter_runs_as_git_writes_the_files_of_a_commit(project):
@@ -203,7 +208,7 @@ def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "__main__.py").write_text("raise SystemExit('config error: why')\n")
-    code = code_version.Code({"sha256": "a"}, b"")
+    code = code_version.Code({}, b"")
     version = code_version.Version("B", tmp_path, [], code, True)
     for call in (version.compose, lambda: version.train([])):
         with pytest.raises(UserError) as raised:
@@ -211,24 +216,56 @@ def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
         assert str(raised.value) == "version B: config error: why"
 
 
-def test_a_version_trains_with_one_code_of_its_own_files(tmp_path, monkeypatch):
-    """Two versions may train with the same: they differ in a file that the jobs do not import."""
+@pytest.mark.parametrize(
+    ("files", "more", "named"),
+    [
+        ({"recipe/mine.py": "x = 2\n"}, {}, None),  # fewer than the version has
+        ({"../lib/shared.py": "a library\n"}, {}, None),
+        ({"../lib/shared.py": "edited since\n"}, {}, "../lib/shared.py"),
+        ({"../lib/gone.py": ""}, {}, "../lib/gone.py"),
+        ({"recipe/mine.py": "x = 1\n"}, {}, "recipe/mine.py"),
+        ({"other.py": "of this checkout\n"}, {}, "other.py"),  # the version is another one
+        ({}, {"package": {"sha256": "q", "commit": None}}, "mingpt_ddp"),
+        ({}, {"earlier": ["12345678"]}, "it has trained with several"),
+    ],
+    ids=str,
+)
+def test_a_complete_job_counts_if_its_version_has_trained_it(files, more, named, project, tmp_path):
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "shared.py").write_text("a library\n")
+    (project / "other.py").write_text("of this checkout\n")
+    version = find_version("HEAD", ["--config-dir=recipe"])
+    hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
+    code = {"files": hashes, "package": version.code.record["package"], **more}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "result.json").write_text(json.dumps({"status": "complete", "code": code}))
+    trial = tool.Trial(version, [], run, {})
+    if named is None:
+        tool._check_code(trial)
+        return
+    line = f"was not trained by the code of HEAD ({named}): restore that"
+    with pytest.raises(code_version.RunError, match=re.escape(line)):
+        tool._check_code(trial)
 
-    def check(directory, recorded, imported, codes):
-        code = code_version.Code({"sha256": "s", "files": {"m.py": "1", directory: "2"}}, b"")
-        version = code_version.Version(directory, tmp_path / directory, [], code, True)
-        monkeypatch.setattr(code_version.Version, "check_unchanged", lambda version: None)
-        monkeypatch.setattr(tool, "read_result", lambda run: {"code": {"sha256": recorded}})
-        monkeypatch.setattr(tool.Trial, "trained_files", {imported})
-        tool._check_code(tool.Trial(version, [], tmp_path, {}), codes)
 
-    codes = {}
-    for directory in "aba":
-        check(directory, "x", "1", codes)
-    cases = {("y", "1"): "that was another", ("x", "3"): "it has imported other files"}
-    for (recorded, imported), why in cases.items():
-        with pytest.raises(code_version.RunError, match=f"was not trained by the code of a: {why}"):
-            check("a", recorded, imported, codes)
+@pytest.mark.parametrize(
+    ("data", "is_known"),
+    [
+        ({"path": "text.txt"}, True),
+        ({"path": "text.txt", "reader": "mine", "block_size": 8, "of_mine": 3}, True),
+        ({"sources": [["text.txt", 1.0]]}, True),
+        ({"path": "nowhere.txt"}, False),
+        ({"dataset": "mine", "name": "mine"}, False),
+    ],
+    ids=str,
+)
+def test_another_text_is_another_comparison(data, is_known, project):
+    Path("text.txt").write_text("one")
+    before = tool._text_sha256(data)
+    Path("text.txt").write_text("two")
+    assert bool(before) is is_known
+    assert (tool._text_sha256(data) != before) is is_known
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ CHOSEN: dict[str, str | None] = {
 }
 NO_CODE = [f"{group}.code=null" for group in CHOSEN]  # which `again` asks for
 # What another value of a text is: one that every key with a format accepts.
-OTHER_TEXTS = {"code_sha256": "0" * 64, "sha256": "0" * 64, "init_sha256": "0" * 64}
+OTHER_TEXTS = {"sha256": "0" * 64, "init_sha256": "0" * 64}
 
 
 # What the number of steps stands for, or stands for the number of steps.
@@ -76,7 +76,7 @@ def values_of(**chosen: str | None) -> dict[str, dict[str, Any]]:
         if choice is not None:
             values[group][selectors[0]] = choice
         if group in CHOSEN:  # null otherwise, and then not recorded
-            values[group] |= {"code": "mine.py", "code_sha256": "1" * 64}
+            values[group]["code"] = "mine.py"
     return values
 
 

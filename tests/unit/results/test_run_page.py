@@ -45,7 +45,8 @@ def run(tmp_path) -> Path:
             logger.log_text(100, "sample", f"the last text {HOSTILE}")
         logger.close()
     (run / "main.rank0.log").write_text(LOG)
-    code = {"sha256": "3f" * 32, "commits": {HOSTILE: "0f" * 20 + "-dirty"}}
+    code = {"files": {}, "package": {"sha256": "3f" * 32}}
+    code |= {"commits": {HOSTILE: "0f" * 20 + "-dirty"}}
     result = json.loads((run / "result.json").read_text())
     (run / "result.json").write_text(json.dumps({**result, "code": code}))
     return run
@@ -97,7 +98,7 @@ def test_everything_of_a_run_is_on_its_page(run):
     assert "INFO run" not in body and "INFO step" not in body
     assert f"name: {HOSTILE}" in body and "lr: 0.001" in body
     assert re.search("validation loss +2 ", body) and "Notes" not in body
-    assert f"code 3f3f3f3f3f3f, {HOSTILE} at 0f0f0f0f0f0f-dirty" in body
+    assert f"code mingpt_ddp at 3f3f3f3f3f3f, {HOSTILE} at 0f0f0f0f0f0f-dirty" in body
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "directory"])

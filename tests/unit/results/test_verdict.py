@@ -54,18 +54,85 @@ def test_two_directories_are_compared_seed_by_seed(tmp_path, call):
     )
 
 
-def test_versions_of_the_code_are_noted(tmp_path, call):
-    replicate(tmp_path, [1.0, 2.0, 3.0])
-    for n, run in enumerate(sorted(tmp_path.iterdir())):
-        result = json.loads((run / "result.json").read_text())
-        code = {"sha256": "ab"[n % 2] * 64, "earlier": []}
-        (run / "result.json").write_text(json.dumps({**result, "code": code}))
-    table = call(tmp_path)[1]
-    assert "3 (2 codes)" in table
-    assert "note: 2 versions of the code have trained the jobs; to compare versions, use" in table
+def trained_with(run, content="1", package="p", commit="a" * 40, text="t", earlier=(), **keys):
+    """Add to a fake run what it has recorded of its code and its text."""
+    code = {"files": {"recipe/mine.py": content}, "package": {"sha256": package, "commit": commit}}
+    recorded = {"code": {**code, "earlier": [*earlier]}, "data": {"sha256": text * 64}}
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, **recorded}))
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["run"] |= keys
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def halves(root, *recorded):
+    """Write two settings of six seeds, of which the last three have recorded other things."""
+    for lr in (1e-3, 3e-3):
+        replicate(root, [1.0 + lr, 2.0 + lr, 3.0 + lr, 1.1, 2.3, 3.2], lr=lr)
+    for run in sorted(root.iterdir()):
+        seed = int(re.search(r"seed=(\d)", run.name)[1])
+        trained_with(run, **recorded[seed > 3])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "settings", "note"),
+    [
+        (({}, {}), 2, None),
+        (
+            ({}, {"content": "2"}),
+            4,
+            "the jobs were trained with several versions of recipe/mine.py: seeds of different "
+            "versions are not taken together",
+        ),
+        (({}, {"earlier": ["12345678"]}), 4, "trained with more than one version of its code: "),
+        (
+            ({}, {"content": "2", "accept_code": True}),
+            2,
+            "the jobs were trained with several versions of recipe/mine.py: run.accept_code=true "
+            "takes their seeds together",
+        ),
+        (
+            ({}, {"package": "q", "commit": f"{'b' * 40}-dirty"}),
+            2,
+            f"the jobs were trained with several versions of mingpt_ddp, {'a' * 12} and "
+            f"{'b' * 12}-dirty: their seeds are taken together",
+        ),
+        (
+            ({}, {"text": "u"}),
+            4,
+            "the jobs were measured on different texts (data.sha256): their results do not compare",
+        ),
+    ],
+    ids=["the same", "file", "earlier file", "accepted", "package", "text"],
+)
+def test_seeds_of_other_code_or_text_are_another_setting(recorded, settings, note, tmp_path, call):
+    halves(tmp_path, *recorded)
+    found = strict(call(tmp_path, "compare", "format=json")[1])
+    assert len(found["settings"]) == settings
+    assert {each["n"] for each in found["settings"]} == {12 // settings}
+    versions = [each for each in found["notes"] if "version" in each or "different texts" in each]
+    assert [each[: len(note or "")] for each in versions] == ([note] if note else [])
+    assert [
+        each for each in strict(call(tmp_path, "format=json")[1])["notes"] if each in versions
+    ] == versions
+
+
+def test_other_code_is_accepted_by_a_word(tmp_path, call):
+    halves(tmp_path, {}, {"content": "2"})
+    code, out, _ = call(tmp_path, "compare", "accept_code=true")
+    assert code == 0 and "6 paired seeds" in out
+    assert "run.accept_code=true takes their seeds together" in out
+    labels = {
+        each["name"] for each in strict(call(tmp_path, "compare", "format=json")[1])["settings"]
+    }
+    assert len({label.rpartition("code=")[2] for label in labels}) == 2, labels
+
+
+def test_a_job_that_has_not_ended_is_with_the_others_of_its_setting(tmp_path, call):
+    halves(tmp_path, {}, {})
+    fake_run(tmp_path / "more", {"run.seed": 9, "optimizer.lr": 1e-3}, status=None)
     groups = strict(call(tmp_path, "format=json")[1])["groups"]
-    assert groups[0]["jobs"][0]["code"] == "a" * 12
-    assert call(tmp_path, "compare", "by=code")[0] == 2
+    assert sorted(len(group["jobs"]) for group in groups) == [6, 7]
 
 
 def test_each_verdict_is_recorded_next_to_the_runs(tmp_path, call, monkeypatch):

@@ -1,9 +1,10 @@
-"""Which code trains: its SHA-256, and the patch of a checkout, which holds no secret."""
+"""The record of the code that trains: the user's files, the package, the patch of a checkout."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import stat
@@ -14,39 +15,46 @@ from pathlib import Path
 
 import pytest
 
+from mingpt_ddp.config.builders import code_roots, run_code
+from mingpt_ddp.config.loaded_code import loaded_files
 from mingpt_ddp.storage import code_identity
 from mingpt_ddp.storage.code_identity import (
     PACKAGE,
-    SECRET,
-    SECRET_NAME,
     TOO_LARGE,
+    changed_files,
     describe,
-    difference_of,
+    describe_change,
+    hash_package,
     read_code,
     recorded_code,
     start_reading,
+    user_code,
+    with_loaded_files,
 )
 from mingpt_ddp.storage.git import MAX_PATCH_BYTES
 
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+PACKAGE_RECORD = {"sha256": "b" * 64, "commit": None}
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    """Each test as in a new process, with all the time that git takes."""
+def patient(monkeypatch):
+    """Give git all the time that it takes on a busy machine."""
     monkeypatch.setattr(code_identity, "GIT_S", 600)
-    for cached in (code_identity._package_files, code_identity._user_files):
-        cached.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_code_is_chosen():
     yield
-    for cached in (code_identity._package_files, code_identity._user_files):
-        cached.cache_clear()
+    run_code({}, [])
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch) -> Path:
-    """A copy of the package as a wheel installs it: in no checkout, with conf/ in it."""
+    """A package as a wheel installs it: it is in no checkout."""
     package = tmp_path / "site-packages" / PACKAGE.name
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    package.mkdir(parents=True)
+    (package / "loop.py").write_text("x = 1\n")
     monkeypatch.setattr(code_identity, "PACKAGE", package)
     return package
 
@@ -75,45 +83,131 @@ def write(root: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_a_wheel_has_the_hash_of_a_checkout_and_a_comment_counts(installed, monkeypatch):
-    wheel = read_code({}).record
-    assert wheel["commits"] == {} and wheel["patch"] is None
-    with monkeypatch.context() as context:
-        context.setattr(code_identity, "PACKAGE", PACKAGE)
-        assert read_code({}).record["sha256"] == wheel["sha256"]
-    with (installed / "loop.py").open("a") as file:
+def read(*folders: Path) -> code_identity.Code:
+    return read_code({}, folders)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def record(files: dict[str, str], **more: object) -> dict[str, object]:
+    return {"files": files, "package": PACKAGE_RECORD, "commits": {}, **more}
+
+
+def test_a_package_has_one_hash_wherever_it_is_and_a_comment_counts(tmp_path):
+    copy = tmp_path / "site-packages" / PACKAGE.name
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    assert hash_package(copy) == hash_package(PACKAGE)
+    with (copy / "loop.py").open("a") as file:
         file.write("# a comment\n")
-    assert read_code({}).record["sha256"] == wheel["sha256"], "this process has the old one"
-    code_identity._package_files.cache_clear()
-    changed = read_code({}).record
-    assert difference_of(wheel, changed) == "mingpt_ddp/loop.py"
-    assert difference_of(wheel, wheel) == difference_of({}, wheel) == ""
-
-
-def test_what_a_file_imports_from_beside_it_counts_wherever_it_is(tmp_path, installed):
-    files = {
-        "mine.py": "import torch, pkg.sub\ndef f():\n    from helper import g\n",
-        "helper.py": "import mine, mingpt_ddp.loop\n",
-        "pkg/__init__.py": "",
-        "pkg/sub.py": f"from . import near\nfrom ... import above\nfrom {'.' * 99} import a\n",
-        "pkg/near.py": "this is no Python\n",
-        "pkg/other.py": "",
-        "mingpt_ddp/loop.py": "",
-        "torch": "a file\n",
+    assert hash_package(copy) != hash_package(PACKAGE)
+    assert read_code({}, [], copy).record["package"] == {
+        "sha256": hash_package(copy),
+        "commit": None,
     }
-    for folder in ("a", "b/c"):
-        for name, text in files.items():
-            write(tmp_path / folder, name, text)
-    one, other = (read_code({"model": tmp_path / folder / "mine.py"}) for folder in ("a", "b/c"))
-    assert [name for name in one.record["files"] if not name.startswith("mingpt_ddp/")] == [
-        f"model/{name}"
-        for name in ("mine.py", "helper.py", "pkg/sub.py", "pkg/near.py", "pkg/__init__.py")
-    ]
-    assert one.record["sha256"] == other.record["sha256"]
 
 
-def test_the_patch_leads_from_the_commit_to_the_files(checkout, tmp_path):
-    clean = read_code({"model": checkout / "mine.py"})
+FILES = {
+    "first.py": "import torch, own_pkg.sub\ndef f():\n    from own_helper import G\n    return G\n",
+    "own_helper.py": "G = 1\n",
+    "own_pkg/__init__.py": "",
+    "own_pkg/sub.py": "from . import near\nimport importlib as i\ni.import_module('own_named')\n",
+    "own_pkg/near.py": "",
+    "own_pkg/other.py": "",
+    "own_named.py": "",
+    "second.py": "import own_alone\nfrom own_pkg.near import __name__ as name\n",
+    "own_alone.py": "",
+}
+
+
+def test_what_a_file_has_imported_so_far_belongs_to_it(tmp_path, monkeypatch):
+    """Not what another job of this process has loaded. An edit after the import does not count."""
+    for name, text in FILES.items():
+        write(tmp_path, name, text)
+    monkeypatch.chdir(tmp_path)
+    run_code({"model": {"code": "first.py"}, "task": {"code": "second.py"}}, [tmp_path])
+    run_code({"model": {"code": "first.py"}}, [tmp_path])
+    write(tmp_path, "own_pkg/near.py", "edited = True\n")
+    first = {"first.py", "own_named.py", "own_pkg/__init__.py", "own_pkg/near.py", "own_pkg/sub.py"}
+    code = start_reading(code_roots())().record
+    assert {*code["files"]} == first
+    assert code["files"]["own_pkg/near.py"] == sha256("")
+    assert changed_files(code) == [], "this process trains with what it has loaded"
+
+    __import__("own_helper")  # late, as by a hook
+    assert {*with_loaded_files(code, code_roots())["files"]} == first | {"own_helper.py"}
+    run_code({"model": {"code": "second.py"}}, [tmp_path])
+    assert {*start_reading(code_roots())().record["files"]} == {
+        *("second.py", "own_alone.py", "own_pkg/__init__.py", "own_pkg/near.py")
+    }
+    run_code({}, [])
+    assert start_reading(code_roots())().record["files"] == {}, "a built-in model has none"
+    assert loaded_files([tmp_path / "nowhere.py"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changed"),
+    [
+        ({"a.py": sha256("a")}, []),
+        ({"a.py": sha256("b")}, ["a.py"]),
+        ({"gone.py": sha256("a"), "a.py": sha256("a")}, ["gone.py"]),
+        ({"folder.py": sha256("a")}, ["folder.py"]),
+        ({"../../../a.py": sha256("c")}, ["../../../a.py"]),
+        ({"notes.txt": sha256("a")}, ["notes.txt"]),
+        ({"nul\0.py": sha256("a")}, ["nul\0.py"]),
+        ({"moved/a.py": sha256("now")}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_which_files_of_a_record_have_changed(recorded, changed, tmp_path, monkeypatch):
+    """Without importing them: `a.py` is not even Python."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a.py", "a")
+    write(tmp_path, "notes.txt", "a")
+    (tmp_path / "folder.py").mkdir()
+    assert changed_files(record(recorded), {"here.py": sha256("now")}) == changed
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        (record({"a.py": "1"}), record({"a.py": "1", "new.py": "2"}), ""),
+        (record({"a.py": "1"}), record({"a.py": "2"}), "a.py"),
+        (record({f"{i}.py": "1" for i in range(7)}), record({}), "0.py, 1.py, 2.py, 3.py, 4.py, 2"),
+        (
+            record({}, package={"sha256": "c" * 64, "commit": f"{'d' * 40}-dirty"}),
+            record({}),
+            f"mingpt_ddp at {'b' * 12} instead of {'d' * 12}-dirty",
+        ),
+        ({}, record({}), ""),
+    ],
+    ids=range(5),
+)
+def test_the_difference_of_two_records_in_words(before, now, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert describe_change(before, now).startswith(text)
+    assert bool(describe_change(before, now)) is bool(text)
+
+
+def test_other_code_that_has_trained_the_run_before_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "late.py", "a hook imports it")
+    before = record({"a.py": "1", "late.py": sha256("a hook imports it")})
+    same = read_code({"a.py": "2"}, []).record_in(tmp_path, {})
+    assert same["earlier"] == [] and same["files"] == {"a.py": "2"}
+    other = read_code({"a.py": "2"}, []).record_in(tmp_path, before)
+    assert other["earlier"] == [user_code(before)]
+    assert other["files"] == {"a.py": "2", "late.py": sha256("a hook imports it")}
+    write(tmp_path, "late.py", "edited")
+    again = read_code({"a.py": "2"}, []).record_in(tmp_path, other)
+    assert again["earlier"] == [user_code(before), user_code(other)]
+    assert again["files"] == {"a.py": "2"}
+
+
+def test_the_patch_leads_from_the_commit_to_the_tracked_files(checkout, tmp_path):
+    clean = read(checkout)
     commit = git(checkout, "rev-parse", "HEAD")
     assert clean.record["commits"] == {"project": commit} and clean.patch == b""
     lines = b"# \xe9 in Latin-1\r\nb = 1\r\n"
@@ -122,89 +216,55 @@ def test_the_patch_leads_from_the_commit_to_the_files(checkout, tmp_path):
     git(checkout, "add", ".")
     git(checkout, "commit", "-qm", "second")
     commit = git(checkout, "rev-parse", "HEAD")
-    index = (checkout / ".git" / "index").stat()
+    index = (checkout / ".git" / "index").stat().st_mtime_ns
     write(checkout, "mine.py", "x = 2\n")
     (checkout / "bytes.py").write_bytes(lines.replace(b"1\r", b"2\r"))
-    (checkout / "new.py").write_bytes(lines)
     (checkout / "picture.png").write_bytes(b"\0\2")
-    write(checkout, "new/né.py", "no line feed")
-    write(checkout, "empty.py", "")
-    write(checkout, "notes.txt", "untracked, and no code\n")
+    write(checkout, "untracked.py", "y = 1\n")
     (checkout / ".git" / "index.lock").touch()  # another git is at work
-    dirty = read_code({"model": checkout / "mine.py", "data": checkout / "mine.py"})
-    assert dirty.record["commits"] == {"project": f"{commit}-dirty"}
-    assert describe(dirty.record_in(tmp_path, {})) == (
-        f"{dirty.record['sha256'][:12]}, project at {commit[:12]}-dirty, code.patch"
-    )
+    dirty = read(checkout, checkout)
     (checkout / ".git" / "index.lock").unlink()
-    assert (checkout / ".git" / "index").stat() == index
+    assert (checkout / ".git" / "index").stat().st_mtime_ns == index
+    assert dirty.record["commits"] == {"project": f"{commit}-dirty"}
+    line = describe(dirty.record_in(tmp_path, {}))
+    assert f", project at {commit[:12]}-dirty" in line and line.endswith(", code.patch")
     copy = tmp_path / "copy"
     git(tmp_path, "clone", "-q", str(checkout), str(copy))
     (tmp_path / "code.patch").write_bytes(dirty.patch)
     git(copy, "apply", "../code.patch")
-    for name in ("mine.py", "bytes.py", "new.py", "new/né.py", "empty.py"):
+    for name in ("mine.py", "bytes.py"):
         assert (copy / name).read_bytes() == (checkout / name).read_bytes()
-    assert not (copy / "notes.txt").exists()
     assert b"# not here, as it is binary or large: diff --git a/picture.png" in dirty.patch
+    assert b"untracked" not in dirty.patch
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("mine.py", 'API_KEY = "0123456789abcdef"\n'),
-        ("mine.py", "fs = open('s3://me:hunter22@host/bucket')\n"),
-        ("mine.py", "# token hf_" + "aB3" * 10 + "\n"),
-        ("mine.py", "key = '''-----BEGIN RSA PRIVATE KEY-----\n'''\n"),
-        ("mine.py", "password: hunter22\n"),
-        ("new_secrets.py", "x = 1\n"),
-    ],
-)
-def test_a_file_that_may_hold_a_secret_is_named_alone(name, text, checkout):
-    write(checkout, name, f"y = 3\n{text}")
-    write(checkout, "harmless.py", "token = text[0]\napi_key = os.environ['API_KEY']\n")
+@pytest.mark.parametrize("name", [".env", "prod.env", "id_rsa", "my_secrets.py", "server.key"])
+def test_a_file_whose_name_marks_a_secret_is_named_alone(name, checkout):
+    write(checkout, name, "before\n")
+    git(checkout, "add", "-f", ".")
+    git(checkout, "commit", "-qm", "second")
+    write(checkout, name, "hunter22\n")
+    write(checkout, "mine.py", "x = 2\n")
     git(checkout, "remote", "add", "origin", "https://me:hunter33@host/project")
-    patch = read_code({"model": checkout / "mine.py"}).patch.decode()
-    assert f"# not here, as it may hold a secret: diff --git a/{name} b/{name}\n" in patch
-    assert "y = 3" not in patch and "hunter" not in patch
-    assert "+token = text[0]" in patch
+    patch = read(checkout).patch.decode()
+    assert f"# not here, as its name marks a secret: diff --git a/{name} b/{name}\n" in patch
+    assert "hunter" not in patch and "+x = 2" in patch
 
 
-@pytest.mark.parametrize(
-    ("line", "is_secret"),
-    [
-        ('os.environ["WANDB_API_KEY"] = "0123456789abcdef"', True),
-        (f'wandb.login(key="{"0a" * 20}")', True),
-        (f'TOKEN = "{"0a" * 16}"', True),
-        ('h = {"Authorization": "Bearer eyJhbGciOiJIUzI1NiJ9.eyJz"}', True),
-        ('repo = "https://abcdef0123456789@github.com/me/x"', True),
-        ('stripe = "sk_live_abcdefghijklmnop"', True),
-        ('pwd = "hunter22"', True),
-        ('password: str = "hunter22"', True),
-        ('eos_token = "<|endoftext|>"', False),
-        ("pwd = os.getcwd()", False),
-        ("password: str | None = None", False),
-        ("def login(password: str, key: bytes) -> None:", False),
-        ('url = f"https://{token}@{host}"', False),
-        ('remote = "ssh://git@github.com/me/x"', False),
-    ],
-)
-def test_what_looks_like_a_secret(line, is_secret):
-    assert bool(SECRET.search(f"+{line}\n".lower())) is is_secret
-    assert SECRET_NAME.search("diff --git a/prod.env b/prod.env")
-
-
-@pytest.mark.parametrize("files", [["a.py"], ["a.py", "b.py"]])
-def test_a_patch_above_the_limit_is_named_and_not_kept(files, checkout, tmp_path):
-    """A larger file is named alone."""
-    for name in files:
-        write(checkout, name, "x = 1\n" * (MAX_PATCH_BYTES // 6 // len(files)))
-    code = read_code({"model": checkout / "mine.py"})
+def test_a_patch_above_the_limit_is_not_kept_and_a_larger_file_is_named(checkout, tmp_path):
+    write(checkout, "b.py", "x = 1\n")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "-qm", "second")
+    for name in ("mine.py", "b.py"):
+        write(checkout, name, "y = 1\n" * (MAX_PATCH_BYTES // 6 // 2))
+    code = read(checkout)
     assert code.record["commits"]["project"].endswith("-dirty")
     assert code.record_in(tmp_path, {})["patch"] == TOO_LARGE and code.patch == b""
-    for name in files:
-        write(checkout, name, "x = 1\n" * MAX_PATCH_BYTES)
-    patch = read_code({"model": checkout / "mine.py"}).patch
-    assert b"# not here, as it is binary or large: diff --git a/a.py b/a.py\n" in patch
+    for name in ("mine.py", "b.py"):
+        write(checkout, name, "y = 1\n" * MAX_PATCH_BYTES)
+    assert (
+        b"# not here, as it is binary or large: diff --git a/b.py b/b.py\n" in read(checkout).patch
+    )
 
 
 def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
@@ -225,79 +285,41 @@ def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
     write(checkout, ".git/hooks/post-index-change", program.read_text()).chmod(0o755)
     write(checkout, ".git/info/attributes", "*.py filter=f diff=d\nb.py filter=a=b\n")
     write(checkout, "mine.py", "x = 2\n")
-    write(checkout, "b.py", "x = 2\n")
     monkeypatch.setenv("GIT_EXTERNAL_DIFF", str(program))
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
-    assert b"+x = 2" in read_code({"model": checkout / "mine.py"}).patch
+    assert b"+x = 2" in read(checkout).patch
     assert not (tmp_path / "ran").exists()
 
 
-def test_without_git_there_is_the_hash_alone(checkout, tmp_path, monkeypatch):
+def test_without_git_there_are_the_hashes_alone(checkout, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert read_code({"model": checkout / "mine.py"}).record["commits"] == {}
+    assert read(checkout).record["commits"] == {}
     program = write(tmp_path, "git", "#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
     monkeypatch.setattr(code_identity, "GIT_S", 0.1)
-    code = read_code({"model": checkout / "mine.py"}).record
-    assert code["commits"] == {"project": "unknown: git took more than 0.1 s"}
-    assert describe(code).endswith("project at unknown: git took more than 0.1 s")
+    code = read(checkout).record
+    assert code["commits"] == {} and code["package"]["sha256"]
 
 
-def test_the_commit_is_kept_where_its_patch_takes_too_long(checkout, tmp_path, monkeypatch):
-    commit = git(checkout, "rev-parse", "HEAD")
+def test_a_checkout_without_a_commit_and_one_with_a_file_named_head(checkout, tmp_path):
+    (tmp_path / "new").mkdir()
+    git(tmp_path / "new", "init", "-q")
+    write(checkout, "HEAD", "x")
     write(checkout, "mine.py", "x = 2\n")
-
-    def git_without_diffs(root, deadline, *words):
-        if "diff" in words:
-            raise subprocess.TimeoutExpired("git", 600)
-        return answer(root, deadline, *words)
-
-    answer = code_identity.git
-    monkeypatch.setattr(code_identity, "git", git_without_diffs)
-    code = read_code({"model": checkout / "mine.py"})
-    assert code.record["commits"] == {"project": f"{commit}-dirty"} and code.patch == b""
-    assert code.record_in(tmp_path, {})["patch"] == "git took more than 600 s, not kept"
+    code = read(checkout, tmp_path / "new")
+    assert code.record["commits"].keys() == {"project"}
+    assert code.patch.count(b"+x = 2") == 1
 
 
 def test_checkouts_of_one_name_are_all_recorded(checkout, tmp_path):
     other = tmp_path / "other" / "project"
     git(tmp_path, "clone", "-q", str(checkout), str(other))
     git(other, "commit", "-qm", "second", "--allow-empty")
-    code = read_code({"model": checkout / "mine.py", "data": other / "mine.py"}).record
-    assert code["commits"] == {
+    assert read(checkout, other).record["commits"] == {
         "project": git(checkout, "rev-parse", "HEAD"),
         str(other): git(other, "rev-parse", "HEAD"),
     }
-
-
-def test_a_commit_by_sha256_is_cut_to_twelve_digits():
-    code = {"sha256": "a" * 64, "commits": {"b": f"{'c' * 64}-dirty"}}
-    assert describe(code) == f"{'a' * 12}, b at {'c' * 12}-dirty"
-    code = {"sha256": "a" * 64, "commits": {"c" * 40: "c" * 40}}  # as a version is checked out
-    assert describe(code) == f"{'a' * 12}, {'c' * 12}"
-
-
-def test_no_error_of_the_reading_ends_a_run(tmp_path, monkeypatch):
-    def fail(chosen):
-        raise IndexError("7")
-
-    monkeypatch.setattr(code_identity, "read_code", fail)
-    record = start_reading({})().record_in(tmp_path, {})
-    assert describe(recorded_code({"code": record})) == "unknown, unknown: IndexError('7')"
-    other = {"sha256": "a", "files": {"a.py": "1"}}
-    assert difference_of(record, other) == "which files is unknown"
-    assert difference_of(record, record) == ""
-
-
-def test_no_reading_holds_up_a_run_for_ever(monkeypatch):
-    is_over = threading.Event()
-    monkeypatch.setattr(code_identity, "read_code", lambda chosen: is_over.wait())
-    monkeypatch.setattr(code_identity, "READ_S", 0.01)
-    code = start_reading({})
-    assert describe(code().record) == "unknown, unknown: reading it takes more than 0.01 s"
-    is_over.set()
-    assert code().record["sha256"] == "unknown", "a run has one answer"
 
 
 def test_a_process_forked_meanwhile_holds_no_pipe_of_a_starting_git(checkout):
@@ -339,43 +361,35 @@ def pipes_to_write() -> set[str]:
     return found
 
 
-def test_a_checkout_without_a_commit_and_one_with_a_file_named_head(checkout, tmp_path):
-    (tmp_path / "new").mkdir()
-    git(tmp_path / "new", "init", "-q")
-    for root in (checkout, tmp_path / "new"):
-        write(root, "HEAD", "x")
-        write(root, "mine.py", "x = 2\n")
-        git(root, "add", "mine.py")
-    code = read_code({"model": checkout / "mine.py", "data": tmp_path / "new" / "mine.py"})
-    assert code.record["commits"]["project"].endswith("-dirty")
-    assert code.record["commits"]["new"] == "(initial)-dirty"
-    assert code.patch.count(b"+x = 2") == 2
-
-
-def test_a_run_keeps_the_patch_and_the_name_of_what_trained_it_before(checkout, tmp_path):
+def test_a_run_keeps_the_patch_of_an_earlier_start(checkout, tmp_path):
     write(checkout, "mine.py", "x = 2\n")
-    first = read_code({"model": checkout / "mine.py"})
-    record = first.record_in(tmp_path, {})
-    assert (record["patch"], record["earlier"]) == ("code.patch", [])
+    first = read(checkout)
+    assert first.record_in(tmp_path, {})["patch"] == "code.patch"
     (tmp_path / "code.patch").write_bytes(first.patch)
-    assert first.record_in(tmp_path, record) == record
-    code_identity._user_files.cache_clear()
+    assert first.record_in(tmp_path, {})["patch"] == "code.patch"
     write(checkout, "mine.py", "x = 3\n")
-    second = read_code({"model": checkout / "mine.py"}).record_in(tmp_path, record)
-    assert second["earlier"] == [record["sha256"]]
-    assert second["patch"].startswith("code-")
-    third = first.record_in(tmp_path, second)
-    assert third["earlier"] == [record["sha256"], second["sha256"]]
+    assert read(checkout).record_in(tmp_path, {})["patch"].startswith("code-")
 
 
 @pytest.mark.parametrize(
-    "code", [None, [], {"files": {}}, {"sha256": 1}, {"sha256": "a", "files": []}]
+    "code",
+    [
+        None,
+        [],
+        {"files": {}},
+        {"sha256": "a" * 64, "commits": {}, "files": {"a.py": "1"}},  # of an earlier version
+        record({"a.py": 1}),
+        record([]),
+        record({}, commits=[]),
+        record({}, earlier="a"),
+        record({}, package={"sha256": 1}),
+    ],
 )
 def test_what_is_no_record_is_none(code):
     assert recorded_code({"code": code}) == recorded_code(code) == {}
 
 
 def test_a_record_of_a_stranger_is_described_within_a_line():
-    code = {"sha256": "a" * 10**6, "commits": {"b\n" * 10**6: ["c"]}, "patch": {"d": 1}}
+    code = record({"c\n" * 10**6: "1"}, commits={"b\n" * 10**6: ["c"]}, patch={"d": 1})
     line = describe(recorded_code({"code": code}))
     assert len(line) == 400 and "\n" not in line

@@ -21,13 +21,9 @@ from make_format2 import DATA, MORE_STEPS, STEPS, configuration, train
 from multiprocess.ranks import configure
 from tasks import text_task
 
-from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.results.report import report
-from mingpt_ddp.storage import code_identity
-from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training import result
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records
@@ -227,55 +223,6 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
 
 
 # The end
-
-
-def test_a_run_of_a_dirty_checkout_and_its_resume(log_lines, cwd, monkeypatch):
-    """Each with its commit and patch; the resume names the files that have changed since."""
-    monkeypatch.setattr(code_identity, "GIT_S", 600)
-    project = cwd / "project"
-    project.mkdir()
-    (project / "mine.py").write_text("import helper\n")
-    (project / "helper.py").write_text("x = 1\n")
-    for words in ("init -q", "add mine.py", "-c user.name=a -c user.email=a@b commit -qm first"):
-        subprocess.run(["git", *words.split()], cwd=project, check=True)
-    run_code({"task": {"code": "mine.py"}}, [project])
-    shutil.rmtree("run")
-    train(NAME, STEPS)
-    (line,) = lines_with(log_lines, "INFO code ")
-    assert re.search(r"project at [0-9a-f]{12}-dirty, .*code.patch$", line)
-    first = read_result(cwd / "run")["code"]
-    assert line.startswith(f"INFO code {first['sha256'][:12]}, ") and first["earlier"] == []
-    patch = (cwd / "run" / "code.patch").read_text()
-    assert "+++ b/helper.py" in patch
-
-    (project / "helper.py").write_text("x = 1  # the same\n")
-    code_identity._user_files.cache_clear()  # as in a new process
-    log_lines.clear()
-    train(NAME, STEPS + 1)
-    (line,) = lines_with(log_lines, "the code differs")
-    version = first["sha256"][:12]
-    assert line.startswith(f"WARNING the code differs from the snapshot's, {version}, ")
-    assert "code.patch: task/helper.py; " in line and f"from step {STEPS + 1} on; " in line
-    second = read_result(cwd / "run")["code"]
-    assert second["earlier"] == [first["sha256"]]
-    assert (cwd / "run" / "code.patch").read_text() == patch
-    assert "# the same" in (cwd / "run" / second["patch"]).read_text()
-
-    (project / "mine.py").write_text("import helper  # edited\n")
-    code_identity._user_files.cache_clear()
-    log_lines.clear()
-    train(NAME, STEPS + 1)
-    assert "this is the result of task/mine.py as it was" in lines_with(log_lines, "is complete")[0]
-    assert not lines_with(log_lines, "a sample:")
-    assert read_result(cwd / "run")["code"] == second
-    assert "more than one version of its code" in report([cwd / "run"], cwd / "page.html")
-
-    run_code({}, [])  # a complete run has the code that has trained it
-    log_lines.clear()
-    train(NAME, STEPS + 1)
-    assert read_result(cwd / "run")["code"] == second
-    assert lines_with(log_lines, "code ") == []
-    assert lines_with(log_lines, "a sample:")
 
 
 @pytest.mark.parametrize("least_s", [0.0, 1e6])  # the run began with this process, perhaps long ago
