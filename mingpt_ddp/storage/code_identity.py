@@ -19,7 +19,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -40,6 +40,7 @@ MAX_CODE_BYTES = 1 << 24  # of a file
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
 COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # by SHA-1 or SHA-256
 GIT_S = 5.0  # for all questions to git
+READ_S = 60.0  # for all that is read, in seconds
 SHOWN = 5  # files that a message names
 LONGEST = 400  # characters of a description
 DIFF = (
@@ -93,13 +94,21 @@ def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
         roots: The user's files that the run begins with.
 
     Returns:
-        A function that waits for the thread.
+        A function that waits for the thread, but not for ever: a disk may be lost.
     """
     pool = ThreadPoolExecutor(1, "code")
-    try:
-        return pool.submit(lambda: read_code(_by_name(loaded_files(roots)))).result
-    finally:
-        pool.shutdown(wait=False)
+    reading = pool.submit(lambda: read_code(_by_name(loaded_files(roots))))
+    pool.shutdown(wait=False)
+
+    def wait() -> Code:
+        try:
+            return reading.result(READ_S)
+        except TimeoutError:
+            lost = f"unknown: reading the code takes more than {READ_S:g} s"
+            package = {"sha256": "unknown", "commit": None}
+            return Code({"files": {}, "package": package, "commits": {}, "patch": lost}, b"")
+
+    return wait
 
 
 def read_code(

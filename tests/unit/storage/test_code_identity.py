@@ -146,6 +146,16 @@ def test_what_a_file_has_imported_so_far_belongs_to_it(tmp_path, monkeypatch):
     assert loaded_files([tmp_path / "nowhere.py"]) == {}
 
 
+def test_a_disk_that_does_not_answer_ends_no_start(monkeypatch):
+    answer = threading.Event()
+    monkeypatch.setattr(code_identity, "read_checkout", lambda *args: answer.wait())
+    monkeypatch.setattr(code_identity, "READ_S", 0.1)
+    record = start_reading([])().record
+    answer.set()
+    assert recorded_code({"code": record}) == record
+    assert "more than 0.1 s" in describe(record)
+
+
 @pytest.mark.parametrize(
     ("recorded", "changed"),
     [
