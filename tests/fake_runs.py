@@ -70,9 +70,3 @@ def fake_run(
             result |= {"val_bits_per_byte": bits_per_byte, "bits_per_byte": bits_per_byte}
         (directory / "result.json").write_text(json.dumps(result))
     return directory
-
-
-def write_header(sweep: Path, header: str) -> None:
-    """Write the first lines of the journal of a search, with its settings as JSON."""
-    lines = ['{"op_code":0}', f'{{"op_code":2,"user_attr":{{"mingpt_ddp":{header}}}}}', ""]
-    (sweep / "study.journal").write_text("\n".join(lines))

@@ -57,8 +57,8 @@ def train(
             words = _words(overrides, "train")
         if {"-m", "--multirun"} & {*words}:
             raise ConfigError("train runs one job; start a sweep with mingpt_ddp.sweep")
-        [directory] = _train(words, nproc)
-    return {"run": str(directory), **read_result(directory)}
+        [directory] = _train(words, nproc)["directories"]
+    return {"run": directory, **read_result(Path(directory))}
 
 
 def sweep(
@@ -75,6 +75,7 @@ def sweep(
 
     Returns:
         The `rows` of what the end of the sweep reports: of its directory, if `run.name` is set.
+        Those of the best setting by `sweep.metric` come first.
 
     Raises:
         JobError: jobs have failed; it names them, and `rows` has the others.
@@ -82,7 +83,8 @@ def sweep(
     """
     from mingpt_ddp.results.report_json import job_rows
 
-    return job_rows(_train(["-m", *_words(overrides, "sweep")], nproc))
+    report = _train(["-m", *_words(overrides, "sweep")], nproc)
+    return job_rows([*map(Path, report["directories"])], report["metric"])
 
 
 def _words(overrides: Iterable[str], function: str) -> list[str]:
@@ -100,8 +102,8 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
     return words
 
 
-def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
-    """Run the train command, and return the directories that it reports."""
+def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> dict[str, Any]:
+    """Run the train command, and return what it reports: `directories`, and the `metric`."""
     from mingpt_ddp.distributed.env import REPORT_FILE
     from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError
@@ -118,7 +120,7 @@ def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> list[Path]:
         raise error_of(report, last or f"training ended with exit code {code}")
     if "directories" not in report:  # --help
         raise RunError("these arguments do not train")
-    return [*map(Path, report["directories"])]
+    return report
 
 
 def run_process(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
@@ -287,7 +289,7 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ) from error
 
 
-def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def rows(*directories: str | os.PathLike[str], metric: str | None = None) -> list[dict[str, Any]]:
     """Return a row for each job: those of the setting with the best mean first.
 
     The mean is over all seeds of a setting, as in the table of a report. Settings without a mean,
@@ -298,10 +300,12 @@ def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        metric: A number of result.json to order the rows by, lowest first; `-NAME` for highest
+            first. By default the `sweep.metric` of the sweep, or else the validation loss.
 
     Raises:
         ConfigError: they are not paths.
-        RunError: one of them is not a directory, or contains no run.
+        RunError: one of them is not a directory, or contains no run; or no run has the metric.
     """
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.results.report_json import job_rows
@@ -309,4 +313,4 @@ def rows(*directories: str | os.PathLike[str]) -> list[dict[str, Any]]:
     are_paths = all(each and isinstance(each, str | os.PathLike) for each in directories)
     if not directories or not are_paths:
         raise ConfigError("rows takes one directory or several: rows('outputs/lr', ...)")
-    return job_rows([*map(Path, directories)])
+    return job_rows([*map(Path, directories)], metric)

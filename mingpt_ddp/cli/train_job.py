@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import math
 import os
 import re
 import signal
@@ -42,8 +41,10 @@ from mingpt_ddp.distributed.launch.launcher import train_on_workers
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.interrupts import INTERRUPTED
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.run_directory import (
     next_free_name,
+    read_result,
     run_directory,
     with_run_name,
 )
@@ -247,7 +248,11 @@ def _finish_job(
     Args:
         metrics: of the last evaluation; None: a signal has ended the run.
     """
-    value = None if metrics is None else metrics.get(sweep.objective.metric, math.inf)
+    value = None
+    if metrics is not None:
+        objective = objective_named(config.sweep.metric)
+        directory = run_directory(config)
+        value = runtime.group.run_on_rank_zero(lambda: objective.value(read_result(directory)))
     # possibly too late for this job
     signalled = any(runtime.group.all_gather(signals.signal_name is not None))
     runtime.close()

@@ -23,9 +23,13 @@ CALLER = "MINGPT_DDP_CALLER"
 REPORT_FILE = "MINGPT_DDP_REPORT_FILE"
 
 
-def report_directories(directories: Iterable[Path]) -> None:
-    """Report the paths of runs, or of a sweep, to `mingpt_ddp.train` and `sweep`."""
-    _report(directories=[str(directory.absolute()) for directory in directories])
+def report_directories(directories: Iterable[Path], metric: str | None = None) -> None:
+    """Report the paths of runs, or of a sweep, to `mingpt_ddp.train` and `sweep`.
+
+    Args:
+        metric: Metric by which a sweep ranks its jobs. None is the default.
+    """
+    _report(directories=[str(directory.absolute()) for directory in directories], metric=metric)
 
 
 def report_error(error: UserError) -> None:

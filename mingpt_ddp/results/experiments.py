@@ -11,6 +11,7 @@ from typing import Any
 from mingpt_ddp.errors import RunError, counted, printable, reason
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.formats import cut
+from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.runs import Job
 from mingpt_ddp.storage.lines import read_lines
 from mingpt_ddp.storage.storage import open_regular
@@ -88,8 +89,10 @@ def _rows(line: bytes) -> list[list[str]]:
     runs = cut(" ".join(map(str, record["runs"])))
     versions = [f"{name} = {code}" for name, code in record.get("versions", {}).items()]
     settings = "; ".join([*versions, *map(str, record.get("overrides", []))]) or "-"
+    metric = record.get("objective", LOSS.series)
+    by = "" if metric == LOSS.series else f"by {metric}: "
     rows = []
     for comparison in record["comparisons"]:
-        verdict = str(comparison["sentence"]).replace("\n", "\\n")
+        verdict = by + str(comparison["sentence"]).replace("\n", "\\n")
         rows.append([f"{when:%Y-%m-%d %H:%M}", runs, cut(settings, LONGEST), cut(verdict, LONGEST)])
     return rows

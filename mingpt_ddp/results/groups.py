@@ -95,6 +95,11 @@ class Group:
         """The objective of the complete jobs."""
         return means_by_seed(self.jobs, lambda job: job.objective)
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """The same, as numbers of which the lower is the better."""
+        return {seed: self.ranked_by.cost(value) for seed, value in self.by_seed.items()}
+
     @cached_property
     def estimate(self) -> Estimate:
         """The objective over the complete jobs."""
@@ -219,7 +224,7 @@ def singles(jobs: Iterable[Job]) -> list[Group]:
 
 
 def best_group(groups: Sequence[G]) -> G | None:
-    """Return the group with the lowest mean objective; None if no group has a mean.
+    """Return the group with the best mean objective; None if no group has a mean.
 
     The mean over the seeds that all of `rivals_of` have counts if there are MIN_PAIRS such seeds,
     else the mean over all seeds of each.
@@ -231,7 +236,7 @@ def best_group(groups: Sequence[G]) -> G | None:
     seeds = shared_seeds(rivals)
     if len(seeds) < MIN_PAIRS:
         return rivals[0] if rivals else None
-    means = [statistics.fmean(map(group.by_seed.__getitem__, seeds)) for group in rivals]
+    means = [statistics.fmean(map(group.costs.__getitem__, seeds)) for group in rivals]
     return rivals[means.index(min(means))]
 
 

@@ -15,6 +15,7 @@ from mingpt_ddp.results.groups import (
     text_of,
 )
 from mingpt_ddp.results.objective import (
+    BITS_PER_BYTE,
     LOSS,
     TEXT_KEYS,
     WHY_BITS_PER_BYTE,
@@ -46,8 +47,9 @@ def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
     """
     objective = jobs[0].ranked_by
     notes = []
-    if objective is not LOSS:
+    if objective is BITS_PER_BYTE:
         notes.append(f"ranked by {objective.title}: {WHY_BITS_PER_BYTE}")
+    if objective is not LOSS:
         lacking = [job.name for job in jobs if job.val_loss is not None and job.value is None]
         if lacking:
             names = cut(", ".join(lacking), 200)

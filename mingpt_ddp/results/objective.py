@@ -1,4 +1,4 @@
-"""What the jobs of a sweep or a report are ranked by: the validation loss, or bits per byte."""
+"""The number by which the jobs of a sweep or a report are ranked: by default the loss."""
 
 import contextlib
 import hashlib
@@ -32,33 +32,56 @@ WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
 
 @dataclass(frozen=True)
 class Objective:
-    """A measurement of the validation split; the job with the lowest one is the best."""
+    """The number by which jobs are ranked."""
 
-    metric: str  # its name among the task's metrics
+    series: str  # its key in result.json and metrics.jsonl
     title: str
     column: str
+    maximize: bool = False  # True: higher values are better
 
     @property
-    def series(self) -> str:
-        """The key in metrics.jsonl."""
-        return f"val_{self.metric}"
+    def metric(self) -> str:
+        """The same as `sweep.metric`."""
+        return f"{'-' * self.maximize}{self.series}"
+
+    @property
+    def better(self) -> str:
+        return "higher" if self.maximize else "lower"
+
+    @property
+    def note(self) -> str:
+        """Say which values are better, of a metric that the user has named; "" of the others."""
+        return "" if self in STANDARD.values() else f"{self.better} is better"
+
+    def cost(self, value: float) -> float:
+        """Return a number that is lower for better values, and turns back into the value."""
+        return -value if self.maximize else value
 
     def recorded_in(self, result: Mapping[str, Any]) -> Any:
         """Return the value in a result.json, untrusted; None if there is none."""
-        return result.get(self.series, result.get(self.metric))
+        return result.get(self.series, result.get(self.series.removeprefix("val_")))
 
     def value(self, result: Mapping[str, Any]) -> float:
-        """Return the value in a result.json; infinity if there is none, which is ranked last."""
+        """Return the value in a result.json; if there is none, the worst one, infinity."""
         value = finite(self.recorded_in(result))
-        return math.inf if value is None else value
+        return self.cost(math.inf) if value is None else value
 
 
-LOSS = Objective("loss", "validation loss", "val loss")
-BITS_PER_BYTE = Objective("bits_per_byte", "bits per byte", "bits_per_byte")
+LOSS = Objective("val_loss", "validation loss", "val loss")
+BITS_PER_BYTE = Objective("val_bits_per_byte", "bits per byte", "bits_per_byte")
+STANDARD = {"val_loss": LOSS, "bits_per_byte": BITS_PER_BYTE, "val_bits_per_byte": BITS_PER_BYTE}
 
 
-def objective_of(units: Iterable[Hashable]) -> Objective:
-    """Return what jobs are ranked by.
+def objective_named(metric: str | None) -> Objective:
+    """Return the objective of `sweep.metric`: a number of result.json, -NAME to maximize it."""
+    if metric is None:
+        return LOSS
+    name = metric.removeprefix("-")
+    return STANDARD.get(metric) or Objective(name, name, name, maximize=name != metric)
+
+
+def default_objective(units: Iterable[Hashable]) -> Objective:
+    """Return what jobs are ranked by where the user names nothing.
 
     Args:
         units: what `loss_unit` returns for each job.

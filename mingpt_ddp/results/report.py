@@ -50,6 +50,7 @@ def page_path(directories: list[Path]) -> Path:
 def report(
     directories: list[Path],
     page: Path,
+    metric: str | None = None,
     edited: Mapping[Path, list[str]] = MappingProxyType({}),
     accept_code: bool = False,
 ) -> str:
@@ -61,13 +62,15 @@ def report(
     Args:
         directories: runs, or parents of runs one or two levels below.
         page: the HTML file to write.
+        metric: as for `read_jobs`.
         edited: as of `read_results`.
         accept_code: as of `read_results`.
 
     Raises:
-        RunError: one of the directories holds no run, or the page cannot be written.
+        RunError: one of the directories holds no run, no run has the metric, or the page cannot be
+            written.
     """
-    results = read_results(directories, edited, accept_code)
+    results = read_results(directories, metric, edited, accept_code)
     is_run = directories == [results.jobs[0].directory]
     text = table(results, is_run)
     try:
@@ -80,7 +83,7 @@ def report(
     return f"{text}\nthe page is {page}"
 
 
-def watch(directories: list[Path], page: Path) -> str:
+def watch(directories: list[Path], page: Path, metric: str | None = None) -> str:
     """Write the page again every few seconds while jobs run, or until Ctrl-C; then `report`.
 
     Until then the page reloads itself in a browser. Before the first job it waits for it.
@@ -92,7 +95,7 @@ def watch(directories: list[Path], page: Path) -> str:
     for each in filter(_is_awaited, directories):
         line += f"; it waits for the first run in {each}"
     try:
-        while (results := _read_begun(directories)) is None or results.is_running:
+        while (results := _read_begun(directories, metric)) is None or results.is_running:
             began = time.monotonic()
             if results is not None:
                 write_page(results, page, WATCH_S)
@@ -104,12 +107,12 @@ def watch(directories: list[Path], page: Path) -> str:
         raise RunError(NO_PAGE) from error
     except KeyboardInterrupt:
         pass
-    return report(directories, page)
+    return report(directories, page, metric)
 
 
-def _read_begun(directories: list[Path]) -> Results | None:
+def _read_begun(directories: list[Path], metric: str | None) -> Results | None:
     """Read the jobs; return None before each directory has one."""
-    return None if any(map(_is_awaited, directories)) else read_results(directories)
+    return None if any(map(_is_awaited, directories)) else read_results(directories, metric)
 
 
 def _is_awaited(directory: Path) -> bool:

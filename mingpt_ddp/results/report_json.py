@@ -14,27 +14,26 @@ from mingpt_ddp.results.runs import Job, number, varying
 
 def json_report(results: Results) -> str:
     """Return one strict JSON document in ASCII: null stands for what is not a finite number."""
-    groups = [_group(group, results.keys) for group in results.groups]
-    document: dict[str, Any] = {
+    document = {
         "objective": results.objective.series,
+        "better": results.objective.better,
         "parameters": results.keys,
         "notes": [*results.notes, *results.unread],
         "importance": results.importance,
+        "groups": [_group(group, results.keys) for group in results.groups],
     }
-    if front := results.front:
-        goals = [{"name": goal.name, "direction": goal.direction} for goal in front.goals]
-        document["objectives"] = goals
-        for index, group in enumerate(groups):
-            group["on_front"] = index in front.members
-    return json.dumps(document | {"groups": groups}, indent=1, allow_nan=False)
+    return json.dumps(document, indent=1, allow_nan=False)
 
 
-def job_rows(directories: Sequence[Path]) -> list[dict[str, Any]]:
+def job_rows(directories: Sequence[Path], metric: str | None = None) -> list[dict[str, Any]]:
     """Return a row for each job: its entry in the document, flat, with what the jobs differ in.
 
     All rows have the same keys. Replicates follow each other, those with the best mean first.
+
+    Args:
+        metric: as for `read_jobs`.
     """
-    found, _ = read_with_failures(directories)
+    found, _ = read_with_failures(directories, metric)
     jobs = [job for group in replicates(found) for job in group.jobs]
     parameters = [key for key in varying(jobs) if key != SEED]
     rows = []

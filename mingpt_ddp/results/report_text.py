@@ -1,10 +1,7 @@
 """The table of a sweep as text: a row for each job, or for each group of replicates."""
 
-from collections.abc import Callable
-
 from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.results.analysis.front import Front
 from mingpt_ddp.results.elements import Cells, used_columns
 from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown, words
 from mingpt_ddp.results.groups import Group
@@ -24,10 +21,9 @@ def table(results: Results, is_run: bool) -> str:
     """
     keys = results.keys
     best = results.best
-    starred = [] if is_run else results.starred
     rows = []
-    for index, group in enumerate(results.groups):
-        star = "*" if index in starred else ""
+    for group in results.groups:
+        star = "*" if group is best and not is_run else ""
         cells = cells_of(results, group, keys[:COLUMNS], short=True)
         rows.append({"": star, **cells, "job": cut(group.name)})
     head, body = used_columns(rows)
@@ -37,8 +33,6 @@ def table(results: Results, is_run: bool) -> str:
     if results.importance:
         lines.append(importance_line(results.importance))
     lines += [law.sentence for law in results.laws]
-    if results.front:
-        lines.append(front_line(results.front, len(results.groups)))
     lines += [f"note: {note}" for note in [*results.notes, *results.unread]]
     if not is_run:
         lines += _best_lines(results, best)
@@ -57,7 +51,8 @@ def _best_lines(results: Results, best: Group | None) -> list[str]:
     lines = [f"best: {mean}; its best seed is {best.first.directory}"]
     if len(results.groups) > 1:
         lines.append(
-            f"`{compare_command(results.directories)}` tests whether others differ from it"
+            f"`{compare_command(results.directories, results.objective)}` tests whether others "
+            "differ from it"
         )
     return lines
 
@@ -93,9 +88,6 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
     if objective is not LOSS:
         loss = group.estimate_of(lambda job: job.val_loss).mean
         cells[LOSS.column if short else LOSS.title] = fixed(loss, ".4f")
-    for goal in results.front.goals if results.front else []:
-        if goal.name != objective.series:
-            cells[cut(in_words(goal.name))] = fixed(goal.mean_in(group), ".6g")
     return cells
 
 
@@ -125,15 +117,3 @@ def importance_line(importance: dict[str, float]) -> str:
     names = short_names([*importance])
     shares = [f"{cut(names[key])} {share:.2f}" for key, share in importance.items()]
     return f"importance (PED-ANOVA): {', '.join(shares[:COLUMNS])}"
-
-
-def front_line(front: Front, rows: int, named: Callable[[str], str] = str) -> str:
-    """Say which of so many rows are on the Pareto front, and of what.
-
-    Args:
-        named: returns what an objective is called.
-    """
-    goals = ", ".join(f"{goal.direction} {cut(named(goal.name))}" for goal in front.goals)
-    if len(front.goals) == 1:
-        return f"the best of this search, marked *: {goals}"
-    return f"Pareto front, marked *: {len(front.members)} of {rows}; {goals}"

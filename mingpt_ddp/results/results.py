@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
-from mingpt_ddp.results.analysis.front import Front, front_of, read_goals
 from mingpt_ddp.results.analysis.importance import importances
 from mingpt_ddp.results.analysis.laws import Scaling, scalings
 from mingpt_ddp.results.formats import cut
@@ -30,7 +29,6 @@ class Results:
     recipes: list[Group]  # the same, by recipe in any case
     keys: list[str]  # the parameters in which the groups differ
     notes: list[str]  # on their comparison
-    front: Front | None = None  # of a search with other objectives than what ranks the jobs
     importance: dict[str, float] = field(default_factory=dict)  # share by key; {} if unknown
     laws: list[Scaling] = field(default_factory=list)  # of a sweep over sizes, data or steps
     directories: list[Path] = field(default_factory=list)  # that were named
@@ -61,22 +59,13 @@ class Results:
 
     @property
     def best(self) -> Group | None:
-        """The best group, as `best_group` says; of a search for another objective, its front."""
-        if self.front and len(self.front.goals) == 1:
-            return self.groups[self.front.members[0]] if self.front.members else None
+        """The best group, as `best_group` says."""
         return best_group(self.groups)
-
-    @property
-    def starred(self) -> list[int]:
-        """The indices of the groups on the Pareto front, or of the best one."""
-        if self.front:
-            return self.front.members
-        best = self.best
-        return [index for index, group in enumerate(self.groups) if group is best]
 
 
 def read_results(
     directories: Sequence[Path],
+    metric: str | None = None,
     edited: Mapping[Path, list[str]] = MappingProxyType({}),
     accept_code: bool = False,
 ) -> Results:
@@ -84,18 +73,21 @@ def read_results(
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        metric: as for `read_jobs`.
         edited: The user's files that have changed since a job was trained, by its directory.
         accept_code: Take the results of different code of the user together.
 
     Raises:
-        RunError: one of them holds no run.
+        RunError: one of them holds no run, or none has the metric.
     """
-    jobs, failures = read_with_failures(directories, accept_code)
+    jobs, failures = read_with_failures(directories, metric, accept_code)
     jobs = [replace(job, is_edited=job.directory in edited) for job in jobs]
     recipes = replicates(jobs)
     groups = recipes if has_replicates(recipes) else singles(jobs)
     keys = varying(groups)
-    notes = comparison_notes(jobs)
+    objective = jobs[0].ranked_by
+    notes = [f"ranked by {objective.title}: {objective.note}"] if objective.note else []
+    notes += comparison_notes(jobs)
     if edited:
         names = dict.fromkeys(name for changed in edited.values() for name in changed)
         notes.append(f"old code: results from before the last change of {cut(', '.join(names))}")
@@ -104,26 +96,26 @@ def read_results(
     for failure in failures:
         times = "once" if failure.count == 1 else f"{failure.count} times"
         notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
-    goals = read_goals(directories)
-    front = Front(goals, front_of(groups, goals)) if goals else None
-    if front is None:
-        notes += best_notes(groups)
+    notes += best_notes(groups)
     laws = scalings(recipes)
     importance = importances(groups, keys)
-    return Results(jobs, groups, recipes, keys, notes, front, importance, laws, [*directories])
+    return Results(jobs, groups, recipes, keys, notes, importance, laws, [*directories])
 
 
 def read_with_failures(
-    directories: Sequence[Path], accept_code: bool = False
+    directories: Sequence[Path], metric: str | None = None, accept_code: bool = False
 ) -> tuple[list[Job], list[Failure]]:
     """Read the jobs in these directories, best first, and what their sweeps say of failed ones.
 
+    Args:
+        metric: as for `read_jobs`.
+
     Raises:
-        RunError: one of them holds no run.
+        RunError: one of them holds no run, or none has the metric.
     """
     failures = [failure for each in directories for failure in read_failures(each)]
     failed = {failure.directory for failure in failures}
-    jobs = read_jobs([*directories], accept_code)
+    jobs = read_jobs([*directories], metric, accept_code)
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures
 
 

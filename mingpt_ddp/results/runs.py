@@ -17,12 +17,20 @@ from typing import Any, Protocol, TypeVar
 
 from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.config import PLACES, with_defaults
+from mingpt_ddp.config.validation import hint_at
 from mingpt_ddp.errors import DataError, RunError, command
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
-from mingpt_ddp.results.objective import LOSS, Objective, loss_unit, objective_of
+from mingpt_ddp.results.objective import (
+    LOSS,
+    Objective,
+    default_objective,
+    loss_unit,
+    objective_named,
+)
 from mingpt_ddp.storage.code_identity import recorded_code, user_code
 from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.storage.sweep_file import recorded_metric
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 T = TypeVar("T")
@@ -106,17 +114,20 @@ class Job:
         return self.history.faults if self.history.starts else None
 
 
-def read_jobs(directories: list[Path], accept_code: bool = False) -> list[Job]:
+def read_jobs(
+    directories: list[Path], metric: str | None = None, accept_code: bool = False
+) -> list[Job]:
     """Read the jobs in these directories; sort them by objective, those without one last.
-
-    Where their tokenizers differ, the objective is bits per byte.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        metric: The objective, as `sweep.metric` names it. By default it is the metric of the
+            sweeps that the jobs belong to, if all have the same, or else the validation loss. It
+            is bits per byte if the tokenizers of the jobs differ.
         accept_code: Take all of them as runs with run.accept_code=true.
 
     Raises:
-        RunError: one of them is not a directory, or contains no run.
+        RunError: one of them is not a directory, or contains no run; or no run has the metric.
     """
     runs_by_path: dict[Path, tuple[Path, str]] = {}
     for directory in directories:
@@ -137,9 +148,25 @@ def read_jobs(directories: list[Path], accept_code: bool = False) -> list[Job]:
     jobs = [_read(path, name) for path, name in runs_by_path.values()]
     if accept_code:
         jobs = [replace(job, config={**job.config, ACCEPT_CODE: True}) for job in jobs]
-    objective = objective_of(loss_unit(job.config, job.directory) for job in jobs)
+    recorded = {recorded_metric(parent) for parent in {job.directory.parent for job in jobs}}
+    named = metric or (recorded.pop() if len(recorded) == 1 else None)
+    if named:
+        objective = objective_named(named)
+    else:
+        objective = default_objective(loss_unit(job.config, job.directory) for job in jobs)
     jobs = [replace(job, ranked_by=objective) for job in jobs]
+    if metric and all(job.value is None and job.status != "running" for job in jobs):
+        names = dict.fromkeys(key for job in jobs for key in _numbers(job))
+        raise RunError(
+            f"metric={metric}: no run has this number; {hint_at(objective.series, names)}"
+        )
     return sorted(jobs, key=by_objective)
+
+
+def _numbers(job: Job) -> list[str]:
+    """List what may be a metric of a job: the numbers of its result, or else what it has logged."""
+    names = [str(key) for key, value in job.result.items() if number(value) is not None]
+    return names or [name for name in job.history.columns if name.startswith(("val_", "train_"))]
 
 
 def why_no_best(jobs: list[Job]) -> str:
@@ -163,11 +190,14 @@ class Row(Protocol):
     def objective(self) -> float | None: ...
     @property
     def value(self) -> float | None: ...
+    @property
+    def ranked_by(self) -> Objective: ...
 
 
 def by_objective(row: Row) -> tuple[bool, bool, float, str]:
     """Return what sorts rows: those without an objective last, by their last values."""
-    return row.objective is None, *by_value(row.value), row.name
+    cost = None if row.value is None else row.ranked_by.cost(row.value)
+    return row.objective is None, *by_value(cost), row.name
 
 
 def by_value(value: float | None) -> tuple[bool, float]:
@@ -340,9 +370,12 @@ def command_line(job: Job) -> str:
     return f"{command()} {shlex.join(words)}".rstrip()
 
 
-def compare_command(directories: Iterable[Path]) -> str:
+def compare_command(directories: Iterable[Path], objective: Objective) -> str:
     """Return what a user types to compare the runs in these directories."""
-    return f"{command('report')} {shlex.join(map(str, directories))} compare"
+    words = [*map(str, directories), "compare"]
+    if objective.note:
+        words.append(f"metric={objective.metric}")
+    return f"{command('report')} {shlex.join(words)}"
 
 
 def _read_record(directory: Path, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`sweep.json`, what a sweep keeps from its first start on, and `failures.jsonl`."""
+"""`sweep.json`, what a sweep keeps between its starts, and `failures.jsonl`."""
 
 import contextlib
 import json
@@ -25,6 +25,15 @@ class Failure:
     directory: str  # its name; "": the job failed before that was known
     count: int
     reason: str  # of the last time
+
+
+def recorded_metric(directory: Path) -> str | None:
+    """Return `sweep.metric` of the latest start of the sweep in a directory; None by default.
+
+    The file is untrusted.
+    """
+    metric = read_json(directory / SWEEP).get("metric")
+    return metric if isinstance(metric, str) and metric.strip("-") else None
 
 
 def read_failures(directory: Path) -> list[Failure]:
@@ -90,7 +99,7 @@ def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
 
 
 class SweepFile:
-    """The cores and threads of a job, as JSON, and a line for each failure of one.
+    """The metric, the cores and threads of a job, as JSON, and a line for each failure of one.
 
     Another number of jobs at a time must not change the threads, and with them the last bits.
     """
@@ -112,6 +121,11 @@ class SweepFile:
     def keep_cores(self, cores: int) -> None:
         """Keep the cores of a job."""
         self._write("cores", cores)
+
+    def keep_metric(self, metric: str | None) -> None:
+        """Keep the metric by which reports rank the jobs. None is the default."""
+        if metric != self._values.get("metric"):
+            self._write("metric", metric)
 
     def threads(self, ranks: int, default: int) -> int:
         """Return the threads of each rank of a job with so many ranks; keep the default."""

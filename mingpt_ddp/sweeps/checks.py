@@ -19,6 +19,7 @@ from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
 
+OF_SEARCH = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
 MAX_CHECKED_VALUES = 32  # of a key, besides the last
 
 
@@ -58,10 +59,16 @@ def parse_overrides(config: DictConfig) -> list[Override]:
     overrides = list(by_key.values())
     for override in overrides:
         check(expand(override), f"{override.input_line} has no values to sweep over")
-        if override.is_interval_sweep() and config.sweep.sampler is None:
+        if config.sweep.sampler is not None:
+            continue
+        if override.is_interval_sweep():
             raise ConfigError(
                 f"{override.input_line} is for a search: add sweep=optuna, or list values"
             )
+        check(
+            override.get_key_element() not in OF_SEARCH,
+            f"{override.input_line} is used by a search only: add sweep=optuna, or leave it out",
+        )
     return overrides
 
 

@@ -10,6 +10,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import exit_process
 from mingpt_ddp.distributed.launch.launcher import Ended, Launch
 from mingpt_ddp.distributed.launch.slots import Slot
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.run_directory import (
     RunStatus,
     next_free_name,
@@ -80,4 +81,4 @@ def conclude_local(local: LocalJob, ended: Ended, sweep: Sweep) -> float | None:
     has_ended = result.get("status") in (RunStatus.COMPLETE, RunStatus.PRUNED)
     if ended.code != 0 or not has_ended:
         return None
-    return sweep.objective.value(result)
+    return objective_named(config.sweep.metric).value(result)

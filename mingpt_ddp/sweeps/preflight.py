@@ -5,6 +5,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from mingpt_ddp.distributed.env import DistEnv, read_env
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.errors import ConfigError, UserError, counted
 from mingpt_ddp.results.objective import (
-    LOSS,
+    BITS_PER_BYTE,
     WHY_BITS_PER_BYTE,
+    default_objective,
     loss_unit,
-    objective_of,
 )
 from mingpt_ddp.results.runs import is_run
 from mingpt_ddp.storage.lock import acquire_lock
@@ -75,8 +76,11 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
     # disable usage reports if Ray is the launcher
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own_directory = Path(first.run.root, first.run.name) if first.run.name is not None else None
-    objective = objective_of(loss_unit(flatten(job.to_dict())) for job in jobs)
-    settings = check_settings(config, jobs, env, objective)
+    settings = check_settings(config, jobs, env)
+    objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
+    is_by_bits = settings.metric is None and objective is BITS_PER_BYTE
+    if is_by_bits:
+        settings = replace(settings, metric=objective.series)
     is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
     is_ours = has_own_sweeper(config)
     slots = plan_slots(settings, jobs, own_directory) if is_ours and not is_remote else []
@@ -99,20 +103,25 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
         file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
     )
     if is_ours:
-        env.call_on_rank_zero(lambda: _keep(sweep))
+        env.call_on_rank_zero(lambda: _keep(sweep, first.sweep.metric))
     log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         for_jobs = config.hydra.overrides.hydra
-        if objective is not LOSS:
+        if is_by_bits:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-            for_jobs.append(f"+{hydra_utils.OBJECTIVE_KEY}={objective.metric}")
+            for_jobs.append(f"sweep.metric={settings.metric}")
         for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
         config.hydra.sweep.dir = str(directory)
     return sweep
 
 
-def _keep(sweep: Sweep) -> None:
-    """Write what the sweep keeps from its first start on."""
+def _keep(sweep: Sweep, metric: str | None) -> None:
+    """Write what the sweep keeps between its starts.
+
+    Args:
+        metric: from the command line.
+    """
+    sweep.file.keep_metric(metric)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
     if sweep.trials is not None:
@@ -121,7 +130,7 @@ def _keep(sweep: Sweep) -> None:
 
 def _constant(overrides: list[Override]) -> str:
     """Return the keys that do not vary, as a list for Hydra."""
-    keys = []
+    keys = ["'sweep.metric'"]  # which `_start` may add
     for override in overrides:
         if not override.is_sweep_override():
             keys.append(repr(hydra_utils.key_of(str(override.input_line))))

@@ -15,6 +15,7 @@ from mingpt_ddp.distributed.launch.launcher import Ended, run_workers
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.run_directory import RunStatus, read_result
 from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_workers import LocalJob, conclude_local, prepare_local
@@ -84,7 +85,7 @@ class Scheduler:
             except JobError:  # recorded
                 if self._is_interrupted:
                     return
-            except RunError as error:  # its result lacks an objective
+            except RunError as error:  # its result lacks the metric
                 self._sweep.record_failed(self._source.job(number), str(error), USER_ERROR)
                 return
 
@@ -141,7 +142,7 @@ class Scheduler:
             log.info("job %d: interrupted after %.0f s", number, seconds)
             return
         self._sweep.record_done(local.job, local.launch.directory)
-        title = self._sweep.objective.title
+        title = objective_named(self._sweep.settings.metric).title
         is_pruned = read_result(local.launch.directory).get("status") == RunStatus.PRUNED
         how = "pruned, " if is_pruned else ""
         log.info("job %d: %s%s %.4f after %.0f s", number, how, title, value, seconds)

@@ -1,6 +1,5 @@
 """The keys of `sweep`: their checks, and the slots of jobs that run at a time."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +17,7 @@ from mingpt_ddp.distributed.device.machine import (
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launch.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError, command
-from mingpt_ddp.results.objective import LOSS, Objective
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.sweep_file import SweepFile
 
 BITS = ("bits_per_byte", "bits_per_char")
@@ -41,17 +40,11 @@ def has_own_sweeper(config: DictConfig) -> bool:
     return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
-def check_settings(
-    config: DictConfig, jobs: list[Config], env: DistEnv, objective: Objective
-) -> SweepConfig:
+def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> SweepConfig:
     """Check the keys of `sweep` against the machine and the rest of the command.
 
     Args:
         jobs: the checked configurations, that of the first job first.
-        objective: what jobs are ranked by.
-
-    Returns:
-        The keys, with `objective` as objective where the command names none.
 
     Raises:
         ConfigError: they cannot be combined.
@@ -70,8 +63,11 @@ def check_settings(
         _check_remote(settings, launcher.rpartition(".")[2])
     if env.world_size > 1 or not env.is_standalone:
         _check_lock_step(settings)
-    if settings.objectives == ("val_loss",) and objective is not LOSS:
-        return replace(settings, objectives=(objective.metric,))
+    check(
+        settings.pruner != "none" or not settings.pruner_settings,
+        "sweep.pruner_settings is used by a pruner only: add sweep.pruner=median, or leave it out",
+    )
+    _check_metric(jobs[0])
     return settings
 
 
@@ -101,7 +97,6 @@ def _check_study(first: Config) -> None:
         "run.resume=never would train jobs again of which a search or a pruner has the "
         "results; choose another run.name",
     )
-    _check_objectives(first)
 
 
 def _check_lock_step(settings: SweepConfig) -> None:
@@ -117,24 +112,24 @@ def _check_lock_step(settings: SweepConfig) -> None:
     )
 
 
-def _check_objectives(config: Config) -> None:
-    """Check that the jobs measure the objectives: of user code only they themselves know."""
+def _check_metric(config: Config) -> None:
+    """Check that the jobs measure `sweep.metric`: of user code only they themselves know."""
     settings = config.sweep
-    for objective in settings.objectives:
-        name = objective.removeprefix("-")
-        is_evaluated = name.startswith("val_") or name in BITS
-        check(
-            settings.pruner == "none" or is_evaluated,
-            f"sweep.pruner={settings.pruner} judges evaluations, which do not measure {name}; "
-            "leave the pruner out, or search for a metric of the validation split",
-        )
-        has_own_code = config.task.code is not None or config.model.code is not None
-        if has_own_code and (is_evaluated or name.startswith("train_")):
-            continue
-        check(
-            name in MEASURED,
-            f"sweep.objectives={name} is no number of result.json; {hint_at(name, MEASURED)}",
-        )
+    if settings.metric is None:
+        return
+    name = objective_named(settings.metric).series
+    is_evaluated = name.startswith("val_") or name in BITS
+    check(
+        settings.pruner == "none" or is_evaluated,
+        f"sweep.pruner={settings.pruner} judges evaluations, which do not measure {name}; "
+        "leave the pruner out, or choose a sweep.metric of the validation split",
+    )
+    has_own_code = config.task.code is not None or config.model.code is not None
+    is_of_user = has_own_code and name.startswith(("val_", "train_", "test_"))
+    check(
+        is_of_user or name in MEASURED,
+        f"sweep.metric={settings.metric} is not a number of result.json; {hint_at(name, MEASURED)}",
+    )
 
 
 def _check_remote(settings: SweepConfig, launcher: str) -> None:

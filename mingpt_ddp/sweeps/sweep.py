@@ -23,7 +23,7 @@ from mingpt_ddp.distributed.exit import (
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import DataError, JobError, OutputError, RunError, counted
-from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, Objective
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.run_directory import with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job, look_up
@@ -75,14 +75,6 @@ class Sweep:
     def begin(self) -> None:
         """Make this the current sweep: Hydra creates its callback and calls jobs without it."""
         _current.set(self)
-
-    @property
-    def objective(self) -> Objective:
-        """What the jobs return.
-
-        The start of the sweep has decided it, in this process or in that of an external launcher.
-        """
-        return BITS_PER_BYTE if hydra_utils.objective_metric() == BITS_PER_BYTE.metric else LOSS
 
     @property
     def trials(self) -> "Trials | None":
@@ -176,7 +168,7 @@ class Sweep:
         if not hydra_utils.is_multirun():
             return config, None
         job = Job.current()
-        objective = self.objective
+        objective = objective_named(config.sweep.metric)
         swept = hydra_utils.swept_overrides()
 
         def known() -> Known:
@@ -251,7 +243,9 @@ class Sweep:
     def interrupted(self, exit_code: int) -> NoReturn:
         """Say how to resume, and exit."""
         if self.planned:
-            self.env.call_on_rank_zero(lambda: report_directories(self.directories))
+            self.env.call_on_rank_zero(
+                lambda: report_directories(self.directories, self.settings.metric)
+            )
             log.info(
                 "sweep: %d of %d jobs done; rerun the same command to resume",
                 len(self.done),
@@ -294,7 +288,7 @@ class Sweep:
             self.env.call_on_rank_zero(self._finish)
 
     def _finish(self) -> None:
-        report_directories(self.directories)
+        report_directories(self.directories, self.settings.metric)
         unwritten = self._print_table()
         if self.is_remote:
             if self.failed:
@@ -338,7 +332,8 @@ class Sweep:
             with contextlib.suppress(SystemExit):  # of a closed pipe
                 if self.directories and (self.done or self.is_remote):
                     kept, page = self.kept, self.directory / PAGE
-                    echo(report(self.directories, page, kept.edited, kept.accepts))
+                    metric = self.settings.metric
+                    echo(report(self.directories, page, metric, kept.edited, kept.accepts))
         except OutputError as error:
             return error
         except RunError as error:  # e.g. no job has written a result that this machine can read

@@ -2,10 +2,11 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.storage.run_directory import RunStatus
@@ -24,6 +25,20 @@ class Decision:
 
     improved: bool = False  # save this step as the best so far
     end: RunStatus | None = None  # what ends the run before its last step
+
+
+def check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
+    """Refuse a `sweep.metric` of the validation split that an evaluation has not measured.
+
+    Raises:
+        ConfigError: names what it has measured.
+    """
+    name = (metric or "").removeprefix("-")
+    names = [f"val_{each}" for each in metrics]
+    check(
+        not name.startswith("val_") or name in names,
+        f"sweep.metric={metric}: the evaluations do not measure it; {hint_at(name, names)}",
+    )
 
 
 class Validation:
@@ -59,6 +74,7 @@ class Validation:
                 f"the validation loss of step {state.step} is {loss}; start again with a lower "
                 "optimizer.lr"
             )
+        check_metric(self.run.config.sweep.metric, metrics)
         improved = record_evaluation(state, metrics, self.run.config.trainer.min_delta)
         self.metrics.log_evaluation(state.step, "val", metrics)
         self.observers.hooks.call("evaluate", state.step, metrics)

@@ -134,13 +134,9 @@ REFUSED = {
     "another key": (["model.dropout=interval(0,0.5)"], "model.dropout was not searched"),
     "another fixed value": (["model.n_embd=48"], "model.n_embd=48 was 24"),
     "another seed": (["sweep.seed=2"], "sweep.seed=2 was 1"),
-    "other objectives": (["sweep.objectives=[train_loss]"], "sweep.objectives=train_loss was"),
+    "another metric": (["sweep.metric=train_loss"], "sweep.metric=train_loss was val_loss"),
     "a grid": (["sweep.sampler=null", "optimizer.lr=1e-3,2e-3"], ""),
     "trained again": (["run.resume=never"], "run.resume=never would train jobs again"),
-    "two objectives and a pruner": (
-        ["sweep.objectives=[val_loss,parameters]", "sweep.pruner=asha"],
-        "works with one objective",
-    ),
 }
 
 
@@ -252,29 +248,6 @@ def test_a_search_over_tokenizers_minimizes_bits_per_byte(tmp_path):
         assert {values["data.tokenizer"] for _, values, _ in found} == {"char", "byte"}
         measured = [result["bits_per_byte"] for result in results(tmp_path / DIRECTORY).values()]
         assert sorted(values for _, _, values in found) == sorted([each] for each in measured)
-
-
-@needs_optuna
-def test_two_objectives(tmp_path):
-    """Loss and size: the report marks the trials that no other one dominates."""
-    command = search(
-        "run.name=front",
-        "sweep.trials=5",
-        "sweep.objectives=[val_loss,parameters]",
-        "model.n_embd=choice(12,24,48)",
-    )
-    text = succeed(command, tmp_path)
-    directory = tmp_path / "outputs" / "front"
-    found = [values for state, _, values in trials(directory) if state == "COMPLETE"]
-    measured = [[each["val_loss"], each["parameters"]] for each in results(directory).values()]
-    assert len(found) == 5 and sorted(found) == sorted(measured)
-    front = [
-        one
-        for one in found
-        if not any(other != one and other[0] <= one[0] and other[1] <= one[1] for other in found)
-    ]
-    table = text[text.index("val loss") :].splitlines()
-    assert sum(line.startswith("*") for line in table) == len(front), text
 
 
 def test_without_optuna_one_line_names_the_extra(tmp_path):

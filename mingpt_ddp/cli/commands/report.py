@@ -7,6 +7,8 @@
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
+metric     a number of result.json that ranks the jobs, as metric=val_accuracy; lower is better, and with a minus,
+           metric=-val_accuracy, higher
 watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself;
            before the first run it waits for it
 experiments  print the verdicts of all comparisons of the runs in a directory, which outputs/experiments.jsonl has
@@ -18,20 +20,20 @@ changed. The page of one directory is its report.html, that of several is report
 plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
-deviation and the number of seeds, the lowest mean first. The best has the lowest mean over the seeds that all rows with two
+deviation and the number of seeds, the best mean first. The best has the best mean over the seeds that all rows with two
 seeds have, if there are three such seeds, else over all of its seeds. Seeds that another version of your files has trained are
 another row, unless accept_code=true (or a run had run.accept_code=true).
 A row with a diverged seed, whose loss is not finite, has no mean, is last, and is never the best.
 
-The JSON document has "objective", "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
+The JSON document has "objective", "better" (lower or higher), "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
 with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
-"name", "directory", "status", "seed", "code" and "result" (every number of its result.json). Of a search with several objectives it
-has "objectives" too, and each group "on_front". What is unknown or not finite is null.
+"name", "directory", "status", "seed", "code" and "result" (every number of its result.json). What is unknown or not finite is null.
 
-Jobs with different tokenizers are ranked by bits per byte, all others by their validation loss.
+Without metric=, jobs are ranked by the sweep.metric of their sweep; else by their validation loss, or by bits per byte if
+their tokenizers differ.
 
 `compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
-the difference of their means with its 95% interval. Where three seeds and most of all are in both settings, it compares
+how much better its mean is, with the 95% interval. Where three seeds and most of all are in both settings, it compares
 seed by seed (paired t-test), else the means (Welch's). A verdict says what was tested: seeds without a pair are left out,
 and a note names the table's order if it contradicts that. With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
 """  # noqa: E501
@@ -63,6 +65,7 @@ class ReportConfig:
 
     runs: list[str]
     format: Literal["text", "json"] = "text"
+    metric: str | None = None
     accept_code: bool = False
 
 
@@ -76,7 +79,7 @@ def _command(config: ReportConfig) -> int:
     words = [run for run in config.runs if run not in runs]
     check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
     if EXPERIMENTS in words:
-        is_plain = config.format == "text" and len(runs) < 2
+        is_plain = config.format == "text" and not config.metric and len(runs) < 2
         check(is_plain, f"{EXPERIMENTS} prints a table of one directory; leave out other words")
         echo(experiments_table(Path(*runs[:1] or ["outputs"])))
         return 0
@@ -91,12 +94,12 @@ def _command(config: ReportConfig) -> int:
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
     if WATCH in words:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the watch with the report
-        echo(watch(directories, page_path(directories)))
+        echo(watch(directories, page_path(directories), config.metric))
     elif COMPARE in words:
-        echo(verdict(directories, as_json, config.accept_code))
+        echo(verdict(directories, as_json, config.metric, config.accept_code))
     elif as_json:
-        echo(json_report(read_results(directories, accept_code=config.accept_code)))
+        echo(json_report(read_results(directories, config.metric, accept_code=config.accept_code)))
     else:
         page = page_path(directories)
-        echo(report(directories, page, accept_code=config.accept_code))
+        echo(report(directories, page, config.metric, accept_code=config.accept_code))
     return 0

@@ -46,8 +46,6 @@ BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
 PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
-OBJECTIVE = "MINGPT_DDP_OBJECTIVE"  # a variable in a sweep's jobs: the metric that they return
-OBJECTIVE_KEY = f"hydra.job.env_set.{OBJECTIVE}"
 FLAGS = (
     *SWITCHES,
     "--cfg",
@@ -272,11 +270,6 @@ def job_label() -> str:
     return ", ".join("=".join(pair) for pair in swept_overrides().items()) or "the only job"
 
 
-def objective_metric() -> str | None:
-    """Return the metric that the jobs of this sweep return; None if it is the validation loss."""
-    return HydraConfig.get().job.env_set.get(OBJECTIVE) if is_multirun() else None
-
-
 def worker_overrides() -> list[str]:
     """Return the command line that composes the configuration of this job as a single run."""
     hydra = HydraConfig.get()
@@ -285,7 +278,6 @@ def worker_overrides() -> list[str]:
         "hydra.sweep",
         "hydra.launcher",
         "hydra.job.config.override_dirname",
-        OBJECTIVE_KEY,
     )
     words = [*config_flags(hydra), *hydra.overrides.task]
     for override in hydra.overrides.hydra:

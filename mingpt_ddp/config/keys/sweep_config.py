@@ -25,13 +25,15 @@ class SweepConfig:
     sampler_settings: dict[str, Any] | None = neutral(
         None,
         "settings of the sampler by name; tpe: {n_startup_trials: 10, n_ei_candidates: 24, "
-        "multivariate: true, constant_liar: true}, but not multivariate for several objectives; "
-        "gp: {n_startup_trials: 10, deterministic_objective: false}",
+        "multivariate: true, constant_liar: true}; gp: {n_startup_trials: 10, "
+        "deterministic_objective: false}",
     )
     trials: PositiveInt = neutral(20, "jobs of a search")
     seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
-    objectives: tuple[str, ...] = neutral(
-        ("val_loss",), "numbers of result.json to minimize; -NAME: to maximize"
+    metric: str | None = neutral(
+        None,
+        "number of result.json by which jobs are ranked, searched and pruned; lower is better, "
+        "-NAME: higher; null: val_loss, or bits_per_byte if tokenizers differ",
     )
     pruner: Literal["none", "median", "asha"] = neutral(
         "none", "ends jobs whose evaluations are worse than those of others"
@@ -49,9 +51,7 @@ class SweepConfig:
         return self.sampler is not None or self.pruner != "none"
 
     def __post_init__(self) -> None:
-        check(self.objectives, "sweep.objectives is empty; name a number of result.json")
         check(
-            len(self.objectives) == 1 or self.pruner == "none",
-            f"sweep.pruner={self.pruner} works with one objective; "
-            "set sweep.pruner=none, or one of sweep.objectives",
+            self.metric is None or self.metric.strip("-"),
+            "sweep.metric is empty; name a number of result.json",
         )

@@ -44,13 +44,15 @@ class Comparison:
 
     reference: Setting
     other: Setting
-    difference: Difference | None  # other - reference; None if nothing can be said
+    # Of the costs, other - reference: positive if the reference is better. None if nothing can be
+    # said.
+    difference: Difference | None
     why: str | None  # nothing can be said
     p: float = 1.0  # of the difference, corrected for all pairs of settings
 
     @property
     def in_order(self) -> tuple[Setting, Setting]:
-        """Both settings. First the one with the lower objective over the tested seeds."""
+        """Both settings. First the better one over the tested seeds."""
         if self.difference is not None and self.difference.difference < 0:
             return self.other, self.reference
         return self.reference, self.other
@@ -117,7 +119,7 @@ def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> lis
     for other in settings:
         if other is not reference:
             why = _why_incomparable(reference, other)
-            test = None if why else difference(reference.by_seed, other.by_seed)
+            test = None if why else difference(reference.costs, other.costs)
             comparisons.append(Comparison(reference, other, test, why))
     tested = [comparison for comparison in comparisons if comparison.difference]
     ps = [comparison.difference.p for comparison in tested if comparison.difference]

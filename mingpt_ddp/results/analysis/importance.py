@@ -35,14 +35,13 @@ def importances(groups: list[Group], keys: list[str]) -> dict[str, float]:
             values = [group.config[key] for group in complete if key in group.config]
             distributions[key] = _distribution(values)
         for group in complete:
+            cost = group.ranked_by.cost(group.objective or 0.0)
             searched = {key: each for key, each in distributions.items() if key in group.config}
             params = {}
             for key, each in searched.items():
                 value = group.config[key]
                 params[key] = shown(value) if hasattr(each, "choices") else number(value)
-            study.add_trial(
-                optuna.create_trial(params=params, distributions=searched, value=group.objective)
-            )
+            study.add_trial(optuna.create_trial(params=params, distributions=searched, value=cost))
         quantile = max(0.1, BEST / len(complete))
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=quantile)
         return {**optuna.importance.get_param_importances(study, evaluator=evaluator)}

@@ -78,9 +78,13 @@ class Scaling:
 def scalings(groups: list[Group]) -> list[Scaling]:
     """Return the laws of all axes, at most MOST of each; every swept number is one.
 
+    Only losses have laws.
+
     Args:
         groups: as `replicates` returns them.
     """
+    if groups[0].ranked_by.note:
+        return []
     swept = varying(groups)
     known_keys = {key for axis in AXES for key in axis.keys}
     laws: list[Scaling] = []

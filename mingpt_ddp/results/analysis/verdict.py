@@ -29,17 +29,20 @@ from mingpt_ddp.results.stats.significance import PAIRED, Difference
 MOST_DECIMALS = 8
 
 
-def verdict(directories: list[Path], as_json: bool, accept_code: bool = False) -> str:
+def verdict(
+    directories: list[Path], as_json: bool, metric: str | None = None, accept_code: bool = False
+) -> str:
     """Return which settings are better than others, as text or as JSON, and record it.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
+        metric: as for `read_jobs`.
         accept_code: Take the results of different code of the user together.
 
     Raises:
-        RunError: a directory holds no run, or there is one setting only.
+        RunError: a directory holds no run, no run has the metric, or there is one setting only.
     """
-    jobs = read_jobs(directories, accept_code)
+    jobs = read_jobs(directories, metric, accept_code)
     groups = replicates(jobs)
     settings = settings_of(groups, directories)
     if len(settings) < 2:
@@ -91,7 +94,8 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
         return [nothing(settings)]
     conclusions = [sentence(comparison) for comparison in comparisons[:most]]
     if len(comparisons) > most:
-        conclusions.append(f"and {len(comparisons) - most} more: `{compare_command(directories)}`")
+        command = compare_command(directories, groups[0].ranked_by)
+        conclusions.append(f"and {len(comparisons) - most} more: `{command}`")
     return [*_order_notes(comparisons), *conclusions, *_correction(pairs_of(settings))]
 
 
@@ -141,7 +145,7 @@ def _objective(jobs: list[Job]) -> str:
     objective = jobs[0].ranked_by
     if objective is LOSS and all(is_text(job.config) for job in jobs):
         return f"{objective.title}, in nats per token"
-    return objective.title
+    return f"{objective.title}: {objective.note}" if objective.note else objective.title
 
 
 def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
@@ -214,6 +218,7 @@ def to_numbers(
     best = best_group(settings) if comparisons else None
     return {
         "objective": jobs[0].ranked_by.series,
+        "better": jobs[0].ranked_by.better,
         "best": best.label if best else None,
         "settings": listed,
         "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],

@@ -95,31 +95,33 @@ def points(
 def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
     """Return the mark of each row: its colour is its objective, between the best and the worst.
 
-    The objective of an outlier is drawn as the highest of the others, and as a triangle.
+    The objective of an outlier is drawn as the worst of the others, and as a triangle.
 
     Args:
         names: of the parameters, by key.
     """
+    objective = groups[0].ranked_by
     objectives = known(group.objective for group in groups)
     values = objectives or known(group.value for group in groups)
-    high = highest(values)
-    low = min(values, default=high)
+    high = highest([*map(objective.cost, values)])
+    low = min(map(objective.cost, values), default=high)
+    outlier = "triangle-down" if objective.maximize else "triangle-up"
     marks = []
     best = best_group(groups)
     for rank, group in enumerate(groups, start=1):
-        value = low if group.value is None else group.value
-        symbol = "circle" if value <= high else "triangle-up"
-        value = min(value, high)
+        cost = low if group.value is None else objective.cost(group.value)
+        symbol = "circle" if cost <= high else outlier
+        cost = min(cost, high)
         is_complete = group.objective is not None
         colour = INCOMPLETE
         if is_complete:
-            share = (value - low) / (high - low or 1.0)
+            share = (cost - low) / (high - low or 1.0)
             colour = str(sample_colorscale(BEST_TO_WORST, [share])[0])
         mark = Mark(
             colour,
             _hover(rank, group, names),
             str(rank),
-            group.config | ({} if group.value is None else {OBJECTIVE: value}),
+            group.config | ({} if group.value is None else {OBJECTIVE: objective.cost(cost)}),
             spread=group.latest if symbol == "circle" else NONE,
             symbol=symbol if is_complete else f"{symbol}-open",
             dash="solid" if is_complete else "dash",
@@ -131,7 +133,7 @@ def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
 
 def _hover(rank: int, group: Group, names: Mapping[str, str]) -> str:
     """Return what a point of a row shows: rank, status, objective, parameters."""
-    value = "" if group.value is None else f", {group.ranked_by.title} {brief(group.value)}"
+    value = "" if group.value is None else f", {label(group.ranked_by.title)} {brief(group.value)}"
     if group.latest.half_width is not None:
         value += f" ± {brief(group.latest.half_width)}"
     seeds = [f"{group.seeds} seeds"] * (group.seeds > 1)

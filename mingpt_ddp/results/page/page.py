@@ -21,11 +21,11 @@ from mingpt_ddp.results.analysis.verdict import sentences
 from mingpt_ddp.results.elements import bullets, grid, table
 from mingpt_ddp.results.formats import cut, duration, fixed, shown, when, words
 from mingpt_ddp.results.groups import Group, recipe, singles
-from mingpt_ddp.results.objective import LOSS
+from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.results.page import one_run
 from mingpt_ddp.results.page.figures import DRAWN, SERIES, Mark, mean_curve, parameters
 from mingpt_ddp.results.page.plots import Plots, legend_of
-from mingpt_ddp.results.report_text import cells_of, front_line, with_interval
+from mingpt_ddp.results.report_text import cells_of, with_interval
 from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
 from mingpt_ddp.storage.code_identity import describe, recorded_code
@@ -60,7 +60,6 @@ def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -
         **_curves(plots, results),
         "Parameters": _parameters(plots, results, drawn),
         "Parallel coordinates": plots.parallel(drawn),
-        "Objectives": _front(plots, results),
         "Power laws": bullets([law.sentence for law in results.laws]) + grid(plots.laws()),
         **_tables(results, page),
     }
@@ -109,7 +108,8 @@ def _best(plots: Plots, results: Results) -> str:
         return f"<p>{why_no_best(results.jobs).capitalize()}.</p>"
     best = best or results.groups[0]
     ranked_by = best.ranked_by
-    text = f"{ranked_by.title.capitalize()} {with_interval(best.latest)}"
+    title = ranked_by.title if ranked_by.note else ranked_by.title.capitalize()
+    text = f"{title} {with_interval(best.latest)}"
     if best.objective is None:
         text += f" so far, at step {fixed(best.first.step, 'd')}: {shown(best.status)}"
     if results.has_replicates:
@@ -142,7 +142,7 @@ def _curves(plots: Plots, results: Results) -> dict[str, str]:
     if results.only_job is None:
         objective = results.objective
         training = "training loss"
-        if objective is not LOSS:
+        if objective is BITS_PER_BYTE:
             training += ", per token of each tokenizer"
         curves = plots.curves(objective.series, objective.title)
         curves += plots.curves("train_loss", training)
@@ -173,25 +173,16 @@ def _parameters(plots: Plots, results: Results, keys: list[str]) -> str:
     return f"<p>{IMPORTANCE}</p>{figures}" if results.importance else figures
 
 
-def _front(plots: Plots, results: Results) -> str:
-    if results.front is None:
-        return ""
-    line = front_line(results.front, len(results.groups), words)
-    return f"<p>{escape(line)}</p>{plots.front()}"
-
-
 def _tables(results: Results, page: Path) -> dict[str, str]:
     """Return the table of the groups, if there are replicates, and that of the jobs."""
     jobs = results.jobs
-    ranks = []
+    ranks = [*map(str, range(1, len(results.groups) + 1))]
     rank_of = dict[Path, str]()
-    for index, group in enumerate(results.groups):
-        star = " *" if results.front and index in results.front.members else ""
-        ranks.append(f"{index + 1}{star}")
-        rank_of |= {job.directory: ranks[-1] for job in group.jobs}
+    for rank, group in zip(ranks, results.groups, strict=True):
+        rank_of |= {job.directory: rank for job in group.jobs}
     alone = results
     if results.has_replicates:
-        alone = replace(results, groups=singles(jobs), keys=varying(jobs), front=None)
+        alone = replace(results, groups=singles(jobs), keys=varying(jobs))
     links = [_link(job, page) for job in jobs]
     hint = f"A row links to the page of its run, once `{command('report')} RUN` has written it."
     listed = _table(alone, [rank_of[job.directory] for job in jobs], links)

@@ -1,8 +1,7 @@
-"""The figures of a page: curves, parameters, parallel coordinates, front, laws, one run."""
+"""The figures of a page: curves, parameters, parallel coordinates, laws, one run."""
 
 from typing import Any
 
-from mingpt_ddp.results.analysis.front import front_of
 from mingpt_ddp.results.formats import LONGEST, fixed, short_names, words
 from mingpt_ddp.results.page.figures import (
     DRAWN,
@@ -48,7 +47,7 @@ class Plots:
         self.figures: list[dict[str, Any]] = []
         self._results = results
         self.names = {key: words(name) for key, name in short_names(results.keys).items()}
-        self._title = results.objective.title
+        self._title = label(results.objective.title)
         self._groups = results.groups[::-1]
         self._marks = marks_of(results.groups, self.names)[::-1]
         self._layout: dict[str, Any] = {}
@@ -76,13 +75,14 @@ class Plots:
     def legend(self) -> str:
         """Return the legend of the colours, as HTML; a few groups of replicates are named."""
         text = ""
-        objectives = known(group.objective for group in self._groups)
-        if objectives:
-            high = highest(objectives)
-            more = " or more" * (max(objectives) > high)
-            text = f"Blue to orange: objectives from {fixed(min(objectives), '.3f')} to "
-            text += f"{fixed(high, '.3f')}{more}. "
-        if len(objectives) < len(self._groups):
+        cost = self._results.objective.cost
+        costs = [*map(cost, known(group.objective for group in self._groups))]
+        if costs:
+            worst = highest(costs)
+            beyond = " or worse" * (max(costs) > worst)
+            text = f"Blue to orange: objectives from {fixed(cost(min(costs)), '.3f')} to "
+            text += f"{fixed(cost(worst), '.3f')}{beyond}. "
+        if len(costs) < len(self._groups):
             text += f"Grey, dashed or hollow: not complete or diverged, the last {self._title}. "
         if self._results.has_replicates:
             text += "Lines: means over the seeds; shaded: the 95% interval of the mean."
@@ -167,33 +167,6 @@ class Plots:
         figure = self._draw(traces, x, y, 360, annotations=labels, margin=margin)
         width = 105 * len(places)
         return figure and f'<div class="wide"><div style="min-width:{width}px">{figure}</div></div>'
-
-    def front(self) -> str:
-        """Draw the rows by the first two objectives of a search, and the front of these two."""
-        front = self._results.front
-        if front is None or len(front.goals) < 2:
-            return ""
-        goals = front.goals[:2]
-        at = {}
-        for mark, group in zip(self._marks, self._groups, strict=True):
-            values = known(goal.mean_in(group) for goal in goals)
-            if len(values) == 2:
-                at[mark] = values
-        traces = [points([*at], *zip(*at.values(), strict=True))] if at else []
-        # This line bounds what is not better than the front in both objectives.
-        edge = sorted(at[self._marks[index]] for index in front_of(self._groups, goals))
-        if len(edge) > 1:
-            line = Mark(SERIES[0]).line(*zip(*edge, strict=True), hoverinfo="skip")
-            line["line"]["shape"] = "vh" if goals[0].maximize else "hv"
-            traces.insert(0, line)
-        axes = []
-        for index, goal in enumerate(goals):
-            title = f"{label(words(goal.name))}, {goal.direction}"
-            values = [each[index] for each in at.values()]
-            is_loss = goal.name == self._results.objective.series and not goal.maximize
-            axes.append(loss_axis(values, title) if is_loss else axis(title))
-        x, y = axes
-        return self._draw(traces, x, y)
 
     def laws(self) -> str:
         """Draw a plot for each axis with a power law.

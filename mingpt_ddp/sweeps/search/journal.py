@@ -73,7 +73,7 @@ class Journal:
 
     def write(
         self,
-        directions: Sequence[StudyDirection],
+        direction: StudyDirection,
         attributes: Mapping[str, Any],
         trials: Sequence[FrozenTrial],
     ) -> None:
@@ -83,7 +83,7 @@ class Journal:
             study = optuna.create_study(
                 storage=journal.JournalStorage(backend),
                 study_name=self._path.parent.name,
-                directions=directions,
+                direction=direction,
             )
             for key, value in attributes.items():
                 study.set_user_attr(key, value)
@@ -109,10 +109,12 @@ class Journal:
         with self.written():
             self._storage.set_trial_user_attr(self._id(number), key, value)
 
-    def end(self, number: int, state: TrialState, values: Sequence[float] | None = None) -> None:
+    def end(self, number: int, state: TrialState, value: float | None = None) -> None:
         """Append the end of a running trial."""
         with self.written():
-            self._storage.set_trial_state_values(self._id(number), state, values)
+            self._storage.set_trial_state_values(
+                self._id(number), state, None if value is None else [value]
+            )
 
     @contextlib.contextmanager
     def written(self) -> Iterator[None]:

@@ -65,10 +65,7 @@ def sampler_settings(sweep: SweepConfig) -> Any:
     Raises:
         ConfigError: one is unknown or invalid, or there is no sampler.
     """
-    given = sweep.sampler_settings or {}
-    if sweep.sampler == "tpe" and len(sweep.objectives) > 1:  # as Optuna 5 does
-        given = {"multivariate": False, **given}
-    return _build(SAMPLERS, "sampler", sweep.sampler, given)
+    return _build(SAMPLERS, "sampler", sweep.sampler, sweep.sampler_settings or {})
 
 
 def pruner_settings(sweep: SweepConfig) -> Any:

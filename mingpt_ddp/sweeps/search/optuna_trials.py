@@ -1,10 +1,10 @@
 """Optuna's types of studies and trials, and studies in memory."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.optuna_library import optuna
 
 BaseDistribution = optuna.distributions.BaseDistribution
@@ -15,23 +15,12 @@ TrialState = optuna.trial.TrialState
 Distributions = Mapping[str, BaseDistribution]
 
 
-def directions(objectives: Sequence[str]) -> list[StudyDirection]:
-    """Return the direction of each objective; -NAME is maximized."""
-    return [
-        StudyDirection.MAXIMIZE if name.startswith("-") else StudyDirection.MINIMIZE
-        for name in objectives
-    ]
-
-
-def comparable(value: float, direction: StudyDirection) -> float:
-    """Return the value, or if it is not finite the worst one: Optuna refuses NaN as a result."""
-    if math.isfinite(value):
-        return value
-    return -math.inf if direction == StudyDirection.MAXIMIZE else math.inf
+def direction(objective: Objective) -> StudyDirection:
+    return StudyDirection.MAXIMIZE if objective.maximize else StudyDirection.MINIMIZE
 
 
 def in_memory(
-    towards: Sequence[StudyDirection], trials: Sequence[FrozenTrial], sampler: Any = None
+    towards: StudyDirection, trials: Sequence[FrozenTrial], sampler: Any = None
 ) -> optuna.Study:
     """Return a copy of a study.
 
@@ -42,7 +31,7 @@ def in_memory(
         storage=optuna.storages.InMemoryStorage(),
         sampler=sampler or optuna.samplers.RandomSampler(0),
         pruner=optuna.pruners.NopPruner(),
-        directions=towards,
+        direction=towards,
     )
     study.add_trials(trials)
     return study

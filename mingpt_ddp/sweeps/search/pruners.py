@@ -8,13 +8,13 @@ from typing import Any
 
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import counted
+from mingpt_ddp.results.objective import Objective, objective_named
 from mingpt_ddp.results.optuna_library import no_warnings, optuna
 from mingpt_ddp.sweeps.search.methods import pruner_settings
 from mingpt_ddp.sweeps.search.optuna_trials import (
     FrozenTrial,
-    StudyDirection,
     TrialState,
-    directions,
+    direction,
     in_memory,
 )
 
@@ -56,7 +56,7 @@ class Pruning:
         reports = {**before, step: value}
         others = [trial for trial in trials if trial.number != judged.number]
         with no_warnings():
-            study = in_memory(self._direction, [self._copy(trial) for trial in others])
+            study = in_memory(direction(self._objective), [self._copy(trial) for trial in others])
             study.add_trial(self._copy(judged, reports))
             is_pruned = self._pruner().prune(study, study.trials[-1])
         if not is_pruned:
@@ -66,8 +66,8 @@ class Pruning:
         return self._because_of_asha(study.trials, step)
 
     @property
-    def _direction(self) -> list[StudyDirection]:
-        return directions(self.sweep.objectives)
+    def _objective(self) -> Objective:
+        return objective_named(self.sweep.metric)
 
     def _settings(self) -> dict[str, Any]:
         settings = asdict(pruner_settings(self.sweep))
@@ -110,14 +110,12 @@ class Pruning:
             for trial in others
             if trial.state == TrialState.COMPLETE and step in trial.intermediate_values
         ]
-        is_max = self._direction == [StudyDirection.MAXIMIZE]
-        best = max(reports.values()) if is_max else min(reports.values())
-        side = "below" if is_max else "above"
-        name = self.sweep.objectives[0].removeprefix("-")
-        title = {"val_loss": "validation loss"}.get(name, name)
+        objective = self._objective
+        best = min(reports.values(), key=objective.cost)
+        side = "below" if objective.maximize else "above"
         return (
-            f"{title} {_text(best)} is {side} the median {_text(statistics.median(known))} of "
-            f"{counted(len(known), 'job')} at step {step}"
+            f"{objective.title} {_text(best)} is {side} the median "
+            f"{_text(statistics.median(known))} of {counted(len(known), 'job')} at step {step}"
         )
 
     def _because_of_asha(self, trials: Sequence[FrozenTrial], step: int) -> Pruned:

@@ -2,7 +2,8 @@
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import RunError, counted, reason
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.results.optuna_library import optuna
 from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT
 from mingpt_ddp.sweeps.search.journal import Journal
@@ -18,8 +20,7 @@ from mingpt_ddp.sweeps.search.optuna_trials import (
     BaseDistribution,
     FrozenTrial,
     TrialState,
-    comparable,
-    directions,
+    direction,
     distributions_as_json,
     in_memory,
 )
@@ -64,12 +65,13 @@ class Study:
         sampler_settings(settings)  # checks them
         pruner_settings(settings)
         self._settings = settings
-        self._directions = directions(settings.objectives)
+        self._objective = objective_named(settings.metric)
+        self._direction = direction(self._objective)
         self._path = directory / JOURNAL
         self._header = Header(
             sampler=settings.sampler,
             space=distributions_as_json(space) if settings.sampler else {},
-            objectives=list(settings.objectives),
+            metric=self._objective.metric,
             seed=settings.seed,
             fixed=json.loads(json.dumps(dict(fixed or {}))),
         )
@@ -98,7 +100,7 @@ class Study:
             self._journal.repair()
         self._journal = self._read()
         if self._journal.is_new:
-            self._journal.write(self._directions, {HEADER: asdict(self._header)}, [])
+            self._journal.write(self._direction, {HEADER: asdict(self._header)}, [])
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the values of a trial of a search; draw and record them if it is the next one."""
@@ -142,24 +144,24 @@ class Study:
         has_pruner = self._settings.pruner != "none"
         pruned = trial.user_attrs.get("pruned") if has_pruner else None
         if step not in trial.intermediate_values and not trial.state.is_finished():
-            value = comparable(value, self._directions[0])
+            value = value if math.isfinite(value) else self._objective.cost(math.inf)
             if has_pruner and pruned is None:
                 pruned = self._judge(trial, step, value)
             self._journal.report(trial.number, step, value)
         return pruned["reason"] if pruned and step >= pruned["step"] else None
 
-    def finish(self, number: int, state: TrialState, values: Sequence[float], job: str) -> None:
+    def finish(self, number: int, state: TrialState, value: float | None, job: str) -> None:
         """Record the end of a complete or pruned trial.
 
         Args:
-            values: of the objectives, finite, if it is complete.
+            value: of the metric, finite, if it is complete.
             job: the name of its directory.
         """
         trial = self.trial(number)
         if state == TrialState.PRUNED and trial.last_step is not None:
-            values = [trial.intermediate_values[trial.last_step]]
+            value = trial.intermediate_values[trial.last_step]
         self._journal.set(number, "job", job)
-        self._journal.end(number, state, values or None)
+        self._journal.end(number, state, value)
 
     def fail(self, number: int) -> None:
         """End a trial that has failed."""
@@ -178,7 +180,7 @@ class Study:
         pruned = trial.user_attrs.pop("pruned", None)
         if pruned is not None:
             trial.intermediate_values.pop(pruned["step"], None)
-        self._journal.write(self._directions, self._journal.attributes, trials)
+        self._journal.write(self._direction, self._journal.attributes, trials)
 
     def _judge(self, trial: FrozenTrial, step: int, value: float) -> dict[str, Any] | None:
         """Return the decision to prune a trial, which has been recorded; None: it goes on."""
@@ -207,7 +209,7 @@ class Study:
             if journal.is_new:
                 return journal
             header = HEADERS.validate_json(json.dumps(journal.attributes[HEADER]))
-            in_memory(directions(header.objectives), journal.trials())  # checks the values
+            in_memory(direction(objective_named(header.metric)), journal.trials())  # checks values
             if not all(_is_name(trial.user_attrs.get("job", "-")) for trial in journal.trials()):
                 raise ValueError("a job is not a directory of the sweep")
         except Exception as error:  # of the system, of Optuna, of pydantic

@@ -19,7 +19,7 @@ class Header:
     format: Literal[1] = 1
     sampler: str | None  # null: a grid
     space: dict[str, Any]  # Optuna's JSON of the distribution of each key
-    objectives: Annotated[list[str], Field(min_length=1)]
+    metric: str
     seed: Annotated[int, Field(ge=0)]
     fixed: dict[str, Any]
 
@@ -48,9 +48,8 @@ def check_same_study(old: Header, new: Header) -> None:
             f"{ANOTHER}",
         )
     check(
-        old.objectives == new.objectives,
-        f"sweep.objectives={','.join(new.objectives)} was {','.join(old.objectives)} in this "
-        f"directory; {ANOTHER}",
+        old.metric == new.metric,
+        f"sweep.metric={new.metric} was {old.metric} in this directory; {ANOTHER}",
     )
     check(
         is_grid or old.seed == new.seed,

@@ -6,6 +6,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.results.objective import Objective, objective_named
 from mingpt_ddp.storage.run_directory import RunStatus, read_result
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.sweeps.job import has_ended
@@ -34,6 +35,7 @@ class Trials:
         """
         self._study = study
         self.config = config
+        self._objective = objective_named(config.sweep.metric)
         self._fixed = fixed
         self._directory = directory
         self._listed = listed
@@ -74,8 +76,7 @@ class Trials:
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
         """Record an evaluation; return why the job is pruned, None if it goes on."""
-        objective = self.config.sweep.objectives[0].removeprefix("-")
-        value = metrics.get(objective, metrics.get(objective.removeprefix("val_")))
+        value = metrics.get(self._objective.series.removeprefix("val_"))
         if value is None:
             return None
         return self._study.report(self._trials[number], step, value)
@@ -85,14 +86,13 @@ class Trials:
         result = read_result(directory)
         is_pruned = result.get("status") == RunStatus.PRUNED
         state = TrialState.PRUNED if is_pruned else TrialState.COMPLETE
-        objectives = self.config.sweep.objectives
-        values = [_number(result, name.removeprefix("-")) for name in objectives]
+        value = _number(result, self._objective)
         trial = self._study.trial(self._trials[number])
-        is_same = trial.state == state and (is_pruned or trial.values == values)
+        is_same = trial.state == state and (is_pruned or trial.value == value)
         if is_same and trial.user_attrs.get("job") == directory.name:
             return
         self.start(number)
-        self._study.finish(trial.number, state, values, job=directory.name)
+        self._study.finish(trial.number, state, value, job=directory.name)
 
     def fail(self, number: int) -> None:
         """Record that a failure has ended the job, unless that is recorded."""
@@ -102,17 +102,17 @@ class Trials:
             self._study.fail(trial)
 
 
-def _number(result: Mapping[str, Any], name: str) -> float:
-    """Return a number of a result.json.
+def _number(result: Mapping[str, Any], objective: Objective) -> float:
+    """Return the objective in a result.json.
 
     Raises:
-        RunError: there is none of this name.
+        RunError: there is none.
     """
-    value = finite(result.get(name))
+    value = finite(objective.recorded_in(result))
     if value is not None:
         return value
     numbers = [key for key, each in result.items() if type(each) in (int, float)]
     raise RunError(
-        f"sweep.objectives={name}: the job's result.json has no such number; "
+        f"sweep.metric={objective.series}: the job's result.json has no such number; "
         f"it has {', '.join(numbers)}"
     )

@@ -8,13 +8,14 @@ from decimal import Decimal
 from typing import Any
 
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
+from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.results.optuna_library import no_warnings, optuna
 from mingpt_ddp.sweeps.search.methods import sampler_settings
 from mingpt_ddp.sweeps.search.optuna_trials import (
     BaseDistribution,
     Distributions,
     FrozenTrial,
-    directions,
+    direction,
     in_memory,
 )
 
@@ -24,7 +25,8 @@ DIGITS = 4  # of a drawn float: values are part of the names of directories
 def draw(sweep: SweepConfig, space: Distributions, trials: Sequence[FrozenTrial]) -> dict[str, Any]:
     """Return the values of the next trial: a function of the seed and the trials before it."""
     with no_warnings():
-        study = in_memory(directions(sweep.objectives), trials, _sampler(sweep, len(trials)))
+        towards = direction(objective_named(sweep.metric))
+        study = in_memory(towards, trials, _sampler(sweep, len(trials)))
         values = study.ask(dict(sorted(space.items()))).params
     return {key: rounded(values[key], space[key]) for key in space}
 

@@ -621,6 +621,25 @@ SWEEPS = [
         "-m sweep.parallel=0 run.seed=1,2",
         "config error: sweep.parallel=0 must be greater than or equal to 1 or 'auto'",
     ),
+    *(
+        (
+            f"-m '{word}' run.seed=1,2",
+            f"config error: {word} is used by a search only: add sweep=optuna, or leave it out",
+        )
+        for word in (
+            "sweep.trials=20",
+            "sweep.seed=2",
+            "sweep.sampler_settings={n_startup_trials:3}",
+        )
+    ),
+    (
+        "-m 'sweep.pruner_settings={n_startup_trials:3}' run.seed=1,2",
+        "config error: sweep.pruner_settings is used by a pruner only: add sweep.pruner=median, or",
+    ),
+    (
+        "-m sweep.metric=val_los run.seed=1,2",
+        "config error: sweep.metric=val_los is not a number of result.json; did you mean val_loss?",
+    ),
     (
         "-m sweep.parallel=2,3 run.seed=1,2",
         "config error: sweep.* holds for all jobs of a sweep; give each key one value",
@@ -654,17 +673,13 @@ SEARCHES = [
     ("sweep.lag=1", "config error: sweep.lag is no longer there; leave it out, a search draws"),
     ("sweep.sampler=qmc", "config error: sweep.sampler=qmc is no longer there; choose tpe, gp or"),
     ("sweep.seed=-1", "config error: sweep.seed=-1 must be greater than or equal to 0"),
-    ("sweep.objectives=[]", "config error: sweep.objectives is empty"),
+    ("sweep.metric=''", "config error: sweep.metric is empty"),
     (
-        "sweep.objectives=[val_loss,wall_seconds] sweep.pruner=asha",
-        "config error: sweep.pruner=asha works with one objective",
+        "sweep.metric=-val_los",
+        "config error: sweep.metric=-val_los is not a number of result.json; did you mean val_loss",
     ),
     (
-        "sweep.objectives=[val_los]",
-        "config error: sweep.objectives=val_los is no number of result.json; did you mean val_loss",
-    ),
-    (
-        "sweep.objectives=[wall_seconds] sweep.pruner=median",
+        "sweep.metric=wall_seconds sweep.pruner=median",
         "config error: sweep.pruner=median judges evaluations, which do not measure wall_seconds",
     ),
     (

@@ -11,7 +11,7 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import flatten, from_mapping, to_plain
-from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, loss_unit, objective_of
+from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, default_objective, loss_unit
 
 TEXT = {
     "data.path": "a.txt",
@@ -23,7 +23,7 @@ BPE = {**TEXT, "data.tokenizer": "bpe", "data.vocab_size": 300}
 
 
 def ranked_by(*configs: dict[str, Any]):
-    return objective_of(map(loss_unit, configs))
+    return default_objective(map(loss_unit, configs))
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,12 @@ def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
         (tmp_path / name / "tokenizer.json").write_text(content)
     named = {**TEXT, "data.tokenizer": "tokenizer.json"}
     for config in (BPE, named):
-        assert objective_of(loss_unit(config, tmp_path / name) for name in "ab") is BITS_PER_BYTE
-        assert objective_of(loss_unit(config, tmp_path / name) for name in "ac") is LOSS
+        assert (
+            default_objective(loss_unit(config, tmp_path / name) for name in "ab") is BITS_PER_BYTE
+        )
+        assert default_objective(loss_unit(config, tmp_path / name) for name in "ac") is LOSS
     both = loss_unit(BPE, tmp_path / "a"), loss_unit({**BPE, "data.path": "b.txt"}, tmp_path / "c")
-    assert objective_of(both) is LOSS
+    assert default_objective(both) is LOSS
 
 
 @pytest.mark.parametrize(
@@ -113,8 +115,8 @@ def test_composed_configurations():
         ]
         char, best, bpe = map(unit, presets)
     assert loss_unit(flatten(configure("experiment=digits_convnet"))) is None
-    assert char == best and objective_of([char, best, None]) is LOSS
-    assert objective_of([char, bpe]) is BITS_PER_BYTE
+    assert char == best and default_objective([char, best, None]) is LOSS
+    assert default_objective([char, bpe]) is BITS_PER_BYTE
 
 
 @pytest.mark.parametrize(

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
-from fake_runs import fake_run, write_header
+from fake_runs import fake_run
 from tools import call_tool
 
 from mingpt_ddp.cli.commands import report as tool
-from mingpt_ddp.metrics.jsonl import MetricsHistory
-from mingpt_ddp.results.analysis.front import Goal, front_of, read_goals
 from mingpt_ddp.results.analysis.importance import LEAST_GROUPS, importances
-from mingpt_ddp.results.groups import Group, replicates
+from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.page.figures import mean_curve
 from mingpt_ddp.results.report import report
-from mingpt_ddp.results.runs import Job, read_jobs
-from mingpt_ddp.storage.lines import MAX_LINE_BYTES
+from mingpt_ddp.results.runs import read_jobs
 
 HALF = math.tan(0.475 * math.pi) / 10  # of the interval of two values that differ by 0.2
 
@@ -135,58 +131,6 @@ def test_hostile_parameters_are_escaped_in_the_legend(tmp_path):
         fake_run(tmp_path / f"{number}", values)
     report([tmp_path], tmp_path / "page.html")
     assert "<img" not in (tmp_path / "page.html").read_text().partition("<script")[0]
-
-
-# Several objectives
-
-
-def test_a_pareto_front():
-    groups = []
-    for a, b in [(1.0, -5.0), (2.0, -2.0), (3.0, -3.0), (5.0, -1.0), (2.0, -2.0), (0.0, None)]:
-        job = Job("x", Path("x"), "complete", {}, {"a": a, "b": b}, MetricsHistory(), [])
-        groups.append(Group([job], {}))
-    assert sorted(front_of(groups, [Goal("a", False), Goal("b", True)])) == [0, 1, 3, 4]
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        "",
-        "[1]",
-        "{",
-        '{"objectives": "val_loss"}',
-        '{"objectives": ["val_loss"]}',
-        '{"objectives": ["val_loss", 1]}',
-        '{"objectives": ["val_loss", "-val_loss"]}',
-        '{"objectives": ["val_loss", "-"]}',
-        "[" * 60_000,
-        json.dumps({"objectives": ["a", "b"], "x": "y" * MAX_LINE_BYTES}),
-    ],
-)
-def test_a_header_that_is_not_as_expected_counts_as_none(tmp_path, header):
-    write_header(tmp_path, header)
-    assert read_goals([tmp_path]) == []
-
-
-def test_the_front_is_marked(tmp_path):
-    """Loss 1 at speed 10, 2 at 20, 3 at 15: the last one is beaten by the second."""
-    sweep = tmp_path / "sweep"
-    for number, (loss, speed) in enumerate([(1.0, 10), (2.0, 20), (3.0, 15)]):
-        run = fake_run(sweep / f"{number}", {"optimizer.lr": number}, val_loss=loss)
-        result = json.loads((run / "result.json").read_text())
-        (run / "result.json").write_text(json.dumps({**result, "speed<b>": speed}))
-    write_header(sweep, '{"objectives": ["val_loss", "-speed<b>"]}')
-    lines = report([sweep], tmp_path / "page.html").splitlines()
-    assert cells(lines[0])[-2:] == ["speed<b>", "job"]
-    assert [line[0] for line in lines[1:4]] == ["*", "*", " "]
-    assert "Pareto front, marked *: 2 of 3; minimize val_loss, maximize speed<b>" in lines
-    figure = figures_of(tmp_path / "page.html")[3]
-    assert "range" in figure["layout"]["xaxis"], "a loss, without outliers"
-    assert "range" not in figure["layout"]["yaxis"], "all values of another objective"
-    front, points = figure["data"]
-    assert (front["x"], front["y"], front["line"]["shape"]) == ([1, 2], [10, 20], "hv")
-    assert len(points["x"]) == 3
-    assert "<b>" not in json.dumps(figures_of(tmp_path / "page.html")[3]["layout"])
 
 
 # The importance of parameters

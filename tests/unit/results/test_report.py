@@ -519,7 +519,7 @@ def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
     assert widths[0] > max(widths[1:])
     marker = page.figures[2]["data"][0]["marker"]
     assert marker["symbol"] == ["circle-open", "triangle-up", *["circle"] * 7]
-    assert "objectives from 1.500 to 2.100 or more" in page.text and "not complete" in page.text
+    assert "objectives from 1.500 to 2.100 or worse" in page.text and "not complete" in page.text
 
 
 def test_the_labels_have_the_parameters_of_a_job(tmp_path):

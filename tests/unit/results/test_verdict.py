@@ -54,6 +54,65 @@ def test_two_directories_are_compared_seed_by_seed(tmp_path, call):
     )
 
 
+@pytest.fixture
+def vowels(tmp_path):
+    """Return runs of two settings: lr=0.001 has the lower loss, lr=0.003 has more vowels."""
+    replicate(tmp_path, [1.0, 1.1, 1.2], lr=1e-3)
+    replicate(tmp_path, [2.0, 2.1, 2.2], lr=3e-3)
+    for result in tmp_path.glob("*/result.json"):
+        record = json.loads(result.read_text())
+        wins = "lr=0.003" in result.parent.name
+        record["val_vowels"] = (
+            record["val_loss"] / 10 + 0.3 * wins + 0.01 * (record["val_loss"] > 2.1)
+        )
+        result.write_text(json.dumps(record))
+    return tmp_path
+
+
+def test_a_metric_of_the_users_own(vowels, call):
+    """The order, the verdict, the document and the record follow it, whichever way is better."""
+    high, low = "lr=0.003", "lr=0.001"
+    for metric, better, best, other in (
+        ("-val_vowels", "higher", high, low),
+        ("val_vowels", "lower", low, high),
+    ):
+        out = call(vowels, "compare", f"metric={metric}")[1].splitlines()
+        assert out[0] == f"compared by val_vowels: {better} is better"
+        assert [line.split()[-1] for line in out[2:4]] == [best, other]
+        assert out[-1].startswith(f"{best} is better than {other} by 0.403 ± 0.0")
+        document = strict(call(vowels, "compare", f"metric={metric}", "format=json")[1])
+        assert (document["objective"], document["better"]) == ("val_vowels", better)
+        assert document["best"] == best and document["comparisons"][0]["difference"] > 0.4
+        assert f"by val_vowels: {out[-1]}"[:60] in call("experiments", vowels)[1]
+    assert f"{low} is better than {high} by 1.0" in call(vowels, "compare")[1], "the loss"
+
+
+def test_the_table_of_a_metric_of_the_users_own(vowels, call):
+    lines = call(vowels, "metric=-val_vowels")[1].splitlines()
+    assert lines[0].split()[0] == "val_vowels" and "val loss" in lines[0]
+    assert lines[1].startswith("*") and "0.003" in lines[1]
+    assert "note: ranked by val_vowels: higher is better" in lines
+    assert any(line.startswith("best: 0.5133 ± ") for line in lines)
+    assert any("compare metric=-val_vowels` tests whether others" in line for line in lines)
+    document = strict(call(vowels, "metric=-val_vowels", "format=json")[1])
+    assert (document["objective"], document["better"]) == ("val_vowels", "higher")
+    assert document["groups"][0]["parameters"] == {"optimizer.lr": 0.003}
+
+
+@pytest.mark.parametrize(
+    ("metric", "hint"),
+    [
+        ("val_vowel", "did you mean val_vowels?"),
+        ("-x", "use one of step, val_loss, wall_seconds, val_vowels"),
+    ],
+)
+@pytest.mark.parametrize("words", [["compare"], ["format=json"], []])
+def test_a_metric_that_no_run_has(words, metric, hint, vowels, call):
+    code, out, err = call(vowels, *words, f"metric={metric}")
+    assert (code, out) == (2, "")
+    assert err == f"run error: metric={metric}: no run has this number; {hint}\n"
+
+
 def trained_with(run, content="1", package="p", commit="a" * 40, text="t", earlier=(), **keys):
     """Add to a fake run what it has recorded of its code and its text."""
     code = {"files": {"recipe/mine.py": content}, "package": {"sha256": package, "commit": commit}}

@@ -39,18 +39,13 @@ def run_job(study: Study, number: int) -> None:
     if study.state(number).is_finished():
         return
     for step in STEPS:
-        if one_objective(study) and study.report(number, step, loss(values, step)):
-            study.finish(number, TrialState.PRUNED, [], f"job-{number}")
+        if study.report(number, step, loss(values, step)):
+            study.finish(number, TrialState.PRUNED, None, f"job-{number}")
             return
     if number == 3:
         study.fail(number)
         return
-    results = [loss(values)] if one_objective(study) else [loss(values), float(values["n"])]
-    study.finish(number, TrialState.COMPLETE, results, f"job-{number}")
-
-
-def one_objective(study: Study) -> bool:
-    return len(study._settings.objectives) == 1
+    study.finish(number, TrialState.COMPLETE, loss(values), f"job-{number}")
 
 
 def run_all(study: Study, trials: int) -> None:

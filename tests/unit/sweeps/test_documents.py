@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, to_config
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.sweeps.checks import expand
 from mingpt_ddp.sweeps.search.space import search_space
 from mingpt_ddp.sweeps.settings import check_settings
@@ -45,5 +44,5 @@ def test_a_command_starts_a_sweep(command):
         composed = compose("config", job, return_hydra_config=True)
     keys = OmegaConf.masked_copy(composed, composed.keys() - {"hydra"})
     config = to_config(keys, composed.hydra, job)
-    settings = check_settings(composed, [config], env, LOSS)
+    settings = check_settings(composed, [config], env)
     assert settings.sampler is None or search_space(overrides) or "optuna_lr" in command

@@ -108,7 +108,7 @@ def test_a_job_is_done_at_the_limits_that_it_has_reached_itself(tmp_path, config
     study = open_study(tmp_path)
     for number, steps in enumerate((6, 4)):
         study.values(number)
-        study.finish(number, TrialState.COMPLETE, [1.0], f"job-{number}")
+        study.finish(number, TrialState.COMPLETE, 1.0, f"job-{number}")
         job = tmp_path / f"job-{number}"
         job.mkdir()
         (job / "config.yaml").write_text(f"trainer: {{max_steps: {steps}, max_epochs: null}}")

@@ -18,7 +18,6 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.group import rendezvous
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile, read_failures
 from mingpt_ddp.sweeps import settings
@@ -45,15 +44,9 @@ def configure(tmp_path):
     return configure
 
 
-def check(config: Config, launcher: str = LOCAL, env: DistEnv = ALONE, objective=LOSS):
+def check(config: Config, launcher: str = LOCAL, env: DistEnv = ALONE):
     targets = {"launcher": {"_target_": launcher}, "sweeper": {"_target_": SWEEPER}}
-    return check_settings(OmegaConf.create({"hydra": targets}), [config], env, objective)
-
-
-def test_bits_per_byte_replace_the_loss_unless_the_command_names_an_objective(configure):
-    assert check(configure(), objective=BITS_PER_BYTE).objectives == ("bits_per_byte",)
-    named = configure("sweep.objectives=[wall_seconds]")
-    assert check(named, objective=BITS_PER_BYTE).objectives == ("wall_seconds",)
+    return check_settings(OmegaConf.create({"hydra": targets}), [config], env)
 
 
 REFUSED_ELSEWHERE = [

@@ -15,7 +15,6 @@ import pytest
 
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.errors import ConfigError, RunError
-from mingpt_ddp.results.analysis.front import read_goals
 from mingpt_ddp.sweeps.search.optuna_trials import TrialState
 from mingpt_ddp.sweeps.search.space import grid, search_space
 from mingpt_ddp.sweeps.search.study import Study
@@ -70,30 +69,13 @@ def test_a_trial_is_drawn_from_the_results_that_there_are(tmp_path):
         run_all(study, 3)
         study.values(3)
         if ends_first:
-            study.finish(3, TrialState.COMPLETE, [0.0], "job-3")
+            study.finish(3, TrialState.COMPLETE, 0.0, "job-3")
         drawn = study.values(4)
         if not ends_first:
-            study.finish(3, TrialState.COMPLETE, [0.0], "job-3")
+            study.finish(3, TrialState.COMPLETE, 0.0, "job-3")
         assert open_study(directory, parallel=2, **settings).values(4) == drawn
         found.append(drawn)
     assert found[0] != found[1]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_two_objectives(tmp_path, sampler):
-    objectives = ("val_loss", "-accuracy")
-    study = open_study(
-        tmp_path, sampler=sampler, sampler_settings=STARTUP.get(sampler), objectives=objectives
-    )
-    run_all(study, 7)
-    drawn = [study.values(number) for number in range(7)]
-    again = open_study(
-        tmp_path, sampler=sampler, sampler_settings=STARTUP.get(sampler), objectives=objectives
-    )
-    assert [again.values(number) for number in range(7)] == drawn
-    values = [again.trial(number).values for number in range(7)]
-    assert sum(each is None for each in values) == 1  # of the one that failed
-    assert all(len(each) == 2 for each in values if each)
 
 
 def test_optuna_reads_the_study_after_each_change(tmp_path):
@@ -103,14 +85,14 @@ def test_optuna_reads_the_study_after_each_change(tmp_path):
     assert study.values(0) == load(directory)[0].params
     study.report(0, 5, 2.0)
     study.report(0, 6, float("nan"))
-    study.finish(0, TrialState.COMPLETE, [3.0], job="job-0")
+    study.finish(0, TrialState.COMPLETE, 3.0, job="job-0")
     study.values(1)
     study.fail(1)
     assert study.state(1) == TrialState.FAIL
     study.reopen(1)
     assert study.state(1) == TrialState.RUNNING
     study.values(2)
-    study.finish(1, TrialState.COMPLETE, [2.0], job="job-1")
+    study.finish(1, TrialState.COMPLETE, 2.0, job="job-1")
     copied = tmp_path / "copy"  # a study is found under another name of its directory
     shutil.copytree(directory, copied)
     for each in (directory, copied):
@@ -171,13 +153,13 @@ def test_limits_may_grow(tmp_path):
     study = open_study(tmp_path)
     study.values(0)
     study.report(0, 10, 2.0)
-    study.finish(0, TrialState.COMPLETE, [2.0], "job-0")
+    study.finish(0, TrialState.COMPLETE, 2.0, "job-0")
     study = open_study(tmp_path)
     study.reopen(0)
     study = open_study(tmp_path)
     assert study.state(0) == TrialState.RUNNING
     study.report(0, 20, 1.0)
-    study.finish(0, TrialState.COMPLETE, [1.0], "job-0")
+    study.finish(0, TrialState.COMPLETE, 1.0, "job-0")
     (trial,) = load(tmp_path)
     assert trial.values == [1.0] and trial.intermediate_values == {10: 2.0, 20: 1.0}
 
@@ -188,7 +170,7 @@ def test_decisions_of_the_median_are_repeated(tmp_path):
     for number, value in enumerate((1.0, 2.0, 3.0)):
         study.values(number)
         study.report(number, 100, value)
-        study.finish(number, TrialState.COMPLETE, [value], f"job-{number}")
+        study.finish(number, TrialState.COMPLETE, value, f"job-{number}")
     study.values(3)
     assert study.report(3, 50, 9.0) is None
     reason = "validation loss 2.5000 is above the median 2.0000 of 3 jobs at step 100"
@@ -198,23 +180,21 @@ def test_decisions_of_the_median_are_repeated(tmp_path):
     assert study.report(3, 100, 2.5) == reason
     assert study.report(3, 200, 0.0) == reason, "the job has not ended yet"
     assert open_study(tmp_path).report(3, 100, 2.5) is None, "without a pruner"
-    study.finish(3, TrialState.PRUNED, [], "job-3")
+    study.finish(3, TrialState.PRUNED, None, "job-3")
     study.reopen(3)
     assert study.report(3, 50, 9.0) is None
     assert study.report(3, 100, 2.0) is None
 
 
-def test_maximized_objectives_prune_below_the_median(tmp_path):
+def test_a_maximized_metric_prunes_below_the_median(tmp_path):
     settings = {"n_startup_trials": 1}
-    study = open_study(
-        tmp_path, pruner="median", pruner_settings=settings, objectives=("-accuracy",)
-    )
+    study = open_study(tmp_path, pruner="median", pruner_settings=settings, metric="-accuracy")
     study.values(0)
     study.report(0, 1, 0.5)
-    study.finish(0, TrialState.COMPLETE, [0.5], "job-0")
+    study.finish(0, TrialState.COMPLETE, 0.5, "job-0")
     study.values(1)
     assert study.report(1, 1, 0.6) is None
-    study.finish(1, TrialState.COMPLETE, [0.6], "job-1")
+    study.finish(1, TrialState.COMPLETE, 0.6, "job-1")
     study.values(2)
     assert study.report(2, 1, 0.1) == (
         "accuracy 0.1000 is below the median 0.5500 of 2 jobs at step 1"
@@ -261,7 +241,7 @@ def test_a_job_has_one_record_whatever_keys_of_its_grid_vary(tmp_path):
     study = open_grid(tmp_path, lr="1,2")
     for number in range(2):
         study.report(number, 10, 2.0 - number)
-        study.finish(number, TrialState.COMPLETE, [2.0 - number], f"job-{number}")
+        study.finish(number, TrialState.COMPLETE, 2.0 - number, f"job-{number}")
     listed, space = grid(parse("lr=2,3,1", "n=4,4.0"))
     for _ in range(2):
         study = Study(tmp_path, SweepConfig(pruner="median"), space)
@@ -286,8 +266,8 @@ REFUSED = [
     ({"pruner": "asha", "pruner_settings": {"min_resource": 0}}, "greater than or equal to 1"),
     ({"pruner_settings": {"n_min_trials": 1}}, "has no settings"),
     ({"seed": 2}, "sweep.seed=2 was 1"),
-    ({"objectives": ("-val_loss",)}, "sweep.objectives=-val_loss was val_loss"),
-    ({"objectives": ("val_loss", "x")}, "sweep.objectives=val_loss,x was val_loss"),
+    ({"metric": "-val_loss"}, "sweep.metric=-val_loss was val_loss in this directory"),
+    ({"metric": "x"}, "sweep.metric=x was val_loss in this directory"),
     ({"sampler": None}, "holds a search and the command is a grid"),
 ]
 
@@ -390,13 +370,6 @@ def test_a_full_disk_leaves_no_half_line(tmp_path):
     study.report(0, 10, 1.0)
     for each in (study, open_study(tmp_path)):
         assert each.trial(0).intermediate_values == {10: 1.0}
-
-
-def test_the_objectives_of_a_large_search_are_read(tmp_path):
-    settings = SweepConfig(sampler="tpe", objectives=("val_loss", "parameters"))
-    fixed = {"a": [str(i) for i in range(20_000)]}
-    Study(tmp_path, settings, search_space(parse(*SWEPT)), fixed=fixed).begin()
-    assert [goal.name for goal in read_goals([tmp_path])] == ["val_loss", "parameters"]
 
 
 def test_asha_counts_the_rungs_that_optuna_would_keep(tmp_path):

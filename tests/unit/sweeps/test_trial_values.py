@@ -89,7 +89,7 @@ def test_optuna_says_nothing(tmp_path, sampler, capfd, caplog):
         run_all(study, 4)
         study.values(4)
         study.report(4, 10, 1.0)
-        study.finish(4, TrialState.COMPLETE, [1.0], "job-4")
+        study.finish(4, TrialState.COMPLETE, 1.0, "job-4")
         study.values(5)
     assert not caught
     assert capfd.readouterr() == ("", "")
