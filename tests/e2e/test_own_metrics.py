@@ -12,6 +12,7 @@ from pause_points import kill_before
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from user_code_page import page_files
 
+import mingpt_ddp
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.storage.run_directory import read_result
 
@@ -124,14 +125,51 @@ def test_a_metric_that_is_no_scalar_is_refused(tmp_path):
     assert not (cwd / "outputs").exists()
 
 
+def test_a_grid_is_judged_by_the_users_own_metric(tmp_path):
+    """Its table, its best job and later reports; another start may judge by another metric."""
+    cwd = project(tmp_path)
+    grid = ["-m", "optimizer.lr=0.0001,0.05", "trainer.max_steps=8"]
+    for metric, better, best in (
+        ("-val_accuracy", "higher", 0.05),
+        ("val_accuracy", "lower", 1e-4),
+    ):
+        done = train(cwd, *grid, f"sweep.metric={metric}")
+        assert done.returncode == 0, done.stdout
+        assert f"note: ranked by val_accuracy: {better} is better" in done.stdout
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("best: ")]
+        (run,) = cwd.glob(f"outputs/run/optimizer.lr={best}-*")
+        assert line.endswith(run.name)
+        first, second = mingpt_ddp.rows(cwd / "outputs" / "run")
+        assert first["optimizer.lr"] == best
+        assert (first["val_accuracy"] > second["val_accuracy"]) == (better == "higher")
+    assert done.stdout.count("already complete, val_accuracy 0.") == 2
+
+
+@pytest.mark.parametrize("workers", [[], ["ddp.nproc_per_node=2"]], ids=["alone", "on workers"])
+def test_a_metric_that_no_evaluation_measures_ends_a_job_at_its_first_one(workers, tmp_path):
+    cwd = project(tmp_path)
+    grid = ["-m", "optimizer.lr=0.01,0.05", "trainer.eval_every=2", "sweep.metric=val_accurat"]
+    done = train(cwd, *grid, *workers)
+    assert done.returncode == 2, done.stdout
+    line = (
+        "config error: sweep.metric=val_accurat: the evaluations do not measure it; did you mean "
+    )
+    assert done.stdout.count(f"{line}val_accuracy?") == 2
+    assert "2 of 2 failed" in done.stdout.splitlines()[-1]
+
+
 def test_a_search_may_maximize_a_metric_of_training(tmp_path):
-    pytest.importorskip("optuna")
+    optuna = pytest.importorskip("optuna")
     cwd = project(tmp_path)
     sweep = ["-m", "sweep=optuna", "sweep.trials=2", "optimizer.lr=interval(0.001,0.1)"]
-    done = train(cwd, *sweep, "sweep.objectives=[-train_correct]", "trainer.max_steps=6")
+    done = train(cwd, *sweep, "sweep.metric=-train_correct", "trainer.max_steps=6")
     assert done.returncode == 0, done.stdout
     results = [read_result(file.parent) for file in cwd.glob("outputs/run/*/result.json")]
     assert len(results) == 2 and all(0 < result["train_correct"] < 1 for result in results)
+    backend = optuna.storages.journal.JournalFileBackend(f"{cwd}/outputs/run/study.journal")
+    study = optuna.load_study(study_name="run", storage=optuna.storages.JournalStorage(backend))
+    assert study.direction.name == "MAXIMIZE"
+    assert study.best_value == max(result["train_correct"] for result in results)
 
 
 def test_metrics_that_are_no_numbers_are_saved_and_resumed(tmp_path):

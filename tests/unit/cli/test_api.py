@@ -188,6 +188,12 @@ def test_rows_of_the_best_setting_come_before_the_luckiest_seed(tmp_path):
             values = {"optimizer.lr": lr, "run.seed": seed}
             fake_run(tmp_path / f"{lr}-{seed}", values, val_loss=loss)
     assert [row["val_loss"] for row in mingpt_ddp.rows(tmp_path)] == [2.0, 2.1, 1.9, 3.0]
+    rows = mingpt_ddp.rows(tmp_path, metric="-val_loss")
+    assert [row["val_loss"] for row in rows] == [3.0, 1.9, 2.1, 2.0]
+    (tmp_path / "sweep.json").write_text('{"metric": "-val_loss"}')
+    assert mingpt_ddp.rows(tmp_path) == rows, "the metric of the sweep"
+    with pytest.raises(RunError, match="metric=val_los: no run has this number; did you mean val_"):
+        mingpt_ddp.rows(tmp_path, metric="val_los")
 
 
 @pytest.mark.parametrize(
