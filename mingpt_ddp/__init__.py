@@ -6,6 +6,14 @@ from mingpt_ddp.cli import begin
 
 begin()
 
-from mingpt_ddp.cli.api import LoadedRun, history, load, rows, sweep, train  # noqa: E402
+from mingpt_ddp.cli.api import (  # noqa: E402
+    LoadedRun,
+    history,
+    load,
+    one_line_errors,
+    rows,
+    sweep,
+    train,
+)
 
-__all__ = ["LoadedRun", "history", "load", "rows", "sweep", "train"]
+__all__ = ["LoadedRun", "history", "load", "one_line_errors", "rows", "sweep", "train"]

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,6 +85,18 @@ def sweep(
 
     report = _train(["-m", *_words(overrides, "sweep")], nproc)
     return job_rows([*map(Path, report["directories"])], report["metric"])
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the script at an error of this package: print its one line, and exit with code 2.
+
+    Hydra would print a traceback, and exit with code 1.
+    """
+    from mingpt_ddp.distributed.exit import cli_errors
+
+    with cli_errors():
+        yield
 
 
 def _words(overrides: Iterable[str], function: str) -> list[str]:
@@ -178,7 +190,7 @@ def error_of(report: dict[str, Any], line: str) -> Exception:
 
 def _in_python(message: str) -> str:
     """Write the call that starts a sweep instead of Hydra's option."""
-    message = message.replace("add --multirun to your command line", "call --multirun")
+    message = message.replace("add -m to train", "call mingpt_ddp.sweep([...]) to train")
     return message.replace("--multirun", "mingpt_ddp.sweep([...])")
 
 

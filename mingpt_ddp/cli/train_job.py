@@ -48,6 +48,7 @@ from mingpt_ddp.storage.run_directory import (
     run_directory,
     with_run_name,
 )
+from mingpt_ddp.storage.urls import check_text
 from mingpt_ddp.sweeps.job import Job
 from mingpt_ddp.sweeps.local_workers import (
     LocalJob,
@@ -191,6 +192,8 @@ def _check(cfg: DictConfig) -> tuple[Config, DistEnv]:
     """Return the configuration of this job and the environment of this process, both checked."""
     config = checked_config(cfg)
     check_machine(config)
+    if not hydra_utils.is_multirun():  # complete jobs of a sweep need no text
+        check_text(config)
     env = read_env(config.ddp.local_workers or 1)
     ignored = sorted(key for key in hydra_utils.typed_keys() if key.startswith("sweep."))
     # the workers of a sweep's jobs have the keys of the sweep

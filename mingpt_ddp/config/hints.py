@@ -36,7 +36,8 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
         names = [k.removeprefix(f"{group}.") for k in known if k.startswith(f"{group}.")]
     if key in known:
         return f" of the chosen {group}"
-    ours = _key_for(key) or _key_for(name)
+    aliases = {word: ours for ours, words in other_names().items() for word in words.split()}
+    ours = aliases.get(key) or aliases.get(name)
     if ours is not None:
         in_group = ours.startswith(f"{group}.")
         if not names or not in_group or ours.removeprefix(f"{group}.") in names:
@@ -48,21 +49,18 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     if alike and (not group or group in GROUPS or len(alike) == 1):
         return f"; did you mean {alike[0]}?"
     if names:
+        alias = did_you_mean(name, [*names, *aliases], MIN_SIMILARITY)
+        if alias in aliases and alias != name:
+            return suggest(f"{group}.{alias}", names)
         return f"; {hint_at(name, names, f'{group}.')}"
     meant = did_you_mean(key, [*GROUPS, *known], MIN_SIMILARITY)
     if meant is None and not alike:  # a name in several groups says little
         last_parts = {k.rpartition(".")[2]: k for k in reversed(known)}
-        similar = did_you_mean(name, last_parts, MIN_SIMILARITY)
+        similar = did_you_mean(name, [*last_parts, *aliases], MIN_SIMILARITY)
+        if similar in aliases:
+            return suggest(similar)
         meant = None if similar is None else last_parts[similar]
     return "" if meant is None else f"; did you mean {meant}?"
-
-
-def _key_for(word: str) -> str | None:
-    """Return our key for a name of another program."""
-    for key, words in other_names().items():
-        if word in words.split():
-            return key
-    return None
 
 
 def known_keys() -> dict[str, dataclasses.Field[Any]]:

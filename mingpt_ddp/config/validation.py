@@ -26,6 +26,12 @@ SYNONYMS = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true"), "bf16"),
     **dict.fromkeys(("gpu", "mps"), "cuda"),
 }
+WANTED = {  # what pydantic calls a valid integer, ...
+    "integer": "must be a whole number",
+    "number": "must be a number",
+    "boolean": "must be true or false",
+    "string": "must be a text",
+}
 MAX_NAME_BYTES = 255  # of a file, on Linux
 
 
@@ -172,7 +178,8 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     wanted = []  # of a union, what each member wants
     for error in errors:
         if error["loc"][0] == key and _index(error) == index:
-            wanted.append(re.sub(r"^\w+ should ", "must ", error["msg"]))
+            what = re.sub(r"^\w+ should ", "must ", error["msg"])
+            wanted.append(WANTED.get(what.removeprefix("must be a valid "), what))
     text = " or ".join(dict.fromkeys(wanted)).replace(" or must be ", " or ")
     text = re.sub(r"0\.0{5,}\d+|\d{7,}", lambda digits: f"{float(digits[0]):g}", text)
     value = "null" if first["input"] is None else repr(first["input"])

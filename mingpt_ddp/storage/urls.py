@@ -1,5 +1,7 @@
 """Open the storage at a URL, and check URLs in a configuration."""
 
+import glob
+import os
 from contextlib import suppress
 
 import fsspec
@@ -7,8 +9,9 @@ from fsspec.core import split_protocol
 from fsspec.implementations.local import LocalFileSystem
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.components import BUILTIN_PREFIX
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.errors import ConfigError, StorageUnavailableError
+from mingpt_ddp.errors import ConfigError, DataError, StorageUnavailableError
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.remote.s3 import S3Storage
@@ -62,6 +65,25 @@ def check_urls(config: Config) -> None:
     check_can_open("run.resume", config.run.resume)
     if config.run.init_from is not None:
         check_can_open("run.init_from", config.run.init_from)
+
+
+def check_text(config: Config) -> None:
+    """Refuse a local text that does not exist, before torch is imported.
+
+    Raises:
+        DataError: names `data.path`.
+    """
+    path = getattr(config.data, "path", None)
+    if not path or getattr(config.data, "reader", None):
+        return
+    if "://" in path or path.startswith(BUILTIN_PREFIX) or glob.has_magic(path):
+        return
+    try:
+        os.stat(fsspec.core.url_to_fs(path)[1])
+    except FileNotFoundError as error:
+        raise DataError(f"data.path={path}: there is no such file") from error
+    except (OSError, ValueError):  # reported where the text is read
+        pass
 
 
 def open_storage(url: str, key: str = "URL") -> Storage:

@@ -126,6 +126,21 @@ def test_an_application_of_ones_own_from_a_checkout(tmp_path):
     assert {Path(job[1]) for job in jobs} == {*tmp_path.glob("outputs/python_docs-*")}
 
 
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("+gpt.optimiser.lr=1", "gpt.optimiser is not a key; did you mean optimizer?"),
+        ("+gpt.trainer.max_step=5", "trainer.max_step is not a key; did you mean trainer.max_"),
+    ],
+)
+def test_an_error_in_an_application_of_ones_own_is_one_line(word, message, tmp_path):
+    write_application(tmp_path)
+    done = call([sys.executable, "app.py", word], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 2, done.stdout
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"config error: {message}")
+
+
 def start(cwd: Path, *words: str) -> tuple[Job, int]:
     """Start the script; return it and its training process, once that has logged a step."""
     (cwd / "script.py").write_text(SCRIPT)

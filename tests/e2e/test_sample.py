@@ -142,7 +142,7 @@ def test_a_prompt_is_taken_literally(trained):
         ),
         (
             ["snapshot=outputs/a", "max_new_tokens=many"],
-            "config error: max_new_tokens='many' must be a valid integer",
+            "config error: max_new_tokens='many' must be a whole number",
         ),
         (
             ["snapshot=outputs/a", "precision=fp8"],

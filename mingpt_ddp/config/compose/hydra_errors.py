@@ -33,6 +33,12 @@ def explain(error: Exception) -> str:
     if added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
         group, name = added.groups()
         return f"{group} is already in the defaults list; write {group}={name}, without the +"
+    if several := re.search(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text):
+        word, key, values = several.groups()
+        return (
+            f"{word} has several values; add -m to train a job with each, or write "
+            f"'{key}=[{values}]' for a list, or '{key}=\"{values}\"' for a text"
+        )
     if isinstance(error, OverrideParseException):
         text = f"cannot read {error.override!r}: {text}"
     elif isinstance(error, OmegaConfBaseException):

@@ -158,11 +158,10 @@ def test_the_history_of_a_sweep_has_the_rows_of_every_job(tmp_path):
 def test_a_sweep_is_named_as_the_call_that_starts_it():
     line = "config error: Sweep parameters 'optimizer.lr=interval(1,2)' requires --multirun"
     assert str(error_of({}, line)).endswith("requires mingpt_ddp.sweep([...])")
-    packed = pack_error(ConfigError("3. To sweep over it, add --multirun to your command line"))
-    line = "config error: 3. To sweep over it, add --multirun to your command line"
-    error = error_of({"error": packed}, line)
+    message = "optimizer.lr=1,2 has several values; add -m to train a job with each"
+    error = error_of({"error": pack_error(ConfigError(message))}, f"config error: {message}")
     assert isinstance(error, ConfigError)
-    assert str(error).endswith("To sweep over it, call mingpt_ddp.sweep([...])")
+    assert str(error).endswith("; call mingpt_ddp.sweep([...]) to train a job with each")
 
 
 def test_the_rows_of_a_sweep(tmp_path):

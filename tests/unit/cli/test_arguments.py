@@ -82,8 +82,8 @@ def test_a_list_takes_all_arguments_without_a_key():
         (["a", "--follow"], "--follow has no value; write --follow=VALUE"),
         (["a", "--follow", "--step=1"], "--follow has no value; write --follow=VALUE"),
         (["a", "-s"], "-s is not an option; write key=value or --key value"),
-        (["a", "keep_last=many"], "keep_last='many' must be a valid integer"),
-        (["a", "step="], "step='' must be a valid integer or 'newest'"),
+        (["a", "keep_last=many"], "keep_last='many' must be a whole number"),
+        (["a", "step="], "step='' must be a whole number or 'newest'"),
         (["nosuch://a"], "url=nosuch://a: no such protocol as nosuch://"),
     ],
 )

@@ -209,7 +209,12 @@ CASES = [
         "config error: experiment is already in the defaults list; write experiment=demo, without",
     ),
     # Values of another type
-    ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a valid number"),
+    ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a whole number"),
+    (
+        "optimizer.learing_rate=1",
+        "config error: optimizer.learing_rate is not a key; did you mean o",
+    ),
+    ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
     # Values out of range
     ("model.n_layer=0", "config error: model.n_layer=0 must be greater than or equal to 1"),
@@ -432,7 +437,7 @@ CASES = [
         own("good") + " model.widht=2",
         "config error: model.widht is not a key; did you mean model.width?",
     ),
-    (own("good") + " model.width=wide", "config error: model.width='wide' must be a valid integer"),
+    (own("good") + " model.width=wide", "config error: model.width='wide' must be a whole number"),
     (own("good") + " model.width=0", "config error: model.width=0 must be at least 1"),
     (own("good") + " model.width=100", "code error: own/good.py:11: AssertionError"),
     (
@@ -525,7 +530,8 @@ CASES = [
     ),
     (
         "optimizer.lr=1,2",
-        "config error: Ambiguous value for argument 'optimizer.lr=1,2' 1. To use it as a list",
+        "config error: optimizer.lr=1,2 has several values; add -m to train a job with each, or "
+        "write 'optimizer.lr=[1,2]' for a list, or 'optimizer.lr=\"1,2\"' for a text",
     ),
     ("=3", "config error: "),
     (

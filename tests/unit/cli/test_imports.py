@@ -60,7 +60,7 @@ def test_a_table_of_runs_needs_no_torch(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [[], ["ddp.nproc_per_node=2"]], ids=["alone", "on workers"])
-@pytest.mark.parametrize("word", ["model=gpt3", "model.n_head=5"], ids=["Hydra's", "ours"])
+@pytest.mark.parametrize("word", ["model=gpt3", "model.n_head=5", "data.path=nosuch.txt"])
 def test_an_error_of_the_configuration_comes_before_torch(word, workers):
     assert heavy_imports("mingpt_ddp", word, *workers) == (2, [])
 

@@ -294,7 +294,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
         ),
         (
             ["prune", "x", "keep_last=1", "keep_best=1"],
-            "config error: keep_best=1 must be a valid boolean",
+            "config error: keep_best=1 must be true or false",
         ),
         (
             ["prune", "x/step_00000004", "keep_last=1"],
@@ -309,7 +309,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
         ),
         (
             ["export", "x", "to=y", "step=last"],
-            "config error: step='last' must be a valid integer or 'newest' or 'best'",
+            "config error: step='last' must be a whole number or 'newest' or 'best'",
         ),
         (
             ["export", "x", "to=y", "format=zip"],

@@ -28,6 +28,11 @@ KEYS = {
     [
         ("learning_rate", "; did you mean optimizer.lr (learning rate at the peak of the schedule"),
         ("optimizer.learning_rate", "; did you mean optimizer.lr ("),
+        ("optimizer.learing_rate", "; did you mean optimizer.lr ("),
+        ("learing_rate", "; did you mean optimizer.lr ("),
+        ("trainer.grad_accumulation_steps", "; did you mean trainer.micro_batch_size ("),
+        ("model.hiden_size", "; did you mean model.n_embd ("),
+        ("optimizer.weigth_decay", "; did you mean optimizer.weight_decay?"),
         ("trainer.learning_rate", "; did you mean optimizer.lr ("),
         (
             "gradient_accumulation_steps",

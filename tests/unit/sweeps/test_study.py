@@ -259,8 +259,8 @@ def test_a_job_has_one_record_whatever_keys_of_its_grid_vary(tmp_path):
 REFUSED = [
     ({"sampler_settings": {"n_startup_trial": 1}}, "did you mean"),
     ({"sampler_settings": {"n_startup_trials": -1}}, "greater than or equal to 0"),
-    ({"sampler_settings": {"n_startup_trials": True}}, "must be a valid integer"),
-    ({"sampler_settings": {"multivariate": 1}}, "must be a valid boolean"),
+    ({"sampler_settings": {"n_startup_trials": True}}, "must be a whole number"),
+    ({"sampler_settings": {"multivariate": 1}}, "must be true or false"),
     ({"sampler": "random", "sampler_settings": {"a": 1}}, "has no settings"),
     ({"pruner": "asha", "pruner_settings": {"rungs": 1}}, "use one of min_resource"),
     ({"pruner": "asha", "pruner_settings": {"min_resource": 0}}, "greater than or equal to 1"),
