@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {
     "mingpt_ddp": (
         "LoadedRun again conf distributed evaluate history load loop parts plan registry "
-        "report rows snapshots sweep train versions"
+        "one_line_errors report rows snapshots sweep train versions"
     ),
     "mingpt_ddp.data": "rng",
     "mingpt_ddp.data.rng": "derive_seed feistel_permute",
