@@ -1,13 +1,22 @@
-"""Number and text formats of a report."""
+"""Number and text formats of a report, and the commands that it names."""
 
+import contextlib
 import json
 import re
+import shlex
 import time
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from mingpt_ddp import errors
-from mingpt_ddp.results.runs import Row, Value
+from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
+from mingpt_ddp.results.objective import Objective
+from mingpt_ddp.results.runs import Job, Row, Value
+from mingpt_ddp.storage.yaml_and_json import read_yaml
 
+NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
 LONGEST = 60  # characters of a value or a name
 # Last parts of keys that say too little, or are titles of other columns.
 UNCLEAR = {"name", "path", "n", "sd", "status", "step", "faults", "time", "job", "directory"}
@@ -99,3 +108,45 @@ def when(seconds: float | None) -> str:
     if seconds is None or not 0 <= seconds < 1e11:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def command_line(job: Job) -> str:
+    """Return `mingpt-ddp train key=value ...`, or what `command` says, quoted for shell and Hydra.
+
+    Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
+    start, run.name included: they continue the job, or repeat it under another run.name.
+    """
+    # The overrides may have the sweep's run.name, which is another run.
+    if "run.name" not in job.config:
+        return NO_COMMAND
+    overrides = _read_record(job.directory, "overrides")
+    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
+        words = overrides
+        with contextlib.suppress(KeyError, TypeError):
+            words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
+        words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
+    else:
+        # Remove these presets, whose keys differ.
+        words = ["~model", "~optimizer"]
+        words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
+    name = job.config["run.name"]
+    named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
+    # The overrides of a job have the sweep's run.name, those of local workers the user's and the
+    # directory's.
+    if isinstance(name, str) and ("/" in name or len(named) > 1):
+        words = [word for word in words if word not in named]
+        words.append(f"run.name={hydra_value(name)}")
+    return f"{errors.command()} {shlex.join(words)}".rstrip()
+
+
+def compare_command(directories: Iterable[Path], objective: Objective) -> str:
+    """Return what a user types to compare the runs in these directories."""
+    words = [*map(str, directories), "compare"]
+    if objective.note:
+        words.append(f"metric={objective.metric}")
+    return f"{errors.command('report')} {shlex.join(words)}"
+
+
+def _read_record(directory: Path, name: str) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return read_yaml(directory / ".hydra" / f"{name}.yaml")

@@ -3,11 +3,20 @@
 from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.elements import Cells, used_columns
-from mingpt_ddp.results.formats import cut, duration, fixed, short_names, shown, words
+from mingpt_ddp.results.formats import (
+    command_line,
+    compare_command,
+    cut,
+    duration,
+    fixed,
+    short_names,
+    shown,
+    words,
+)
 from mingpt_ddp.results.groups import Group
 from mingpt_ddp.results.objective import LOSS
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import command_line, compare_command, known, why_no_best
+from mingpt_ddp.results.runs import known, why_no_best
 from mingpt_ddp.results.stats.intervals import Estimate
 
 COLUMNS = 8  # for parameters; the page has all

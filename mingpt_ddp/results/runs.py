@@ -5,8 +5,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-import shlex
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +13,9 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.config import PLACES, with_defaults
 from mingpt_ddp.config.validation import hint_at
-from mingpt_ddp.errors import DataError, RunError, command
+from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history
 from mingpt_ddp.results.objective import (
     LOSS,
@@ -31,7 +28,6 @@ from mingpt_ddp.storage.code_identity import recorded_code, user_code
 from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.sweep_file import recorded_metric
-from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -42,7 +38,6 @@ ACCEPT_CODE = "run.accept_code"
 DIVERGED = "diverged"  # status of a job whose loss is not finite at its end
 LARGEST = 1e100  # larger numbers are not drawn
 MAX_JSON_CHARS = 1000  # of a value that is not a scalar
-NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
 
 
 @dataclass(frozen=True)
@@ -339,45 +334,3 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 def identity(value: Value) -> Hashable:
     """Return a key that is equal for equivalent values: for 1 and 1.0, but not for 1 and true."""
     return isinstance(value, bool), tuple(value) if isinstance(value, list) else value
-
-
-def command_line(job: Job) -> str:
-    """Return `mingpt-ddp train key=value ...`, or what `command` says, quoted for shell and Hydra.
-
-    Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
-    start, run.name included: they continue the job, or repeat it under another run.name.
-    """
-    # The overrides may have the sweep's run.name, which is another run.
-    if "run.name" not in job.config:
-        return NO_COMMAND
-    overrides = _read_record(job.directory, "overrides")
-    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
-        words = overrides
-        with contextlib.suppress(KeyError, TypeError):
-            words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
-        words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
-    else:
-        # Remove these presets, whose keys differ.
-        words = ["~model", "~optimizer"]
-        words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
-    name = job.config["run.name"]
-    named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
-    # The overrides of a job have the sweep's run.name, those of local workers the user's and the
-    # directory's.
-    if isinstance(name, str) and ("/" in name or len(named) > 1):
-        words = [word for word in words if word not in named]
-        words.append(f"run.name={hydra_value(name)}")
-    return f"{command()} {shlex.join(words)}".rstrip()
-
-
-def compare_command(directories: Iterable[Path], objective: Objective) -> str:
-    """Return what a user types to compare the runs in these directories."""
-    words = [*map(str, directories), "compare"]
-    if objective.note:
-        words.append(f"metric={objective.metric}")
-    return f"{command('report')} {shlex.join(words)}"
-
-
-def _read_record(directory: Path, name: str) -> Any:
-    with contextlib.suppress(OSError, ValueError):
-        return read_yaml(directory / ".hydra" / f"{name}.yaml")

@@ -19,11 +19,11 @@ from mingpt_ddp.results.analysis.compare import (
     settings_of,
 )
 from mingpt_ddp.results.experiments import append, root_of
-from mingpt_ddp.results.formats import fixed
+from mingpt_ddp.results.formats import compare_command, fixed
 from mingpt_ddp.results.groups import Group, best_group, replicates
 from mingpt_ddp.results.notes import comparison_notes, diverged_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
-from mingpt_ddp.results.runs import Job, by_objective, compare_command, read_jobs
+from mingpt_ddp.results.runs import Job, by_objective, read_jobs
 from mingpt_ddp.results.stats.significance import PAIRED, Difference
 
 MOST_DECIMALS = 8

@@ -19,7 +19,7 @@ from plotly.offline import get_plotlyjs
 from mingpt_ddp.errors import command, counted, printable
 from mingpt_ddp.results.analysis.verdict import sentences
 from mingpt_ddp.results.elements import bullets, grid, table
-from mingpt_ddp.results.formats import cut, duration, fixed, shown, when, words
+from mingpt_ddp.results.formats import command_line, cut, duration, fixed, shown, when, words
 from mingpt_ddp.results.groups import Group, recipe, singles
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
 from mingpt_ddp.results.page import one_run
@@ -27,7 +27,7 @@ from mingpt_ddp.results.page.figures import DRAWN, SERIES, Mark, mean_curve, par
 from mingpt_ddp.results.page.plots import Plots, legend_of
 from mingpt_ddp.results.report_text import cells_of, with_interval
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, Value, command_line, identity, number, varying, why_no_best
+from mingpt_ddp.results.runs import Job, Value, identity, number, varying, why_no_best
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 IMPORTANCE = (

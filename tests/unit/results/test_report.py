@@ -23,17 +23,11 @@ from mingpt_ddp.cli.commands import report as tool
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, hydra_value
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.results.formats import brief, short_names
+from mingpt_ddp.results.formats import NO_COMMAND, brief, command_line, short_names
 from mingpt_ddp.results.groups import best_group, singles
 from mingpt_ddp.results.page.figures import DRAWN, POINTS, Scale, highest, loss_axis
 from mingpt_ddp.results.report import report
-from mingpt_ddp.results.runs import (
-    NO_COMMAND,
-    command_line,
-    plain,
-    read_jobs,
-    varying,
-)
+from mingpt_ddp.results.runs import plain, read_jobs, varying
 
 HOSTILE = "<script>alert('&\"')</script>\x1b[2J"
 
