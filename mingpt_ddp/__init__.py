@@ -6,14 +6,6 @@ from mingpt_ddp.cli import begin
 
 begin()
 
-from mingpt_ddp.cli.api import (  # noqa: E402
-    LoadedRun,
-    history,
-    load,
-    one_line_errors,
-    rows,
-    sweep,
-    train,
-)
+from mingpt_ddp.cli.api import LoadedRun, history, load, one_line_errors, rows, sweep, train  # noqa: E402
 
 __all__ = ["LoadedRun", "history", "load", "one_line_errors", "rows", "sweep", "train"]
