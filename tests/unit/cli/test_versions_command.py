@@ -222,7 +222,7 @@ def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
         ({"recipe/mine.py": "x = 2\n"}, {}, None),  # fewer than the version has
         ({"../lib/shared.py": "a library\n"}, {}, None),
         ({"../lib/shared.py": "edited since\n"}, {}, "../lib/shared.py"),
-        ({"../lib/gone.py": ""}, {}, "../lib/gone.py"),
+        ({"../lib/gone.py": "deleted since\n"}, {}, "../lib/gone.py"),
         ({"recipe/mine.py": "x = 1\n"}, {}, "recipe/mine.py"),
         ({"other.py": "of this checkout\n"}, {}, "other.py"),  # the version is another one
         ({}, {"package": {"sha256": "q", "commit": None}}, "mingpt_ddp"),
