@@ -77,4 +77,3 @@ def test_token_ids_without_a_tokenizer(tmp_path):
     assert call(export, whole, PYTHONPATH=path).returncode == 0
     assert json.loads((whole / "exported/config.json").read_text())["vocab_size"] == 300
     assert not [*whole.glob("exported/tokenizer*")]
-    assert "AutoTokenizer" not in (whole / "exported/README.md").read_text()

@@ -25,7 +25,7 @@ class ExportConfig:
     url: str
     to: str  # a local directory that does not exist yet
     step: Step = "newest"
-    format: Literal["safetensors", "torch", "hf"] = "safetensors"
+    format: Literal["safetensors", "hf"] = "safetensors"
     license: str | None = None
 
     def __post_init__(self) -> None:

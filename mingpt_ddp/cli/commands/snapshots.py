@@ -19,8 +19,8 @@ prune      delete all but the last keep_last whole ones and, with keep_best, the
 follow     true: include snapshots elsewhere, where the run's configuration says
 export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
-format     safetensors (the default): model.safetensors and config.json; torch: model.pt, which torch.load reads with
-           weights_only=True; hf: a directory that transformers loads, tokenizer included
+format     safetensors (the default): model.safetensors and config.json; hf: a directory that transformers loads,
+           tokenizer included
 license    of the export, for its model card, as in apache-2.0; by default the card names none
 """  # noqa: E501
 

@@ -1,20 +1,21 @@
-"""Export a snapshot: its weights, what describes them, and a model card, as files by name."""
+"""Export a snapshot: its weights, their description, and a model card, as files by name."""
 
-import io
+import contextlib
 import json
+from pathlib import PurePosixPath
 from typing import Any
-
-import torch
 
 from mingpt_ddp.config.keys.model_config import changed_parts
 from mingpt_ddp.config.keys.schema import MODELS
-from mingpt_ddp.snapshots.exports.model_card import model_card
 from mingpt_ddp.snapshots.exports.transformers_export import transformers_files
 from mingpt_ddp.snapshots.format import MODEL, Snapshot
 from mingpt_ddp.snapshots.read.load import Step, load, recorded_train_state
 from mingpt_ddp.snapshots.read.load_model import read_model_spec
 from mingpt_ddp.snapshots.staging_buffer import encode
+from mingpt_ddp.storage.remote.remote_errors import redact
 from mingpt_ddp.storage.storage import Content
+
+MAX_NAME = 200  # characters of the data's name in a model card
 
 
 def export_files(
@@ -31,21 +32,13 @@ def export_files(
     """
     snapshot = load(url, ("model",), step)
     files = WRITERS[format](snapshot)
-    has_tokenizer = format != "hf" or "tokenizer.json" in files
-    files["README.md"] = model_card(snapshot, format, license, has_tokenizer)
+    files["README.md"] = _model_card(snapshot, license)
     return snapshot.step, files
 
 
 def _safetensors(snapshot: Snapshot) -> dict[str, Content]:
     description = json.dumps(describe(snapshot), indent=1) + "\n"
     return {MODEL: encode(snapshot.model), "config.json": description.encode()}
-
-
-def _torch(snapshot: Snapshot) -> dict[str, Content]:
-    """Save tensors and plain values only, which torch.load reads with weights_only=True."""
-    buffer = io.BytesIO()
-    torch.save({**describe(snapshot), "state_dict": snapshot.model}, buffer)
-    return {"model.pt": buffer.getbuffer()}
 
 
 def describe(snapshot: Snapshot) -> dict[str, Any]:
@@ -74,4 +67,34 @@ def describe(snapshot: Snapshot) -> dict[str, Any]:
     return values
 
 
-WRITERS = {"safetensors": _safetensors, "torch": _torch, "hf": transformers_files}
+def _model_card(snapshot: Snapshot, license: str | None) -> bytes:
+    """Return the model card, in Markdown: the step, the validation loss and the name of the data.
+
+    The name is untrusted. It stands in an indented block, as ASCII in one line, where neither
+    Markdown nor YAML interprets it.
+
+    Args:
+        license: An identifier that YAML reads as text, or None to name no license.
+    """
+    licensed = f"license: {license}\n" if license else ""
+    facts = f"Step {snapshot.step}"
+    val_loss: Any = recorded_train_state(snapshot.state).get("val_loss")
+    if type(val_loss) in (int, float) and abs(val_loss) < 1e15:
+        facts += f", validation loss {val_loss:.6g} nats"
+    data: dict[str, Any] = {}
+    with contextlib.suppress(LookupError, TypeError, ValueError):
+        data = {**snapshot.state["config"]["data"]}
+    path = redact(str(data.get("path") or "several texts"))
+    name = redact(str(data.get("name") or PurePosixPath(path).stem))
+    return f"""---
+{licensed}tags: [mingpt_ddp]
+---
+# A model trained with mingpt_ddp
+
+{facts}; trained on
+
+    {json.dumps(name[:MAX_NAME])}
+""".encode()
+
+
+WRITERS = {"safetensors": _safetensors, "hf": transformers_files}

@@ -57,8 +57,7 @@ def transformers_files(snapshot: Snapshot) -> dict[str, Content]:
         unknown = [f"model.architecture={architecture}"]
     if unknown:
         raise SnapshotError(
-            f"{unknown[0]} has no form that transformers loads; use format=safetensors or "
-            "format=torch"
+            f"{unknown[0]} has no form that transformers loads; use format=safetensors"
         )
     spec = read_model_spec(snapshot.state)
     model = build_around(spec.config(), spec.sizes, snapshot.model)
