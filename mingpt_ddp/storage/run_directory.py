@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import math
 import re
 from dataclasses import asdict, dataclass, replace
@@ -19,8 +18,6 @@ from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
-
-log = logging.getLogger(__name__)
 
 RESULT = "result.json"
 # These keys make no difference between two starts: one may record null, another the name itself.
@@ -248,8 +245,7 @@ class RunDirectory:
         previous = recorded_config(self.path)
         if previous is None:
             _write(self.path / "config.yaml", encoded)
-        elif changes := difference(previous, config, DIRECTORY_KEYS):
-            log.info("the configuration differs from the last start: %s", "; ".join(changes))
+        elif difference(previous, config, DIRECTORY_KEYS):
             number = max([1, *_config_numbers(self.path)]) + 1
             _write(self.path / f"config.{number}.yaml", encoded)
 
@@ -317,11 +313,17 @@ def difference(
     old: dict[str, Any], new: dict[str, Any], ignored: tuple[str, ...] = ()
 ) -> list[str]:
     """Return `group.key: old -> new` for every value that differs."""
-    before = flatten(old)
-    after = flatten(new)
-    keys = [key for key in before | after if key not in ignored]
-    changed = [key for key in keys if before.get(key) != after.get(key)]
-    return [f"{key}: {_format(before.get(key))} -> {_format(after.get(key))}" for key in changed]
+    rows = changed_values(flatten(old), flatten(new), ignored)
+    return [f"{key}: {before} -> {after}" for key, before, after in rows]
+
+
+def changed_values(
+    old: dict[str, Any], new: dict[str, Any], ignored: tuple[str, ...] = ()
+) -> list[tuple[str, str, str]]:
+    """Return the key, the old value and the new value, as text, for every value that differs."""
+    keys = [key for key in old | new if key not in ignored]
+    changed = [key for key in keys if old.get(key) != new.get(key)]
+    return [(key, _format(old.get(key)), _format(new.get(key))) for key in changed]
 
 
 def _format(value: Any) -> str:

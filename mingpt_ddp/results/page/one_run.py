@@ -25,10 +25,7 @@ TIMINGS = {  # plot and column titles, by tag
     "memory/peak_mib": "peak memory, MiB",
 }
 # Lines of the log that say what a restart changed, and all warnings and errors.
-EVENT = re.compile(
-    r"\S+ \S+ (WARNING|ERROR|INFO (resuming from|results may differ|the co(nfiguration|de) d"
-    r"|the learning rate of))"
-)
+EVENT = re.compile(r"\S+ \S+ (WARNING|ERROR|INFO (resuming from|changed from|the code differs))")
 
 
 def read_ranks(directory: Path) -> tuple[dict[str, RankEvents], list[str]]:
@@ -96,7 +93,8 @@ def restarts(job: Job) -> str:
 def _log_events(path: Path) -> list[str]:
     """Return the last lines of a log that say what a restart changed, or warn."""
     try:
-        lines = read_tail(path, LOG_BYTES).decode(errors="replace").splitlines()
+        text = read_tail(path, LOG_BYTES).decode(errors="replace")
     except OSError:
         return []
-    return [cut(line, 400) for line in lines if EVENT.match(line)][-LOG_LINES:]
+    entries = re.split(r"\n(?=\d{4}-)", text.strip())  # a table has several lines
+    return [cut(entry, 400) for entry in entries if EVENT.match(entry)][-LOG_LINES:]

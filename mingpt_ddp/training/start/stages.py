@@ -327,9 +327,9 @@ def record_start(
     if run.is_complete:
         return
     log_code(run.code, run.resumed, run.state.step)
-    if run.resumed:
-        log_changes(run.resumed, config, run.runtime, run.length)
-    else:
+    if run.resumed or previous:
+        log_changes(run.resumed or {"config": previous}, run)
+    if not run.resumed:
         warn_of_lost_snapshots(history.end, history.last)
 
 

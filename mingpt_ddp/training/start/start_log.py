@@ -1,23 +1,21 @@
 """Log lines of the start: what is trained, and what a resumed run changes."""
 
-import contextlib
 import logging
-import math
 import os
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mingpt_ddp.config.config import LIMITS, Config, build_group
+from mingpt_ddp.config.config import Config, as_read_then, flatten, with_defaults
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.distributed.device.device import chooses_fp32
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd
+from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.models import count_parameters
-from mingpt_ddp.optim.lr_schedule import get_lr, scale_lr
+from mingpt_ddp.optim.lr_schedule import scale_lr
 from mingpt_ddp.storage.code_identity import (
     LONGEST,
     changed_files,
@@ -25,14 +23,20 @@ from mingpt_ddp.storage.code_identity import (
     describe_change,
     recorded_code,
 )
-from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, Attempt, difference
+from mingpt_ddp.storage.run_directory import (
+    DIRECTORY_KEYS,
+    Attempt,
+    changed_values,
+    difference,
+)
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, early_end, long_warmup
+from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
 BUSY_LOAD = 1.5  # load average for each core; a run of ours leaves about 1
-LR_TOLERANCE = 0.01  # relative
+LONGEST_CELL = 100  # characters of a value in a table
 NEW_RUN = "run.name=NAME or run.resume=never trains a new run with the code as it is now"
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
 
@@ -156,62 +160,39 @@ def _further_rates(optimizer: OptimizerConfig) -> dict[str, float]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def log_changes(
-    resumed: dict[str, Any], config: Config, runtime: Runtime, length: RunLength
-) -> None:
-    """Log what differs from the snapshot's attempt: the environment, the schedule's length.
+def log_changes(before: dict[str, Any], run: Run) -> None:
+    """Log a table of the settings and the environment that have changed, and the steps left.
 
     Args:
-        resumed: the state of the snapshot.
+        before: The state of the snapshot. Without a snapshot, the last recorded configuration as
+            its "config". Untrusted.
     """
-    _log_changed_environment(resumed.get("environment"), runtime.environment())
-    recorded = resumed["config"]
-    limits = {key: recorded["trainer"].get(key) for key in LIMITS}
-    optimizer = replace(config.optimizer, schedule_steps=recorded["optimizer"]["schedule_steps"])
-    with contextlib.suppress(ConfigError):  # of a class that has other keys now
-        optimizer = build_group("optimizer", recorded["optimizer"])
-    before = replace(config, trainer=replace(config.trainer, **limits), optimizer=optimizer)
-    old_length = RunLength(before, length.steps_per_epoch, length.state)
-    old_steps = optimizer.schedule_steps or old_length.steps
-    new_steps = config.optimizer.schedule_steps or length.steps
-    step = length.state.step + 1
-    scaled = scale_lr(config.optimizer, config.trainer.batch_size)
-    new_lr = get_lr(step, replace(scaled, schedule_steps=new_steps), new_steps)
-    lr_of_old_length = get_lr(step, replace(scaled, schedule_steps=old_steps), old_steps)
-    if math.isclose(lr_of_old_length, new_lr, rel_tol=LR_TOLERANCE):
+    recorded = {key: keys for key, keys in before["config"].items() if isinstance(keys, dict)}
+    # The settings as this version would have recorded them, with the defaults of newer keys.
+    old = flatten(with_defaults(as_read_then(recorded)))
+    new = flatten(run.config.to_dict())
+    old_environment = before.get("environment")
+    if isinstance(old_environment, dict):
+        old |= old_environment
+        new |= run.runtime.environment()
+    steps = run.length.known_steps
+    if steps is not None and "steps" in before:
+        old["steps"] = before["steps"]
+        new["steps"] = steps
+    common = {key: new[key] for key in old if key in new}
+    changes = changed_values({key: old[key] for key in common}, common, DIRECTORY_KEYS)
+    if not changes:
         return
-    old = scale_lr(optimizer, recorded["trainer"]["batch_size"])
-    old_lr = get_lr(step, replace(old, schedule_steps=old_steps), old_steps)
-    is_all = math.isclose(lr_of_old_length, old_lr, rel_tol=LR_TOLERANCE)
+    rows = [("key", "before", "now")]
+    for row in changes:
+        rows.append(tuple(" ".join(cell[:LONGEST_CELL].split()) for cell in row))
+    step = run.state.step
     log.info(
-        "the learning rate of step %d is %.2e instead of %.2e, %sbecause its schedule has %d steps "
-        "instead of %d; optimizer.schedule_steps=%d keeps the old one",
-        step,
-        new_lr,
-        old_lr,
-        "" if is_all else "because of other settings, and ",
-        new_steps,
-        old_steps,
-        old_steps,
+        "changed from step %d on, with %s steps left:\n%s",
+        step + 1,
+        "?" if steps is None else steps - step,
+        "\n".join(table_lines(rows, left=(0, 1, 2))),
     )
-
-
-def _log_changed_environment(old: Any, new: dict[str, Any]) -> None:
-    """Log what affects the last bits and has changed.
-
-    Args:
-        old: of a snapshot, untrusted.
-    """
-    if not isinstance(old, dict):
-        return
-    changes = []
-    for key, value in new.items():
-        if old.get(key, value) != value:
-            changes.append(f"{key}: {str(old[key])[:100]} -> {value}")
-    if changes:
-        log.info(
-            "results may differ in the last bits from now on, because of %s", "; ".join(changes)
-        )
 
 
 def warn_of_lost_snapshots(end: HistoryEnd | None, last: Attempt) -> None:

@@ -19,10 +19,12 @@ HOSTILE = "<script>stolen = 1</script>"
 LOG = """2026-01-01 00:00:00,000 INFO run outputs/a
 2026-01-01 00:00:01,000 WARNING the warm-up <b>takes long
 2026-01-01 00:00:02,000 INFO resuming from the snapshot of step 40 of 100
-2026-01-01 00:00:03,000 INFO the configuration differs from the last start: trainer.max_steps: 40 -> 100
+2026-01-01 00:00:03,000 INFO changed from step 41 on, with 60 steps left:
+key                before  now
+trainer.max_steps  40      100
 2026-01-01 00:00:03,000 INFO the code differs from the snapshot's, 1a2b3c4d5e6f: model/mine.py
 2026-01-01 00:00:04,000 INFO step 50/100: loss 2.0
-"""  # noqa: E501
+"""
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_everything_of_a_run_is_on_its_page(run):
     assert body.index("the last text") < body.index("an early text")
     assert re.search(r"rank0 +100\.00 +1\.00 +rank1 +150\.00 +1\.00", body), "medians by rank"
     assert (
-        "trainer.max_steps: 40 -> 100" in body
+        "trainer.max_steps  40      100" in body
         and "resuming from" in body
         and "WARNING the warm-up" in body
         and "the code differs from" in body
