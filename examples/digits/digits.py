@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import fsspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -210,6 +211,67 @@ def parse_idx(file: Any, n_dims: int) -> np.ndarray:
     return np.frombuffer(values, dtype=np.uint8).reshape(shape)
 
 
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum; a single rank's own values, so that world sizes compute alike."""
+    if not dist.is_initialized():
+        return values
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+class AllReduceSum(torch.autograd.Function):
+    """Sum over ranks. The loss of each rank depends on the sum, so the gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return sum_over_ranks(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return sum_over_ranks(grad)
+
+
+class BatchNorm(nn.BatchNorm2d):
+    """Batch normalization over all ranks, also on CPUs, which torch's SyncBatchNorm refuses.
+
+    With ddp.sync_batchnorm=true a run on CPUs sets `over_all_ranks` before it trains, and gives
+    every rank one micro-batch in a step, so that no rank waits for a sum that another does not
+    compute. A run on GPUs replaces this class by torch's.
+
+    Source: Ioffe and Szegedy 2015, "Batch Normalization" (arXiv:1502.03167).
+    """
+
+    over_all_ranks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize each channel of x (B, C, H, W) by its mean and variance, in fp32."""
+        if not (self.training and self.over_all_ranks):
+            return super().forward(x)
+        values = x.float()
+        dims = (0, 2, 3)  # all but the channels
+        shape = (1, -1, 1, 1)  # of a value per channel, to broadcast
+
+        count = values.new_full((1,), values.numel() / values.shape[1])
+        sums_and_count = torch.cat([values.sum(dims), count])  # (C + 1)
+        total, n = AllReduceSum.apply(sums_and_count).split([self.num_features, 1])
+        mean = total / n  # (C)
+        centered = values - mean.view(shape)
+        squares = (centered * centered).sum(dims)
+        variance = AllReduceSum.apply(squares) / n  # (C)
+
+        y = centered * torch.rsqrt(variance + self.eps).view(shape)
+        y = torch.addcmul(self.bias.view(shape), y, self.weight.view(shape))
+        with torch.no_grad():
+            # torch's class allows None for what this one always has.
+            assert self.running_mean is not None and self.running_var is not None
+            assert self.num_batches_tracked is not None and self.momentum is not None
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * n / (n - 1).clamp_min(1), self.momentum)
+        return y.to(x.dtype)
+
+
 @dataclass(frozen=True)
 class ConvNetConfig(ModelConfig):
     channels: Annotated[int, Field(ge=1)] = 16  # of the first convolution; the second has twice
@@ -252,7 +314,7 @@ class ConvNet(nn.Module):
         """Return the layers of a stage, which halves height and width."""
         return [
             nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False),
-            nn.BatchNorm2d(outputs) if norm == "batch" else nn.GroupNorm(1, outputs),
+            BatchNorm(outputs) if norm == "batch" else nn.GroupNorm(1, outputs),
             nn.GELU(),
             nn.AvgPool2d(2),
         ]

@@ -16,7 +16,6 @@ from fake_gpu.mutants import MUTANTS, mutated
 from fake_gpu.observe import Observer
 from fake_gpu.rank import config_of, fake_rank
 from fake_gpu.work import build_run, decode, evaluate, log, stage, train
-from mingpt_ddp.distributed.strategies.sync_batchnorm import synchronize
 
 PHASES = {"steps": train, "log": log, "stage": stage, "evaluate": evaluate, "sample": decode}
 
@@ -86,6 +85,7 @@ def run_mutant(name: str) -> dict[str, Any]:
 def synchronized_batchnorm() -> None:
     """Take the forward pass of a batch normalization over all ranks."""
     case = Case(strategy="ddp", ranks=8)
-    with fake_rank(config_of(case.overrides()), case.ranks) as runtime:
-        norm = synchronize(nn.Sequential(nn.BatchNorm2d(3)), runtime.device).to(runtime.device)
+    config = config_of([*case.overrides(), "ddp.sync_batchnorm=true"])
+    with fake_rank(config, case.ranks) as runtime:
+        norm = runtime.strategy.prepare(nn.Sequential(nn.BatchNorm2d(3)))
         norm(torch.ones(2, 3, 4, 4, device=runtime.device))

@@ -183,9 +183,9 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
     changes = changed_values({key: old[key] for key in common}, common, DIRECTORY_KEYS)
     if not changes:
         return
-    rows = [("key", "before", "now")]
+    rows = [["key", "before", "now"]]
     for row in changes:
-        rows.append(tuple(" ".join(cell[:LONGEST_CELL].split()) for cell in row))
+        rows.append([" ".join(cell[:LONGEST_CELL].split()) for cell in row])
     step = run.state.step
     log.info(
         "changed from step %d on, with %s steps left:\n%s",

@@ -82,7 +82,7 @@ def test_strategies_that_are_not_compiled(name):
 
 
 def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled(monkeypatch):
-    """torch's has shapes that depend on values; ours for CPUs has none."""
+    """torch's has shapes that depend on values."""
     monkeypatch.setattr(compiling, "_missing_requirement", lambda device: None)
     auto = config("ddp.sync_batchnorm=true")
     wanted = config("ddp.sync_batchnorm=true", "trainer.compile=true")
@@ -94,6 +94,24 @@ def test_synchronized_batch_normalization_on_several_gpus_is_not_compiled(monkey
         match=r"trainer.compile=true needs ddp.sync_batchnorm=false on several GPUs; set one of",
     ):
         should_compile(wanted, GPU, world_size=2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_batch_normalization_of_torch_over_ranks_on_cpus_is_refused(world_size):
+    """Before it trains: torch's raises an error in the first step."""
+    group = SimpleNamespace(world_size=world_size, tensor_size=1)
+    strategy = build(config("ddp.sync_batchnorm=true"), group)
+    strategy.check_model(nn.Linear(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if world_size == 1:
+        strategy.check_model(model)
+        return
+    message = r"ddp.sync_batchnorm=true needs GPUs for 1, a BatchNorm1d of torch; on CPUs use the "
+    with pytest.raises(ConfigError, match=message):
+        strategy.check_model(model)
+    model[1].over_all_ranks = False  # has statistics of its own
+    strategy.check_model(model)
+    assert strategy.prepare(model)[1].over_all_ranks
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,9 @@ def test_a_strategy_for_one_device_refuses_it(cls):
 
 @pytest.mark.parametrize("cls", [SingleStrategy, DDPStrategy])
 def test_a_strategy_for_several_devices_takes_it(cls):
-    cls.__new__(cls).check_model(Placed())
+    strategy = cls.__new__(cls)
+    strategy.ddp = from_mapping(configure()).ddp
+    strategy.check_model(Placed())
 
 
 def test_muon_handles_the_matrices_of_each_device(monkeypatch):
