@@ -236,7 +236,7 @@ def test_an_optimizer_without_state_and_a_model_with_running_statistics(tmp_path
     ]
     done = call([*python_main(), *words], tmp_path)
     assert done.returncode == 0, done.stdout
-    preset = f"words='{WITH_DIGITS}' model=convnet data=digits"
+    preset = f"words='{WITH_DIGITS}' task=classification model=convnet data=digits"
     code, line = replay(tmp_path, "replay=2", preset)
     assert line.startswith("confirmed: steps 3 to 4")
     assert code == 0

@@ -75,6 +75,7 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
     """Return the waits of two steps."""
     # AdamW's fused kernel skips a step that overflows itself
     scaler_decides = case.precision == "fp16" and case.optimizer != "adamw"
+    strategy = "zero1" if case.strategy == "zero1" else "base"
     return [
         Wait(
             "steps",
@@ -90,7 +91,7 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
         ),
         Wait(
             "steps",
-            "read in distributed/strategies/base.py update",
+            f"read in distributed/strategies/{strategy}.py update",
             STEPS * scaler_decides,
             "GradScaler asks whether a gradient overflowed",
         ),
