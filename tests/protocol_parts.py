@@ -31,7 +31,7 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
 from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.start import stages
-from mingpt_ddp.training.start.stages import Inputs, build, open_directory, prepare
+from mingpt_ddp.training.start.stages import History, build, open_directory, prepare
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import Run
 
@@ -147,10 +147,10 @@ def start(ranks: Ranks) -> list[Count]:
         return ranks.count(work)
 
 
-def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[Inputs, Run]:
-    inputs = prepare(ranks.config, ranks.runtimes[rank], (), {})
-    history = open_directory(inputs, resources)
-    return inputs, build(inputs, history)
+def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[History, Run]:
+    history = open_directory(ranks.config, ranks.runtimes[rank], resources)
+    inputs = prepare(ranks.config, ranks.runtimes[rank], history, (), {}, resources)
+    return history, build(inputs, history)
 
 
 def resume(ranks: Ranks) -> list[Count]:
@@ -165,9 +165,9 @@ def _leave_snapshot(ranks: Ranks) -> None:
 
     def work(rank: int) -> None:
         with contextlib.ExitStack() as resources:
-            inputs, run = _start(ranks, rank, resources)
+            history, run = _start(ranks, rank, resources)
             if rank == 0:
-                _save(inputs.stores[0], run)
+                _save(history.stores[0], run)
 
     with silent, quiet():
         ranks.count(work)

@@ -1,7 +1,6 @@
 """A lock on a local directory: flock on a file in it, which ends with the process that holds it."""
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import logging
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from mingpt_ddp.config.validation import MAX_NAME_BYTES
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.storage.lease import LockedError
 from mingpt_ddp.storage.storage import open_regular
@@ -24,7 +22,6 @@ LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 POLL_S = 0.1
 LONG_WAIT_S = 5.0  # after which the log says for what
-PATH_MAX = 4096 - 64  # bytes of a path, which leaves room for the names of files in it
 
 
 def acquire_lock(
@@ -120,38 +117,3 @@ def is_lock_of(directory: Path, lock: IO[str]) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
     return False
-
-
-def check_can_lock(
-    directory: Path, *, what: str = "the run directory", key: str = "run.root"
-) -> None:
-    """Refuse a directory that `acquire_lock` could not create or write to; write nothing.
-
-    Raises:
-        RunError: names it and `key`.
-    """
-    path = directory.absolute()
-    existing = next(each for each in (path, *path.parents) if os.path.lexists(each))
-    code = _reason_not_writable(path, existing)
-    if code is not None:
-        raise RunError(
-            f"cannot write to {what} {directory}: {os.strerror(code)}; choose another {key}"
-        )
-
-
-def _reason_not_writable(path: Path, existing: Path) -> int | None:
-    """Return the errno that creating a file in `path` would give; None: it can be created.
-
-    Args:
-        existing: the path, or the deepest directory above that exists.
-    """
-    if not existing.is_dir():
-        return errno.ENOTDIR
-    if os.statvfs(existing).f_flag & os.ST_RDONLY:
-        return errno.EROFS
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return errno.EACCES
-    longest_name = max(len(os.fsencode(name)) for name in path.parts)
-    if longest_name > MAX_NAME_BYTES or len(os.fsencode(path)) > PATH_MAX:
-        return errno.ENAMETOOLONG
-    return None

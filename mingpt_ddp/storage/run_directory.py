@@ -5,16 +5,17 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from mingpt_ddp.config.config import Config, flatten, without_removed
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
-from mingpt_ddp.storage.lock import LOCK_WAIT_S, acquire_lock, is_lock_of
+from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
@@ -37,6 +38,7 @@ PARTIAL_FILES = (
     "..*.partial",
     ".hydra/.*.partial",
 )
+OF_LOCK = (LOCK, ".lease-*")  # files that only say who owns a run directory
 PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
 PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
@@ -123,16 +125,30 @@ class RunDirectory:
                 symbolic link where a run writes.
         """
         self.path = path
-        if (path / SWEEP).exists():
+        entries: list[Path] = []
+        if os.path.isdir(path):
+            entries = [*path.glob("*"), *path.glob("tensorboard/*")]
+        if path / SWEEP in entries:
             raise RunError(f"{path} is the directory of a sweep; choose another run.name")
-        for entry in [*path.glob("*"), *path.glob("tensorboard/*")]:
+        for entry in entries:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
                 raise RunError(
                     f"{entry} is a symbolic link, which a run does not follow; remove it"
                 )
-        self._locks = {path: acquire_lock(path, wait_s)}
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
+        self._locks: dict[Path, IO[str]] = {}
+        self._created: list[Path] = []  # directories, each before its parent
+        try:
+            self._lock(path, wait_s)
+        except RunError:
+            self.release()
+            raise
         _delete_files(path, PARTIAL_FILES)
+
+    def _lock(self, path: Path, wait_s: float, **names: str) -> None:
+        """Lock a directory; note which directories that creates."""
+        self._created += [each for each in (path, *path.parents) if not os.path.exists(each)]
+        self._locks[path] = acquire_lock(path, wait_s, **names)
 
     def lock_snapshots(self, storage: Storage) -> None:
         """Lock a snapshot location with flock, or with a lease if it is an object store.
@@ -146,9 +162,7 @@ class RunDirectory:
         if storage.local:
             path = Path(storage.root)
             if not path.is_relative_to(self.path.absolute()):
-                self._locks[path] = acquire_lock(
-                    path, wait_s=0, what="the snapshot directory", key="path for snapshots"
-                )
+                self._lock(path, 0, what="the snapshot directory", key="path for snapshots")
             _delete_files(path, PROBES)
         elif isinstance(storage, RemoteStorage) and storage.shared:
             self._acquire_lease(storage)
@@ -213,11 +227,20 @@ class RunDirectory:
                 )
 
     def release(self) -> None:
-        """Release all locks and leases."""
-        for lock in self._locks.values():
-            lock.close()
+        """Release all locks and leases; delete new directories in which nothing else is.
+
+        A start that was refused leaves nothing behind.
+        """
         for lease in self.leases.values():
             lease.release()
+        for path, lock in self._locks.items():
+            is_new = path in self._created and is_lock_of(path, lock)
+            if is_new and all(map(_is_of_lock, path.iterdir())):
+                _delete_files(path, OF_LOCK)
+            lock.close()
+        for path in self._created:
+            with contextlib.suppress(OSError):  # it is not empty
+                path.rmdir()
 
     def record_start(
         self,
@@ -260,6 +283,10 @@ class RunDirectory:
         """Write result.json."""
         self.check()
         _write(self.path / RESULT, dump_json(result, indent=2))
+
+
+def _is_of_lock(path: Path) -> bool:
+    return any(map(path.match, OF_LOCK))
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:

@@ -62,16 +62,15 @@ def train_run(
         The metrics of the last evaluation of the validation split, by name; None if a signal ended
         the run early.
     """
-    # Nothing is written before `open_directory`.
     times = StartTimes(started_at or process_start_time())
     times.done("processes", at=runtime.began_at)
     times.done("rendezvous")
     code = runtime.group.env.call_on_rank_zero(lambda: start_reading(code_roots()))
-    inputs = prepare(config, runtime, typed, hydra_files)
-    times.done("data")
     with contextlib.ExitStack() as resources:
-        history = open_directory(inputs, resources)
+        history = open_directory(config, runtime, resources)
         times.done("run directory")
+        inputs = prepare(config, runtime, history, typed, hydra_files, resources)
+        times.done("data")
         run = build(inputs, history, code)
         evaluator = Evaluator(run.task, runtime)
         times.done("model and snapshot")

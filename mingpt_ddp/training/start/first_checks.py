@@ -1,4 +1,4 @@
-"""Checks before anything is written: the directories and the recorded batch."""
+"""What the snapshot that a run resumes from has recorded, and the batch that follows from it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,6 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.lock import check_can_lock
 from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
 from mingpt_ddp.training.train_state import TrainState
@@ -35,17 +34,6 @@ class Recorded:
     @property
     def train_state(self) -> TrainState:
         return read_train_state(self.state)
-
-
-def check_directories(directory: Path, stores: list[SnapshotStore]) -> None:
-    """Refuse directories of a run and of its snapshots that could not be locked.
-
-    Raises:
-        RunError: names the directory.
-    """
-    check_can_lock(directory)
-    for storage in (store.storage for store in stores if store.storage.local):
-        check_can_lock(Path(storage.root), what="the snapshot directory", key="path for snapshots")
 
 
 def read_recorded(

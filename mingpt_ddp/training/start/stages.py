@@ -42,7 +42,6 @@ from mingpt_ddp.training.saves.resume import check_state, restore
 from mingpt_ddp.training.start.dry_run import check_user_code
 from mingpt_ddp.training.start.first_checks import (
     Recorded,
-    check_directories,
     read_recorded,
     with_batch_size,
 )
@@ -77,38 +76,70 @@ class Inputs:
     runtime: Runtime
     task: Task
     loader: Loader
-    directory: Path
-    stores: list[SnapshotStore]
     warm: WarmStart  # the weights of run.init_from
 
 
 @dataclass(frozen=True)
 class History:
-    """What the attempts before have left in the run directory; on rank zero."""
+    """The run directory and what the attempts before have left there.
 
+    Ranks other than zero know the first two fields alone.
+    """
+
+    directory: Path
+    stores: list[SnapshotStore]  # of the run's snapshots
     owner: RunDirectory | None = None  # its lock
     last: Attempt = field(default_factory=Attempt)
     end: HistoryEnd | None = None  # of the measurements
 
 
+def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitStack) -> History:
+    """Lock the run directory and those of its snapshots. A collective.
+
+    Whatever is read of the run from here on stays as it is. A start that is refused leaves no new
+    directory behind.
+
+    Args:
+        resources: releases the locks when it is closed.
+    """
+    _check_same_config(config, runtime)
+    directory = run_directory(config)
+    stores = snapshot_stores(config, directory)
+    history = History(directory, stores)
+
+    def lock() -> None:
+        nonlocal history
+        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
+        resources.callback(owner.release)
+        for store in stores:
+            owner.lock_snapshots(store.storage)  # the deadlines of the store hold for its lease
+            if lease := owner.leases.get(store.url):
+                store.hold(lease)
+            store.check_owner = owner.check
+        last = owner.last_attempt(METRICS)
+        history = History(directory, stores, owner, last, read_end(directory / METRICS))
+
+    runtime.group.run_on_rank_zero(lock)
+    return history
+
+
 def prepare(
     config: Config,
     runtime: Runtime,
+    history: History,
     typed: Container[str],
     hydra_files: dict[str, str],
+    resources: contextlib.ExitStack,
 ) -> Inputs:
-    """Read the data and what the run starts from; check them before anything is written.
+    """Read the data and what the run starts from; check them before the run records anything.
 
     Args:
         typed: the keys that the command line sets.
         hydra_files: content of `.hydra/`, by file name.
+        resources: closes the loader when it is closed.
     """
     group = runtime.group
-    _check_same_config(config, runtime)
-    directory = run_directory(config)
-    stores = snapshot_stores(config, directory)
-    group.run_on_rank_zero(partial(check_directories, directory, stores))
-    recorded = read_recorded(stores, directory, config.run.source, group)
+    recorded = read_recorded(history.stores, history.directory, config.run.source, group)
     kept = recorded.state if recorded else None
     warm = warm_start(config, kept, typed, group)
     batch_size = recorded.batch_size if recorded else None
@@ -118,7 +149,8 @@ def prepare(
     task = build_task(config, group, warm.state, kept=kept)
     with task.discarded_if_refused():
         loader = task.train_loader(runtime.device)
-        inputs = Inputs(runtime, task, loader, directory, stores, warm)
+        resources.callback(loader.close)
+        inputs = Inputs(runtime, task, loader, warm)
         _preflight(inputs, recorded, hydra_files)
     return inputs
 
@@ -185,35 +217,6 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
         check_user_code(runtime, task, inputs.loader, plan)
 
 
-def open_directory(inputs: Inputs, resources: contextlib.ExitStack) -> History:
-    """Lock the run directory and those of its snapshots; begin to log there.
-
-    Args:
-        resources: releases the locks when it is closed.
-    """
-    group = inputs.runtime.group
-    directory = inputs.directory
-    timeout_s = inputs.task.config.ddp.timeout_s
-    history = History()
-    resources.callback(inputs.loader.close)
-
-    def lock() -> None:
-        nonlocal history
-        owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, timeout_s / 2))
-        resources.callback(owner.release)
-        for store in inputs.stores:
-            owner.lock_snapshots(store.storage)  # the deadlines of the store hold for its lease
-            if lease := owner.leases.get(store.url):
-                store.hold(lease)
-            store.check_owner = owner.check
-        history = History(owner, owner.last_attempt(METRICS), read_end(directory / METRICS))
-
-    with inputs.task.discarded_if_refused():
-        group.run_on_rank_zero(lock)
-    logs.to_file(directory, group.env)
-    return history
-
-
 def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = None) -> Run:
     """Build what is trained, as the newest snapshot has it if there is one.
 
@@ -223,8 +226,9 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     runtime = inputs.runtime
     task = inputs.task
     config = task.config
-    directory = inputs.directory
-    snapshots = SnapshotManager(config, runtime, inputs.stores, directory)
+    directory = history.directory
+    logs.to_file(directory, runtime.group.env)
+    snapshots = SnapshotManager(config, runtime, history.stores, directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
     with refuse_out_of_memory(config, runtime, f"the model {config.model.name}", SMALLER):

@@ -22,7 +22,7 @@ from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import from_mapping, to_plain
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import lock as lock_module
-from mingpt_ddp.storage.lock import LOCK, check_can_lock
+from mingpt_ddp.storage.lock import LOCK
 from mingpt_ddp.storage.run_directory import (
     RunDirectory,
     difference,
@@ -175,7 +175,7 @@ def test_a_directory_that_cannot_be_created(tmp_path):
 @pytest.mark.parametrize(
     "name", ["file/run", "file", "dangling/run", "loop", "a" * 256, "a/" * 2500, "b/" + "ä" * 128]
 )
-def test_a_directory_that_cannot_be_locked_is_refused_before_anything_is_written(name, tmp_path):
+def test_a_directory_that_cannot_be_locked_leaves_nothing_behind(name, tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
@@ -183,16 +183,20 @@ def test_a_directory_that_cannot_be_locked_is_refused_before_anything_is_written
     with pytest.raises(
         RunError, match=r"cannot write to the run directory .*; choose another run\.root"
     ):
-        check_can_lock(tmp_path / name)
-    assert sorted(tmp_path.iterdir()) == before
-    with pytest.raises((RunError, OSError)):
         RunDirectory(tmp_path / name)
+    assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_directory_that_can_be_locked(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path)
-    for name in (".", "new/run", "link/run", "b/" + "ä" * 120):
-        check_can_lock(tmp_path / name)
+def test_a_start_that_is_refused_leaves_no_new_directory(tmp_path):
+    """A run that has begun, and a directory that was there before, stay."""
+    (tmp_path / "old").mkdir()
+    for name in ("old/new/run", "other/run", "old"):
+        RunDirectory(tmp_path / name).release()
+    assert [path.name for path in tmp_path.rglob("*")] == ["old", LOCK]
+    owner = RunDirectory(tmp_path / "old/run")
+    owner.record_start(CONFIG, {})
+    owner.release()
+    assert (tmp_path / "old/run/config.yaml").exists()
 
 
 def test_the_next_free_name(tmp_path):

@@ -227,7 +227,7 @@ def test_a_clock_that_goes_back(log_lines, monkeypatch, cwd):
     assert float(line.split()[-2]) > 0
 
 
-STAGES = ("processes", "rendezvous", "data", "run directory", "model and snapshot", "first step")
+STAGES = ("processes", "rendezvous", "run directory", "data", "model and snapshot", "first step")
 
 
 def test_the_stages_of_a_start_add_up(log_lines):
