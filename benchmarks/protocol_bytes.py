@@ -16,8 +16,6 @@ the store.
     start               collectives of a start, up to the model
     resume              the same from a snapshot whose state.json has 20 kB
     commit              a snapshot of 150 tensors, of which each rank writes its part
-    commit, verified    the same with trainer.verify_every, which compares the copies of all ranks
-    comparison          of the ranks by trainer.verify_every
 
 What torch itself exchanges to connect its process groups, and gradients, are not counted.
 
@@ -80,8 +78,6 @@ def count(world_size: int) -> dict[str, dict[str, int]]:
             "start": partial(parts.start, ranks),
             "resume": partial(parts.resume, ranks),
             "commit": partial(parts.commit, ranks, directory / "plain"),
-            "commit, verified": partial(parts.commit, ranks, directory / "verified", 1),
-            "comparison": partial(parts.compare_copies, ranks),
         }
         for name, play in plays.items():
             began = time.perf_counter()

@@ -75,10 +75,6 @@ class TrainingError(UserError):
     kind = "training error"
 
 
-class DamageError(TrainingError):
-    """Ranks hold unequal copies of a tensor: the memory of one was damaged."""
-
-
 class OutputError(UserError):
     """Standard output cannot be written, as on a full disk."""
 

@@ -29,10 +29,8 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
-from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.start import stages
 from mingpt_ddp.training.start.stages import History, build, open_directory, prepare
-from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import Run
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
@@ -213,7 +211,7 @@ def tensors_by_kind() -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def commit(ranks: Ranks, directory: Path, verify_every: int = 0, saves: int = 2) -> list[Count]:
+def commit(ranks: Ranks, directory: Path, saves: int = 2) -> list[Count]:
     """Count the collectives of a snapshot of 150 tensors, from staging to its commit.
 
     The first of a run also finds out which ranks share a storage; the last one is counted.
@@ -232,10 +230,7 @@ def commit(ranks: Ranks, directory: Path, verify_every: int = 0, saves: int = 2)
         for step in range(1, saves + 1):
 
             def work(rank: int, step: int = step) -> None:
-                runtime = ranks.runtimes[rank]
-                check = _copy_check(ranks, runtime, tensors, verify_every)
-                held = check.checksums(tensors)
-                managers[rank].save(RunState(step, state, tensors, None, held))
+                managers[rank].save(RunState(step, state, tensors, None))
                 save = managers[rank]._save
                 assert save is not None
                 if save.error is not None:
@@ -245,29 +240,6 @@ def commit(ranks: Ranks, directory: Path, verify_every: int = 0, saves: int = 2)
 
             counts = ranks.count(work)
     return counts
-
-
-def compare_copies(ranks: Ranks) -> list[Count]:
-    """Count a comparison of the ranks by trainer.verify_every, with 150 tensors."""
-    tensors = tensors_by_kind()
-
-    def work(rank: int) -> None:
-        _copy_check(ranks, ranks.runtimes[rank], tensors, 1).compare(step=1)
-
-    with quiet():
-        return ranks.count(work)
-
-
-def _copy_check(
-    ranks: Ranks, runtime: Runtime, tensors: dict[str, dict[str, Tensor]], every: int
-) -> CopyCheck:
-    run: Any = SimpleNamespace(
-        config=SimpleNamespace(trainer=SimpleNamespace(verify_every=every)),
-        state=TrainState(),
-        runtime=runtime,
-        trainable=SimpleNamespace(tensors=lambda: tensors),
-    )
-    return CopyCheck(run)
 
 
 def configuration(directory: Path, world_size: int) -> Config:

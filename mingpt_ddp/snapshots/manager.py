@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.distributed.group.copies import checksums
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import (
     SnapshotError,
@@ -61,8 +60,6 @@ class RunState:
     state: dict[str, Any]  # the content of state.json
     tensors: TensorsByKind  # they must not change until `wait_for_staging` returns
     best_step: int | None  # of the snapshot that snapshot.keep_best keeps
-    # Of all tensors that this rank holds, to compare before the commit; None: compare nothing.
-    checksums: dict[str, int] | None = None
 
 
 class SnapshotManager:
@@ -185,10 +182,7 @@ class SnapshotManager:
         if encoded is not None:
             files[STATE] = encoded
         settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""
-        capture = Capture(step, files, settings, run.checksums)
-        if run.checksums is not None:
-            originals = {name: checksums(named) for name, named in tensors.items()}
-            capture = replace(capture, originals=originals)
+        capture = Capture(step, files, settings)
         self._save = AsyncSave(
             self.runtime, self.stores, self._buffers, capture, retain, self._ledger
         )
@@ -249,7 +243,6 @@ class SnapshotManager:
                 may succeed.
             StorageUnusableError: so it did, and a restart would fail too.
             RunError: another process has taken over the lease, or the run directory was deleted.
-            DamageError: ranks hold unequal copies of a tensor.
         """
         save = self._save
         if save is None:

@@ -18,7 +18,6 @@ from mingpt_ddp.storage.code_identity import start_reading
 from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
 from mingpt_ddp.training.result import record_end, recorded_test
@@ -133,7 +132,6 @@ def begin_attempt(
     metrics = MetricsProcessor(runtime, run.task, run.loader, model, state.step, times)
     metrics.resume(observers.outboxes, history.end)
     anomaly = AnomalyPolicy(run)
-    copies = CopyCheck(run)
-    saves = SaveSchedule(run, train_step, metrics.meter, anomaly, copies, first_save_s)
+    saves = SaveSchedule(run, train_step, metrics.meter, anomaly, first_save_s)
     validation = Validation(run, metrics, saves, evaluator, observers)
     return Trainer(run, train_step, metrics, saves, validation, observers)

@@ -1,6 +1,5 @@
 """The training loop: train a step, log, evaluate, sample, save."""
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mingpt_ddp.errors import DamageError, TrainingError
 from mingpt_ddp.metrics.jsonl import own_metrics
 from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import Profiler
@@ -75,22 +73,15 @@ class Trainer:
         return self.train_step.steps
 
     def train(self) -> Outcome:
-        """Train to the end of the run, again from a snapshot wherever memory was damaged."""
+        """Train to the end of the run."""
         with self._deferring():
             self._warm_up()
-            while True:
-                try:
-                    return self.fit()
-                except DamageError as damage:
-                    self._return_to_snapshot(damage)
+            return self.fit()
 
     def fit(self) -> Outcome:
         """Train to the last step, or until a signal, the pruner or trainer.patience ends the run.
 
         The last snapshot is then committed.
-
-        Raises:
-            DamageError: a rank holds a damaged copy of a tensor.
         """
         trainer = self.run.config.trainer
         end = self._finish_resumed_step()
@@ -107,8 +98,6 @@ class Trainer:
             self.metrics.step_done(step, self.train_step.length.known_steps)
             if not flags.saving:
                 self.saves.take_result()
-            if not flags.interrupted:  # then only the snapshot is checked, while there is time
-                self.saves.copies.check(step)
             if self._is_due(trainer.log_every):
                 self._log()
             decision = Decision(end=RunStatus.PREEMPTED)
@@ -214,9 +203,7 @@ class Trainer:
 
         Raises:
             TrainingError: the run stops.
-            DamageError: a rank holds a damaged copy of a tensor, which may be the cause.
         """
-        self.saves.copies.compare(step - 1)
         cause = "" if math.isfinite(loss_and_norm) else f" ({self.train_step.diagnose(step)})"
         message = f"step {step} has {anomaly}{cause}"
         self.state.consecutive_skips += 1
@@ -256,27 +243,6 @@ class Trainer:
         self.timer.restart()
         self.metrics.rollback(state.step)
         return state.step
-
-    def _return_to_snapshot(self, damage: DamageError) -> None:
-        """Go back to the newest snapshot: it was written while all copies were equal.
-
-        Raises:
-            TrainingError: the run stops, by trainer.on_nonfinite, or because it cannot go back.
-        """
-        copies = self.saves.copies
-        with contextlib.suppress(DamageError):  # the save in progress may have found it too
-            self.saves.manager.wait()
-        agreed_step = max(copies.agreed_step, self.saves.manager.last_step or 0)
-        message = f"{damage.args[0]}; all copies were equal at step {agreed_step}"
-        advice = "test the memory of the machine, and run again to continue"
-        if self.run.config.trainer.on_nonfinite == "stop":
-            raise TrainingError(f"{message}; {advice} from the last snapshot") from damage
-        step = self._restore_latest()
-        if step is None:
-            raise TrainingError(f"{message}, and there is no snapshot yet; {advice}") from damage
-        if not copies.count_return(step):
-            raise TrainingError(f"{message}, and it has happened repeatedly; {advice}") from damage
-        log.warning("%s: went back to the snapshot of step %d", message, step)
 
     def _load_meter(self) -> None:
         sums = {"loss": self.state.loss_sum, **self.state.loss_part_sums}

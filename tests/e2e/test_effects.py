@@ -52,7 +52,6 @@ OTHERS = {
     "trainer.norms_every": ["trainer.norms_every=2"],
     "trainer.profile": ["trainer.profile=[2,3]"],
     "trainer.sample_every": ["trainer.sample_every=2"],
-    "trainer.verify_every": ["trainer.verify_every=2"],
     "trainer.deterministic": ["trainer.deterministic=true"],
     "trainer.activation_checkpointing": ["trainer.activation_checkpointing=true"],
     "snapshot.path": ["snapshot.path={tmp}/snapshots"],

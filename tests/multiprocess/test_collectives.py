@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.group.shared_locks import check_shared_locks
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import DamageError, DataError, RunError, UserError
+from mingpt_ddp.errors import DataError, RunError, TrainingError, UserError
 from mingpt_ddp.metrics.meters import Meter
 from multiprocess.ranks import configure, run_ranks
 
@@ -126,7 +126,7 @@ def decide(runtime: Runtime) -> dict[str, list[Any]]:
         return "fine"
 
     def refuse(values: list[Any]) -> Any:
-        raise DamageError(f"{len(values)} values: {sorted(set(values))}")
+        raise TrainingError(f"{len(values)} values: {sorted(set(values))}")
 
     def fill(values: list[Any]) -> Any:
         raise OSError(errno.ENOSPC, "no space is left")
@@ -299,7 +299,7 @@ def test_an_error_of_the_decision_is_raised_everywhere(observed):
     }
     for rank, found in enumerate(observed["decided"]):
         for name, error in {
-            "refused": ["DamageError", causes["refused"], None],
+            "refused": ["TrainingError", causes["refused"], None],
             "full on rank 0": ["OSError", "rank 0: no space is left", errno.ENOSPC],
             "crash": ["OSError", "rank 0: by zero", None],
         }.items():

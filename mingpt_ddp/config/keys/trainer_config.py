@@ -8,7 +8,6 @@ from pydantic import Field
 
 from mingpt_ddp.config.keys.fields import (
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     key,
@@ -84,9 +83,6 @@ class TrainerConfig:
     )
     spike_factor: Annotated[float, Field(gt=1)] | None = key(
         None, "a spike is a loss above this times its average"
-    )
-    verify_every: NonNegativeInt = neutral(
-        0, "between two comparisons of the copies that ranks hold; 0: none", "steps"
     )
     deterministic: bool = key(
         False, "bit-identical results on a GPU too, slower there", changes="rounding"

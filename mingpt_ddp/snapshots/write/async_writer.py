@@ -9,16 +9,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mingpt_ddp.distributed.group.copies import checksums, find_difference
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import DamageError, UserError
+from mingpt_ddp.errors import UserError
 from mingpt_ddp.snapshots.format import HOOKS, kind_of
 from mingpt_ddp.snapshots.hashes import Hashes, describe_tensors, hash_lines
 from mingpt_ddp.snapshots.hook_state import describe_states, refuse_other_states
@@ -38,10 +37,6 @@ class Capture:
     step: int
     files: FileContents  # the tensors may change as soon as they are staged
     settings: str = ""  # a digest of all that the bits of the step depend on, for the ledger
-    # The checksums of all tensors that this rank holds, by `copy_name`; None: compare nothing.
-    held: dict[str, int] | None = None
-    # Then also those of what it writes, by file and name.
-    originals: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,12 +181,7 @@ class AsyncSave(threading.Thread):
     def _stage_and_describe(self) -> dict[str, Any]:
         """Stage; return what rank zero needs to know of it, as JSON values."""
         self._contents = self._stage()
-        described: dict[str, Any] = {"held": self.capture.held, "damaged": [], "lines": {}}
-        described["hooks"] = {}
-        if self.capture.held is not None:
-            described["damaged"] = self._damaged_in_staging()
-        if described["damaged"]:
-            return described  # there is no need to hash it
+        described: dict[str, Any] = {"lines": {}, "hooks": {}}
         if not self.runtime.strategy.shards_model:  # else no rank has a whole tensor
             for file, buffer in self.buffers.items():
                 lines = describe_tensors(buffer.tensors)
@@ -201,40 +191,18 @@ class AsyncSave(threading.Thread):
         return described
 
     def _check_staged(self, staged: list[dict[str, Any]]) -> None:
-        """Hash what was staged, unless copies were unequal at this step, or staging damaged one.
+        """Hash what was staged.
 
         Args:
             staged: what each rank has described.
 
         Raises:
-            DamageError: a copy is damaged; the snapshot must not be written.
             CodeError: The state of a hook differs between the ranks.
         """
-        if self.capture.held is not None:
-            self._refuse_damage(staged)
         refuse_other_states(self.step, [each["hooks"] for each in staged])
         for each in staged[1:]:
             each["lines"].pop(HOOKS, None)
         self._hashes = hash_lines(each["lines"] for each in staged)
-
-    def _refuse_damage(self, staged: list[dict[str, Any]]) -> None:
-        where = f"in the snapshot of step {self.step}"
-        if difference := find_difference([each["held"] for each in staged]):
-            raise DamageError(f"{difference}, {where}")
-        for rank, each in enumerate(staged):
-            if each["damaged"]:
-                name = each["damaged"][0]
-                raise DamageError(f"rank {rank} staged a damaged copy of {name}, {where}")
-
-    def _damaged_in_staging(self) -> list[str]:
-        """Return which tensors have another checksum in the staging buffers than before."""
-        damaged = []
-        for file, buffer in self.buffers.items():
-            before = self.capture.originals[file]
-            for name, value in checksums(buffer.tensors).items():
-                if value != before[name]:
-                    damaged.append(f"{kind_of(file)} {name}")
-        return damaged
 
     def _buffers_fit(self, tensors: dict[str, dict[str, Tensor]]) -> bool:
         if tensors.keys() != self.buffers.keys():

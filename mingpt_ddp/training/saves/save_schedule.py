@@ -17,12 +17,11 @@ import time
 from collections.abc import Iterator
 
 from mingpt_ddp.config.builders import code_roots
-from mingpt_ddp.errors import DamageError, StorageUnavailableError, StorageUnusableError
+from mingpt_ddp.errors import StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState
 from mingpt_ddp.storage.code_identity import with_loaded_files
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.copy_check import CopyCheck
 from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.train_step import TrainStep
@@ -71,7 +70,6 @@ class SaveSchedule:
         train_step: TrainStep,
         meter: Meter,
         anomaly: AnomalyPolicy,
-        copies: CopyCheck,
         first_s: float = math.inf,
     ) -> None:
         """
@@ -85,7 +83,6 @@ class SaveSchedule:
         self.train_step = train_step
         self.meter = meter
         self.anomaly = anomaly
-        self.copies = copies
         self._every: list[int] = []  # steps
         if isinstance(self.snapshot.every_steps, int):
             self._every.append(self.snapshot.every_steps)
@@ -198,7 +195,7 @@ class SaveSchedule:
         self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
         # Resume from the older snapshot.
-        with contextlib.suppress(StorageUnavailableError, StorageUnusableError), _damage_logged():
+        with contextlib.suppress(StorageUnavailableError, StorageUnusableError):
             while self.manager.wait(until) and self.manager.last_step != step:
                 if not group.all_gather(until - time.monotonic() > needed)[0]:
                     break
@@ -247,9 +244,7 @@ class SaveSchedule:
             self.train_step.steps,
         )
         values["code"] = with_loaded_files(self.run.code, code_roots())
-        tensors = self.run.trainable.tensors()
-        checksums = self.copies.checksums(tensors)
-        return RunState(state.step, values, tensors, state.best_step, checksums)
+        return RunState(state.step, values, self.run.trainable.tensors(), state.best_step)
 
     def _begin_interval(self) -> None:
         """Begin the interval to the next snapshot; with every_steps=auto choose its length."""
@@ -286,12 +281,3 @@ class SaveSchedule:
         if state.save_durable_s is None:
             return min(FIRST_S, young_interval(ASSUMED_COST_S, mtbf_s))
         return automatic_interval(state.save_stall_s, mtbf_s, state.save_durable_s)
-
-
-@contextlib.contextmanager
-def _damage_logged() -> Iterator[None]:
-    """Log a DamageError in this context instead of raising it: there is no time to go back."""
-    try:
-        yield
-    except DamageError as damage:
-        log.warning("%s; it is not saved", damage.args[0])

@@ -33,7 +33,6 @@ BOUNDS = {
     "heartbeats": ((48, 4_000), (48, 4_000)),
     "value of rank zero": ((8, 64_000), (8, 64_000)),
     "commit": ((24, 64_000), (24, 64_000)),
-    "commit, verified": ((24, 96_000), (24, 96_000)),
 }
 
 
@@ -50,7 +49,6 @@ def counted(request, tmp_path_factory) -> dict[str, list[Count]]:
         "heartbeats": parts.heartbeats(ranks),
         "value of rank zero": parts.rank_zero_value(ranks),
         "commit": parts.commit(ranks, directory / "plain"),
-        "commit, verified": parts.commit(ranks, directory / "verified", verify_every=1),
     }
 
 

@@ -239,7 +239,7 @@ def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
     """Trackers, checks, evaluations and further texts change no result."""
     watched = {
         2: {"tracker.mlflow": True},
-        3: {"trainer.verify_every": 20},
+        3: {"trainer.sample_every": 20},
         4: {"trainer.eval_every": 5},
         5: {"data.val_paths": {"wiki": "wiki.txt"}},
         6: {"tracker.mlflow": True, "snapshot.every_steps": 7},
@@ -258,7 +258,7 @@ def test_seeds_that_were_watched_otherwise_are_replicates(tmp_path, call):
     assert "lr=0.001 is better than lr=0.003" in out.splitlines()[-1]
     (note,) = [line for line in out.splitlines() if "replicates differ in" in line]
     assert note.endswith(": no loss depends on that")
-    for key in ("tracker.mlflow", "trainer.verify_every", "trainer.eval_every", "data.val_paths"):
+    for key in ("tracker.mlflow", "trainer.sample_every", "trainer.eval_every", "data.val_paths"):
         assert key in note
 
 

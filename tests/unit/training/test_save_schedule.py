@@ -76,7 +76,7 @@ def schedule_of(staged_at: float) -> tuple[SaveSchedule, QueuedDevice]:
     run = SimpleNamespace(config=config, state=TrainState(step=1), snapshots=staging)
     meter.record({"loss": torch.zeros(())}, torch.zeros(()), data_time_s=0.0)
     device.queue(10.0)
-    return SaveSchedule(run, None, meter, None, None), device
+    return SaveSchedule(run, None, meter, None), device
 
 
 @pytest.mark.parametrize(("staged_at", "stall_s"), [(4.0, 0.0), (13.0, 3.0)])
@@ -106,7 +106,7 @@ def auto_schedule(state: TrainState, first_s: float = math.inf, mtbf_hours: floa
     )
     manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
     run = SimpleNamespace(config=config, state=state, snapshots=manager)
-    return SaveSchedule(run, None, None, None, None, first_s), manager
+    return SaveSchedule(run, None, None, None, first_s), manager
 
 
 def test_the_first_snapshot_of_a_run_measures_the_cost():

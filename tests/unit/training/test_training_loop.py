@@ -102,7 +102,6 @@ EVERY_STEP = [
     "metrics.meter.record",
     "metrics.step_done",
     "saves.take_result",
-    "saves.copies.check",
 ]
 LOG = ["saves.update_wall_time", "metrics.log_train", "anomaly.check", "hooks.call"]
 DECIDE = ["validation.prune", "validation.stop_early"]
@@ -434,7 +433,6 @@ def test_an_anomaly_stops_the_run_by_policy_or_when_it_persists(policy, before, 
         trainer._skip(3, *NONFINITE)
     assert str(raised.value) == f"training error: {error}"
     assert parts.mock_calls == [
-        call.saves.copies.compare(2),
         call.step.diagnose(3),
         call.metrics.log_values(3, {"train/loss": math.nan}),
         call.saves.manager.wait(),
@@ -451,7 +449,7 @@ def test_an_anomaly_is_skipped_by_policy_or_without_a_snapshot(policy, caplog):
     assert state.consecutive_skips == MAX_CONSECUTIVE_SKIPS
     assert caplog.messages == [f"{MESSAGE} and is skipped"]
     tries = [] if policy == "skip" else [call.saves.restore_latest()]
-    assert parts.mock_calls == [call.saves.copies.compare(2), call.step.diagnose(3), *tries]
+    assert parts.mock_calls == [call.step.diagnose(3), *tries]
 
 
 def test_a_finite_spike_is_not_repeated_to_find_its_cause(caplog):
@@ -459,7 +457,7 @@ def test_a_finite_spike_is_not_repeated_to_find_its_cause(caplog):
     trainer, parts = trainer_of("trainer.on_nonfinite=skip", state=TrainState())
     assert trainer._skip(3, "loss 9.0000, a spike", 10.0) is True
     assert caplog.messages == ["step 3 has loss 9.0000, a spike and is skipped"]
-    assert parts.mock_calls == [call.saves.copies.compare(2)]
+    assert parts.mock_calls == []
 
 
 def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
@@ -492,7 +490,6 @@ def test_a_rollback_keeps_what_belongs_to_the_run(caplog):
         loss_steps=2,
     )
     assert parts.mock_calls == [
-        call.saves.copies.compare(9),
         call.step.diagnose(10),
         call.saves.restore_latest(),
         call.saves.update_wall_time(),
