@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mingpt_ddp.errors import ConfigError, UserError, pack_error
-from mingpt_ddp.linux import read_boot_id, read_stat
+from mingpt_ddp.linux import read_stat
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
@@ -172,21 +172,6 @@ def worker_environ(first: DistEnv, index: int, local_world_size: int) -> dict[st
         "TORCHELASTIC_USE_AGENT_STORE": first.has_agent,
     }
     return {name: str(value) for name, value in variables.items()}
-
-
-def launcher_id(env: DistEnv) -> str:
-    """Return an id of the process that restarts this one when it dies; "" if none does.
-
-    It is no id of any other process, also on another machine or later. "" without Linux's /proc.
-    """
-    if not env.has_agent:
-        return ""
-    parent = os.getppid()
-    try:
-        started = read_stat(parent)[19]
-    except (OSError, IndexError):
-        return ""
-    return f"{read_boot_id()}/{parent}/{started}"
 
 
 def process_start_time() -> float:

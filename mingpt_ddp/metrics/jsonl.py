@@ -15,7 +15,8 @@ from typing import Any
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.errors import reason
 from mingpt_ddp.metrics.jsonl_columns import MARKERS, Column, Columns, Record, parse
-from mingpt_ddp.storage.lines import append_line, read_backwards, read_chunks
+from mingpt_ddp.storage.lines import MAX_LINE_BYTES, append_line, read_backwards, read_chunks
+from mingpt_ddp.storage.storage import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -221,10 +222,11 @@ class HistoryEnd:
     metrics: dict[str, float] = field(default_factory=dict)  # the finite ones of this step, by tag
     is_complete: bool = False  # the last attempt has reached the end
     reached: int = 0  # the highest step since, also of attempts that were repeated
+    first_start: float | None = None  # seconds since 1970 when the first attempt began to train
 
 
 def read_end(path: Path) -> HistoryEnd | None:
-    """Read the end of a `metrics.jsonl`, backwards: up to the step before the last.
+    """Read the first line of a `metrics.jsonl`, and its end backwards to the step before the last.
 
     Lines that are not records are skipped. None: there is no such file, or it cannot be read.
     """
@@ -233,6 +235,8 @@ def read_end(path: Path) -> HistoryEnd | None:
     is_complete: bool | None = None
     reached = 0
     try:
+        with open_regular(path) as file:
+            first = parse(file.readline(MAX_LINE_BYTES)) or {}
         for record, counts in _backwards(path):
             if is_complete is None and "rollback" not in record:
                 is_complete = "complete" in record
@@ -246,7 +250,7 @@ def read_end(path: Path) -> HistoryEnd | None:
             step = record["step"]
     except OSError:
         return None
-    return HistoryEnd(step, to_metrics(row), bool(is_complete), reached)
+    return HistoryEnd(step, to_metrics(row), bool(is_complete), reached, first.get("start"))
 
 
 def read_since(path: Path, step: int) -> dict[int, Record]:

@@ -4,10 +4,9 @@ import contextlib
 import hashlib
 import itertools
 import json
-import math
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -23,17 +22,14 @@ from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, re
 RESULT = "result.json"
 # These keys make no difference between two starts: one may record null, another the name itself.
 DIRECTORY_KEYS = ("run.name",)
-ATTEMPT = "attempt.json"
 SWEEP = "sweep.json"  # in the directory of a sweep
 FAILURES = "failures.jsonl"  # there too: why jobs have failed
 JOURNAL = "study.journal"  # there too, of a search: Optuna's journal
 HEADER = "mingpt_ddp"  # attribute of its study: what all trials share
-MAX_FAILURES = 10**6  # attempts of a run that died; a larger number is damage
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
     ".result.json.*.partial",
-    ".attempt.json.*.partial",
     ".tokenizer.json.*.partial",
     "..*.partial",
     ".hydra/.*.partial",
@@ -61,20 +57,6 @@ class RunStatus(str, Enum):
     COMPLETE = "complete"  # reached its limits
     PREEMPTED = "preempted"  # stopped by a signal: the same command resumes it
     PRUNED = "pruned"  # a job of a sweep that did worse than others
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """An attempt when it began to train, as `attempt.json` has it; times in seconds."""
-
-    began: float = 0.0  # since 1970; 0: unknown
-    wasted_seconds: float = 0.0  # of the run up to then
-    failures: int = 0  # attempts before it that died
-    launcher: str = ""  # the process that restarts it, if there is one
-    # These are not in the file:
-    has_died: bool = False
-    ended: float = 0.0  # since 1970: its last line of metrics; 0 without one
-    result_step: int | None = None  # at which it ended by itself
 
 
 def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
@@ -181,35 +163,6 @@ class RunDirectory:
             atomic_write(record, lease.id.encode())
         except OSError as error:
             raise StorageUnavailableError(f"cannot use {storage.url}: {error}") from error
-
-    def last_attempt(self, metrics: str) -> Attempt:
-        """Return the last attempt, as far as the directory has it.
-
-        Args:
-            metrics: name of the file of metrics.
-        """
-        ended = 0.0
-        with contextlib.suppress(OSError):
-            ended = (self.path / metrics).stat().st_mtime  # a start that fails has no metrics
-        recorded = read_json(self.path / ATTEMPT)
-        try:
-            values = {key: recorded[key] for key in ("began", "wasted_seconds")}
-            began, wasted_s = (max(0.0, float(value)) for value in values.values())
-            failures = int(recorded["failures"])
-            if not (math.isfinite(began + wasted_s) and 0 <= failures <= MAX_FAILURES):
-                return Attempt(ended=ended)
-            attempt = Attempt(began, wasted_s, failures, str(recorded["launcher"]))
-        except (LookupError, TypeError, ValueError, OverflowError):
-            return Attempt(ended=ended)
-        has_died = not (self.path / RESULT).exists()
-        step = read_result(self.path).get("step")
-        return replace(attempt, has_died=has_died, ended=ended, result_step=step)
-
-    def write_attempt(self, attempt: Attempt) -> None:
-        """Write attempt.json."""
-        values = asdict(attempt)
-        del values["has_died"], values["ended"], values["result_step"]
-        _write(self.path / ATTEMPT, dump_json(values))
 
     def check(self) -> None:
         """Check that the locked directories are still there.

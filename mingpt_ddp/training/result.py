@@ -96,10 +96,10 @@ def _log_end(run: Run, outcome: Outcome, directory: Path) -> None:
     state = run.state
     task = run.task
     total_s = state.wall_seconds + state.wasted_seconds
-    elapsed = duration(total_s)
     if total_s >= MIN_GOODPUT_S:
+        elapsed = duration(total_s)
         lost = duration(state.stall_seconds + state.wasted_seconds)
-        causes = "startup, snapshots and repeated steps"
+        causes = "starts, pauses, snapshots and repeated steps"
         log.info("goodput %.1f%%: %s took %s of %s", 100 * state.goodput, causes, lost, elapsed)
     if run.config.trainer.max_minutes is not None:
         log.info(run.length.describe_time())
@@ -110,6 +110,6 @@ def _log_end(run: Run, outcome: Outcome, directory: Path) -> None:
         "done: %s after %d steps and %s; the run is in %s",
         values,
         state.step,
-        elapsed,
+        duration(state.wall_seconds),
         directory,
     )

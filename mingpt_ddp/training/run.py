@@ -21,7 +21,6 @@ from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Hooks, Observers
 from mingpt_ddp.training.result import record_end, recorded_test
-from mingpt_ddp.training.saves.attempts import count_attempt, record_attempt
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule
 from mingpt_ddp.training.start.stages import (
     History,
@@ -120,9 +119,9 @@ def begin_attempt(
     group = runtime.group
     state = run.state
     state.world_size = group.world_size
-    first_save_s = count_attempt(state, history.last, times.began_at, group.env)
+    first_start = history.end.first_start if history.end else None
+    state.begin_attempt(times.elapsed, first_start, is_own=run.snapshots.last_step is not None)
     if history.owner:
-        record_attempt(history.owner, state, group.env)
         history.owner.clear_result()
     plan = plan_batches(run.config, group.data_size, run.resumed.get("micro_batch_size"))
 
@@ -132,6 +131,6 @@ def begin_attempt(
     metrics = MetricsProcessor(runtime, run.task, run.loader, model, state.step, times)
     metrics.resume(observers.outboxes, history.end)
     anomaly = AnomalyPolicy(run)
-    saves = SaveSchedule(run, train_step, metrics.meter, anomaly, first_save_s)
+    saves = SaveSchedule(run, train_step, metrics.meter, anomaly)
     validation = Validation(run, metrics, saves, evaluator, observers)
     return Trainer(run, train_step, metrics, saves, validation, observers)

@@ -1,11 +1,12 @@
 """The train state of a run: what a rollback restores, and what survives it."""
 
+import time
 from dataclasses import dataclass, field, fields
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from mingpt_ddp.config.keys.fields import NonNegativeFloat, NonNegativeInt
+from mingpt_ddp.config.keys.fields import NonNegativeFloat
 
 Metrics: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=True)]]  # by name
 OF_METRICS = ("train_metrics", "val_metrics", "loss_part_sums")  # fields of a train state
@@ -45,21 +46,35 @@ class TrainState(Progress):
     """The train state of a run, which all its parts share: its progress, and what survives it."""
 
     world_size: int = 1  # of the last attempt that trained
-    wasted_seconds: float = 0.0  # startup and lost work, of all attempts
+    wasted_seconds: float = 0.0  # since the first start: starts, pauses and lost work
     consecutive_skips: int = 0  # up to this step
     skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
-    failures: NonNegativeInt = 0  # attempts that died
     # trainer.max_minutes was divided by this; None: it has fixed no number of steps.
     step_seconds: float | None = None
 
     @property
     def goodput(self) -> float:
-        """The fraction of the time of all attempts that is kept progress, 0 to 1."""
+        """The fraction of the time since the first start that is kept progress, 0 to 1."""
         kept = self.wall_seconds - self.stall_seconds
         total = self.wall_seconds + self.wasted_seconds
-        # lost work is measured with the clocks of two attempts
+        # A clock may go back between two attempts.
         return min(1.0, max(0.0, kept / max(total, 1e-9)))
+
+    def begin_attempt(self, elapsed_s: float, first_start: float | None, is_own: bool) -> None:
+        """Add the time until an attempt begins to train to `wasted_seconds`.
+
+        Args:
+            elapsed_s: Seconds since this attempt began.
+            first_start: When the first attempt began to train, in seconds since 1970. None if this
+                is the first one.
+            is_own: True if the run resumes from a snapshot of its own.
+        """
+        now = time.time()
+        if is_own:
+            self.wasted_seconds += max(elapsed_s, now - self.saved_at)
+        else:
+            self.wasted_seconds = max(elapsed_s, now - (first_start or now) - self.wall_seconds)
 
     def roll_back(self, progress: Progress) -> None:
         """Return to the progress of a snapshot; the time since then is wasted."""

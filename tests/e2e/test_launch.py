@@ -60,7 +60,6 @@ def test_run_directory(pair):
         "snapshots",
         "result.json",
         "metrics.jsonl",
-        "attempt.json",
         "snapshots.jsonl",
     }
     assert names - {".lock"} == expected

@@ -3,7 +3,7 @@
 All times are in seconds.
 
 The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. That is
-snapshot.mtbf_hours, or the mean of the run so far if it has failed more often.
+snapshot.mtbf_hours.
 Training runs for an interval, loses `cost_s` to a snapshot, and continues. A
 failure loses all training since the start of the last durable snapshot. When a snapshot becomes
 durable and how long a restart takes do not change the best interval: benchmarks/availability.py has
@@ -70,12 +70,7 @@ class SaveSchedule:
         train_step: TrainStep,
         meter: Meter,
         anomaly: AnomalyPolicy,
-        first_s: float = math.inf,
     ) -> None:
-        """
-        Args:
-            first_s: with every_steps=auto, the longest interval before the first snapshot.
-        """
         self.run = run
         self.state = run.state
         self.snapshot = run.config.snapshot
@@ -88,7 +83,7 @@ class SaveSchedule:
             self._every.append(self.snapshot.every_steps)
         if self.snapshot.every_epochs:
             self._every.append(self.snapshot.every_epochs * run.length.steps_per_epoch)
-        self._interval_s = min(first_s, self._best_interval())  # with every_steps=auto
+        self._interval_s = self._best_interval()  # with every_steps=auto
         self._since = time.monotonic()  # of the last snapshot
         self._stall_s = 0.0  # since the last snapshot was taken
         self._recorded_step: int | None = None  # of the last snapshot whose cost is recorded
@@ -273,11 +268,9 @@ class SaveSchedule:
         state.save_durable_s = self.manager.durable_s
 
     def _best_interval(self) -> float:
-        """Return the best interval for the cost of a snapshot and the rate of failures so far."""
+        """Return the best interval for the cost of a snapshot."""
         state = self.state
         mtbf_s = 3600 * self.snapshot.mtbf_hours
-        if state.failures:
-            mtbf_s = min(mtbf_s, (state.wall_seconds + state.wasted_seconds) / state.failures)
         if state.save_durable_s is None:
             return min(FIRST_S, young_interval(ASSUMED_COST_S, mtbf_s))
         return automatic_interval(state.save_stall_s, mtbf_s, state.save_durable_s)

@@ -6,7 +6,7 @@ Each is a collective, and returns what the later ones need: inputs, the history,
 import contextlib
 import uuid
 from collections.abc import Callable, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_directory import (
-    Attempt,
     RunDirectory,
     difference,
     read_result,
@@ -89,7 +88,6 @@ class History:
     directory: Path
     stores: list[SnapshotStore]  # of the run's snapshots
     owner: RunDirectory | None = None  # its lock
-    last: Attempt = field(default_factory=Attempt)
     end: HistoryEnd | None = None  # of the measurements
 
 
@@ -116,8 +114,7 @@ def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitS
             if lease := owner.leases.get(store.url):
                 store.hold(lease)
             store.check_owner = owner.check
-        last = owner.last_attempt(METRICS)
-        history = History(directory, stores, owner, last, read_end(directory / METRICS))
+        history = History(directory, stores, owner, read_end(directory / METRICS))
 
     runtime.group.run_on_rank_zero(lock)
     return history
@@ -334,7 +331,7 @@ def record_start(
     if run.resumed or previous:
         log_changes(run.resumed or {"config": previous}, run)
     if not run.resumed:
-        warn_of_lost_snapshots(history.end, history.last)
+        warn_of_lost_snapshots(history.end)
 
 
 def open_trackers(run: Run) -> list[Outbox]:

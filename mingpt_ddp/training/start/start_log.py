@@ -23,12 +23,7 @@ from mingpt_ddp.storage.code_identity import (
     describe_change,
     recorded_code,
 )
-from mingpt_ddp.storage.run_directory import (
-    DIRECTORY_KEYS,
-    Attempt,
-    changed_values,
-    difference,
-)
+from mingpt_ddp.storage.run_directory import DIRECTORY_KEYS, changed_values, difference
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, early_end, long_warmup
 from mingpt_ddp.training.trainable import Run
@@ -195,16 +190,18 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
     )
 
 
-def warn_of_lost_snapshots(end: HistoryEnd | None, last: Attempt) -> None:
+def warn_of_lost_snapshots(end: HistoryEnd | None) -> None:
     """Warn if a run has trained before but has no snapshot.
 
     Args:
         end: of its measurements.
     """
     again = "but there is no snapshot: it starts again at step 0"
-    if end is not None and end.step is not None:
+    if end is None:
+        return
+    if end.step is not None:
         log.warning("the run had reached step %d, %s", end.step, again)
-    elif last.began:
+    elif end.first_start is not None:
         log.warning("the run has trained before, %s", again)
 
 

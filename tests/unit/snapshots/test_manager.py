@@ -209,7 +209,7 @@ def test_the_names_in_state_json(config):
         "patience_loss",
         "evaluations_above",
         "run_id",
-        *("failures", "save_stall_s", "save_durable_s", "train_metrics"),
+        *("save_stall_s", "save_durable_s", "train_metrics"),
         *("timed_steps", "timed_seconds", "step_seconds"),
     }
     assert list(state_of(config)["text"]) == ["sha256", "length"]

@@ -99,14 +99,14 @@ def test_the_host_waits_for_the_device_only_if_it_must_wait_anyway():
     assert device.time == 0.0
 
 
-def auto_schedule(state: TrainState, first_s: float = math.inf, mtbf_hours: float = 24.0):
+def auto_schedule(state: TrainState, mtbf_hours: float = 24.0):
     """Return the schedule of a run with every_steps=auto, and the manager that it asks."""
     config = from_mapping(
         configure("snapshot.every_steps=auto", f"snapshot.mtbf_hours={mtbf_hours}")
     )
     manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
     run = SimpleNamespace(config=config, state=state, snapshots=manager)
-    return SaveSchedule(run, None, None, None, first_s), manager
+    return SaveSchedule(run, None, None, None), manager
 
 
 def test_the_first_snapshot_of_a_run_measures_the_cost():
@@ -149,26 +149,6 @@ def test_the_first_snapshot_comes_early_where_failures_are_frequent(hours, inter
 def test_a_restarted_attempt_knows_the_cost():
     schedule, _ = auto_schedule(TrainState(save_stall_s=2.0, save_durable_s=3.0))
     assert schedule._interval_s == automatic_interval(2.0, 24 * HOUR, 3.0)
-
-
-@pytest.mark.parametrize(
-    ("failures", "hours", "mtbf_s"),
-    [(0, 24.0, 24 * HOUR), (5, 24.0, MINUTE), (5, 0.01, 36.0)],
-)
-def test_failures_of_the_run_shorten_the_interval(failures, hours, mtbf_s):
-    """One a minute for five minutes; the configured rate if that is higher."""
-    state = TrainState(save_stall_s=0.5, save_durable_s=0.1, failures=failures)
-    state.wall_seconds = 4 * MINUTE
-    state.wasted_seconds = 1 * MINUTE
-    schedule, _ = auto_schedule(state, mtbf_hours=hours)
-    assert schedule._interval_s == automatic_interval(0.5, mtbf_s, 0.1)
-
-
-@pytest.mark.parametrize("durable_s", [None, 3.0])
-def test_after_an_attempt_without_a_snapshot_the_first_comes_early(durable_s):
-    state = TrainState(save_stall_s=2.0, save_durable_s=durable_s)
-    schedule, _ = auto_schedule(state, first_s=1.5)
-    assert schedule._interval_s == 1.5
 
 
 def test_the_time_until_training_begins_is_startup(monkeypatch):

@@ -173,12 +173,9 @@ def test_deleted_snapshots_are_reported(log_lines):
 
 
 def test_a_kill_before_the_first_snapshot_is_reported(log_lines):
-    """Also one before the first line of metrics.jsonl, which has the step."""
+    """Also one before the second line of metrics.jsonl, which has the step."""
     shutil.rmtree("run/snapshots")
     Path("run/metrics.jsonl").write_text('{"start": 1.0, "step": 0, "world_size": 1}\n')
-    Path("run/attempt.json").write_text(
-        '{"began": 1.0, "wasted_seconds": 0.0, "failures": 0, "launcher": ""}'
-    )
     train(NAME, STEPS)
     assert lines_with(log_lines, "WARNING") == [
         "WARNING the run has trained before, but there is no snapshot: it starts again at step 0"
@@ -199,13 +196,29 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
 def test_goodput_is_logged_only_for_long_runs(least_s, log_lines, monkeypatch):
     monkeypatch.setattr(result, "MIN_GOODPUT_S", least_s)
     train(NAME, STEPS + 1)
-    pattern = r"INFO goodput \d+\.\d%: startup, snapshots and repeated steps took [\d:]+ of [\d:]+"
+    pattern = r"INFO goodput \d+\.\d%: starts, pauses, snapshots and repeated steps took .+ of .+"
     assert [bool(re.fullmatch(pattern, line)) for line in lines_with(log_lines, "goodput")] == [
         True
     ] * (least_s == 0)
 
 
 # Clocks
+
+
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_goodput_counts_from_the_first_start(has_snapshot, monkeypatch, cwd):
+    """Also if the run was off for a day, or its first attempt was killed before a snapshot."""
+    if not has_snapshot:
+        shutil.rmtree("run/snapshots")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+    train(NAME, MORE_STEPS)
+    result = json.loads((cwd / "run" / "result.json").read_text())
+    assert 0 < result["goodput"] <= result["wall_seconds"] / 86_400
+    monkeypatch.setattr(time, "time", lambda: real() + 7 * 86_400)
+    train(NAME, MORE_STEPS)  # it is complete
+    again = json.loads((cwd / "run" / "result.json").read_text())
+    assert again["goodput"] > result["goodput"] / 3
 
 
 def test_a_clock_that_goes_back(log_lines, monkeypatch, cwd):
