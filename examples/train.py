@@ -61,8 +61,8 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
     meter = Meter(runtime, loader.items_per_step, task.unit)
 
     directory = Path(config.run.root, str(config.run.name))
-    stores = [SnapshotStore(str(directory / "snapshots"))]
-    snapshots = SnapshotManager(config, runtime, stores, directory)
+    store = SnapshotStore(str(directory / "snapshots"))
+    snapshots = SnapshotManager(config, runtime, store, directory)
     state = restore_newest(snapshots, task, trained) or TrainState()
 
     def log(text: str) -> None:

@@ -165,7 +165,7 @@ def _leave_snapshot(ranks: Ranks) -> None:
         with contextlib.ExitStack() as resources:
             history, run = _start(ranks, rank, resources)
             if rank == 0:
-                _save(history.stores[0], run)
+                _save(history.store, run)
 
     with silent, quiet():
         ranks.count(work)
@@ -223,8 +223,8 @@ def commit(ranks: Ranks, directory: Path, saves: int = 2) -> list[Count]:
     state = {"losses": "x" * VALUE_BYTES}
     managers: list[SnapshotManager] = []
     for runtime in ranks.runtimes:
-        stores = [SnapshotStore(str(directory / "snapshots"))]
-        managers.append(SnapshotManager(ranks.config, runtime, stores, directory))
+        store = SnapshotStore(str(directory / "snapshots"))
+        managers.append(SnapshotManager(ranks.config, runtime, store, directory))
     counts: list[Count] = []
     with shares, inline, quiet():
         for step in range(1, saves + 1):
@@ -235,7 +235,7 @@ def commit(ranks: Ranks, directory: Path, saves: int = 2) -> list[Count]:
                 assert save is not None
                 if save.error is not None:
                     raise save.error
-                assert save.url is not None, save.failure
+                assert save.failure is None, save.failure
                 managers[rank]._save = None
 
             counts = ranks.count(work)

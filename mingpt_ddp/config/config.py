@@ -40,7 +40,6 @@ PLACES = (
     "run.name",
     "data.cache_dir",
     "snapshot.path",
-    "snapshot.fallback_path",
 )
 OMITTED_IF_NULL = ("reader", "code")  # from config.yaml and snapshots
 

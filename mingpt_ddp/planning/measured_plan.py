@@ -41,7 +41,7 @@ from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import RunLength, check_minutes, known_length
 from mingpt_ddp.training.saves.save_schedule import automatic_interval
 from mingpt_ddp.training.start.first_checks import newest_snapshot, with_batch_size
-from mingpt_ddp.training.start.stages import snapshot_stores
+from mingpt_ddp.training.start.stages import snapshot_store
 from mingpt_ddp.training.start.warm_start import WarmStart, warm_start
 
 WRITTEN = 1 << 25  # bytes, to measure a disk
@@ -126,8 +126,8 @@ def warm_start_of_plan(config: Config, typed: Container[str], runtime: Runtime) 
     newest = None
     if config.run.init_from is not None:
         directory = run_directory(config)
-        stores = snapshot_stores(config, directory)
-        newest = newest_snapshot(stores, directory, config.run.source)
+        store = snapshot_store(config, directory)
+        newest = newest_snapshot(store, directory, config.run.source)
     return warm_start(config, newest and newest.state, typed, runtime.group)
 
 

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import (
-    SnapshotError,
     StorageUnavailableError,
     StorageUnusableError,
     UserError,
@@ -35,7 +34,7 @@ from mingpt_ddp.snapshots.format import (
     Snapshot,
     encode_json,
 )
-from mingpt_ddp.snapshots.read.load import load, readable_stores
+from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.read.shard_reader import read_shards
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -66,25 +65,23 @@ class SnapshotManager:
     """The snapshots of this run. All ranks call the same methods at the same step."""
 
     def __init__(
-        self, config: Config, runtime: Runtime, stores: list[SnapshotStore], directory: Path
+        self, config: Config, runtime: Runtime, store: SnapshotStore, directory: Path
     ) -> None:
         """
         Args:
-            stores: where to write; each is a fallback for the one before. All of them are read.
-            directory: of the run; run.resume may name a store of an earlier configuration there,
-                which is only read.
+            store: The snapshots of the run.
+            directory: The run directory, which has the ledger.
         """
         self.config = config
         self.runtime = runtime
-        self.stores = stores
-        self.directory = directory
+        self.store = store
         self._kinds = (*KINDS, HOOKS) if config.trainer.ema is None else TENSOR_KINDS
         self.last_step: int | None = None  # of the newest snapshot that is committed
         self.durable_s: float | None = None  # from the start of the last save to its commit
         self._failures = 0  # in a row
         self._save: AsyncSave | None = None  # in progress
         self._buffers: dict[str, SafetensorsBuffer] = {}
-        self._shard_plan = ShardPlan(runtime, stores)
+        self._shard_plan = ShardPlan(runtime, store)
         self._ledger = Ledger(directory)
 
     # Loading.
@@ -110,12 +107,11 @@ class SnapshotManager:
         def find() -> dict[str, Any] | None:
             nonlocal newest
             source = self.config.run.source
-            stores = readable_stores(self.stores, self.directory, source)
-            newest = self._newest_of(stores, whole)
+            newest = self.store.read_latest(self._kinds, whole)
             is_own = newest is not None
             if source and not is_own:
                 newest = load(source, self._kinds, whole=whole)
-            elif source and stores == self.stores:
+            elif source:
                 log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
             if newest is None:
                 return None
@@ -142,28 +138,6 @@ class SnapshotManager:
             parts[kind] = self.runtime.strategy.split_tensors(getattr(snapshot, kind), model)
         return replace(snapshot, **parts)
 
-    def _newest_of(self, stores: list[SnapshotStore], whole: bool) -> Snapshot | None:
-        """Read the newest undamaged snapshot of several stores; None if there is none.
-
-        Raises:
-            SnapshotError: there are snapshots, but all are damaged.
-        """
-        newest: Snapshot | None = None
-        errors = []
-        for store in stores:
-            try:
-                latest = store.read_latest(self._kinds, whole)
-            except SnapshotError as error:  # all its snapshots are damaged
-                errors.append(error)
-                continue
-            if latest is not None and (newest is None or latest.step > newest.step):
-                newest = latest
-        if errors and newest is None:
-            raise errors[0]
-        for damage in errors:
-            log.warning("%s", damage)
-        return newest
-
     # Saving.
 
     def save(self, run: RunState) -> None:
@@ -172,7 +146,7 @@ class SnapshotManager:
         env = self.runtime.group.env
         step = run.step
         best = run.best_step if self.config.snapshot.keep_best else None
-        retain = partial(apply_retention, self.config.snapshot, self.stores, step, best)
+        retain = partial(apply_retention, self.config.snapshot, self.store, step, best)
         if step == self.last_step:  # perhaps without its retention, or with another one as the best
             self._apply_retention(retain)
             return
@@ -184,19 +158,14 @@ class SnapshotManager:
         settings = env.call_on_rank_zero(lambda: digest_settings(run.state)) or ""
         capture = Capture(step, files, settings)
         self._save = AsyncSave(
-            self.runtime, self.stores, self._buffers, capture, retain, self._ledger
+            self.runtime, self.store, self._buffers, capture, retain, self._ledger
         )
         self._save.start()
 
-    def _apply_retention(self, retain: Callable[[SnapshotStore], None]) -> None:
-        """Delete from all stores, on a thread: an object store may take long, and is no hang."""
-
-        def delete() -> None:
-            for store in self.stores:
-                retain(store)
-
+    def _apply_retention(self, retain: Callable[[], None]) -> None:
+        """Delete on a thread: a slow object store is not a hang."""
         call = self.runtime.group.env.call_on_rank_zero
-        thread = Thread(target=call, args=(delete,), name="retention", daemon=True)
+        thread = Thread(target=call, args=(retain,), name="retention", daemon=True)
         thread.start()
         self._join(thread)
 
@@ -254,47 +223,34 @@ class SnapshotManager:
         self._save = None
         if save.error is not None:
             raise save.error
-        if save.url is None:
+        if save.failure is not None:
             self._failures += 1
             allowed = self.config.snapshot.max_failures
             if self._failures > allowed:
-                cause = save.failure.error if save.failure else None
-                raise self._final_error(save) from cause
+                raise self._final_error(save.step, save.failure) from save.failure
             log.warning(
-                "cannot write the snapshot of step %d: %s; training continues (failure %d of %d "
-                "allowed)",
+                "cannot write the snapshot of step %d: %s: %s; training continues (failure %d of "
+                "%d allowed)",
                 save.step,
-                save.failure or "",
+                self.store.url,
+                save.failure,
                 self._failures,
                 allowed,
             )
             return True
         self.last_step = save.step
         self.durable_s = save.duration_s
-        if save.failure is None:
-            self._failures = 0
-            in_file = {"file_only": True}
-            log.info("snapshot of step %d committed to %s", save.step, save.url, extra=in_file)
-        else:
-            log.warning(
-                "snapshot of step %d committed to %s, because of %s",
-                save.step,
-                save.url,
-                save.failure,
-            )
+        self._failures = 0
+        in_file = {"file_only": True}
+        log.info("snapshot of step %d committed to %s", save.step, self.store.url, extra=in_file)
         return True
 
-    def _final_error(self, save: AsyncSave) -> UserError:
+    def _final_error(self, step: int, failure: OSError) -> UserError:
         """Return the error that ends the run after too many failures."""
         times = f", {self._failures} times in a row" if self._failures > 1 else ""
-        is_lasting = save.failure is not None and save.failure.error.errno in LASTING
+        is_lasting = failure.errno in LASTING
         kind = StorageUnusableError if is_lasting else StorageUnavailableError
         return kind(
-            f"cannot write the snapshot of step {save.step}: {save.failure or ''}{times}; older "
-            "snapshots are intact: fix this and run again, or set snapshot.fallback_path"
+            f"cannot write the snapshot of step {step}: {self.store.url}: {failure}{times}; older "
+            "snapshots are intact: fix this and run again"
         )
-
-    def set_deadline(self, seconds: float) -> None:
-        """Set a deadline, in seconds from now, for the operations on each store but the last."""
-        for store in self.stores[:-1]:
-            store.storage.set_deadline(seconds)

@@ -60,8 +60,6 @@ def check_urls(config: Config) -> None:
         check_can_open("data.path", path)
     if config.snapshot.path:
         check_can_open("snapshot.path", config.snapshot.path, writable=True)
-    if config.snapshot.fallback_path:
-        check_can_open("snapshot.fallback_path", config.snapshot.fallback_path, writable=True)
     check_can_open("run.resume", config.run.resume)
     if config.run.init_from is not None:
         check_can_open("run.init_from", config.run.init_from)

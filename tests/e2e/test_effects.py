@@ -64,7 +64,6 @@ OTHERS = {
     "snapshot.keep_every": ["snapshot.keep_every=2"],
     "snapshot.background": ["snapshot.background=false"],
     "snapshot.max_failures": ["snapshot.max_failures=0"],
-    "snapshot.fallback_path": ["snapshot.fallback_path={tmp}/fallback"],
     "snapshot.grace_seconds": ["snapshot.grace_seconds=1"],
     "tracker.tensorboard": ["tracker.tensorboard=true"],
     "tracker.project": ["tracker.project=other"],

@@ -25,6 +25,7 @@ from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
 from mingpt_ddp.snapshots.write.ledger import Ledger
 from mingpt_ddp.training.train_step import TrainStep
@@ -260,7 +261,12 @@ def train_on(devices: list[torch.device], options: list[str]) -> tuple[list[floa
         numbers += [float(result.losses["loss"]), float(result.grad_norm)]
     tensors = {**model_state(model), **optimizer_state(model, trainable.optimizer)}
     save = AsyncSave(
-        runtime, [], {}, Capture(5, {"model.safetensors": tensors}), print, Ledger(Path())
+        runtime,
+        SnapshotStore("snapshots"),
+        {},
+        Capture(5, {"model.safetensors": tensors}),
+        print,
+        Ledger(Path()),
     )
     contents = save._stage()["model.safetensors"]
     prompt = torch.zeros(2, 1, dtype=torch.int64, device=runtime.device)

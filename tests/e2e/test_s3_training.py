@@ -227,7 +227,7 @@ def test_store_unavailable_for_too_long(proxy, path, tmp_path):
         line for line in job.text().splitlines() if not re.match(r"step \d+/|retrying", line)
     ]
     assert re.match(
-        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; .*fallback_path",  # noqa: E501
+        r"storage error: cannot write the snapshot of step \d+: .*, 2 times in a row; older ",
         reported[-1],
     )
     assert len([line for line in reported if "error: " in line]) == 1
@@ -244,66 +244,21 @@ def test_store_unavailable_for_too_long(proxy, path, tmp_path):
     assert f"resuming from the snapshot of step {newest} " in done.stdout
 
 
-def test_fallback_path(proxy, path, tmp_path):
-    other = tmp_path / "other"
-    command = [*TWO_RANKS, *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
-    limits = {**proxied(proxy), **short_timeouts(tmp_path)}
-    job = Job([*command, "snapshot.max_failures=0"], tmp_path, **limits)
-    wait_for(lambda: committed(tmp_path), what="a snapshot")
-    proxy.down = True
-    wait_for(
-        lambda: committed(tmp_path)[-1][1] == str(other / "run"),
-        what="a snapshot at the fallback path",
-    )
-    job.kill_tree()
-    step = committed(tmp_path)[-1][0]
-    text = log_of(tmp_path)
-    assert re.search(
-        rf"WARNING snapshot of step {step} committed to {other}/run, because of s3://\S+/run: rank 0: cannot",  # noqa: E501
-        text,
-    )
-    proxy.down = False
-    done = call([*command, f"trainer.max_steps={step + 50}"], tmp_path, **limits)
-    assert done.returncode == 0, done.stdout
-    assert f"resuming from the snapshot of step {step} " in done.stdout
-    assert committed(tmp_path)[-1] == (step + 50, f"{path}/run")
-    assert not list(other.glob("run/step_*")), "the snapshots at the fallback path were not deleted"
-
-
-def test_preempted_while_the_store_is_unavailable(proxy, path, tmp_path):
-    """With the default limits: attempts at snapshot.path must leave time for the fallback path."""
-    other = tmp_path / "other"
-    command = [*python_main(), *ENDLESS, f"snapshot.path={path}", f"snapshot.fallback_path={other}"]
-    job = Job([*command, "snapshot.grace_seconds=8"], tmp_path, **proxied(proxy))
-    wait_for(lambda: committed(tmp_path), what="a snapshot")
-    proxy.down = True
-    before = committed(tmp_path)[-1][0]
-    wait_for(
-        lambda: last_step(tmp_path / "outputs" / "run") >= before + 100, what="training to continue"
-    )
-    os.kill(job.process.pid, signal.SIGTERM)
-    assert job.wait() == 0, job.text()
-    step = last_step(tmp_path / "outputs" / "run")
-    assert f"preempted at step {step}; rerun the same command to resume" in job.text()
-    assert SnapshotStore(str(other / "run")).read_latest().step == step
-
-
 def test_store_unavailable_at_resume(proxy, path, tmp_path):
     """The run is refused; it does not start again at step 1."""
     command = [*python_main(), *TINY, "run.name=run", f"snapshot.path={path}"]
     assert call(command, tmp_path, **proxied(proxy)).returncode == 0
     before = log_of(tmp_path)
     proxy.down = True
-    for options in ([], [f"snapshot.fallback_path={tmp_path / 'other'}"]):
-        done = call(
-            [*command, "trainer.max_steps=24", *options],
-            tmp_path,
-            **proxied(proxy),
-            **short_timeouts(tmp_path),
-        )
-        assert done.returncode == 2
-        [line] = [line for line in done.stdout.splitlines() if not line.startswith("retrying")]
-        assert re.match(rf"storage error: {UNAVAILABLE}", line)
+    done = call(
+        [*command, "trainer.max_steps=24"],
+        tmp_path,
+        **proxied(proxy),
+        **short_timeouts(tmp_path),
+    )
+    assert done.returncode == 2
+    [line] = [line for line in done.stdout.splitlines() if not line.startswith("retrying")]
+    assert re.match(rf"storage error: {UNAVAILABLE}", line)
     assert "step 13/" not in log_of(tmp_path)
     assert log_of(tmp_path).count("\n") - before.count("\n") <= 2
     proxy.down = False

@@ -167,7 +167,6 @@ PATHS = (
         "run.resume",
         "run.root",
         "snapshot.path",
-        "snapshot.fallback_path",
         "data.path",
         "data.cache_dir",
     ),

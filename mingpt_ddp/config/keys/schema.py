@@ -10,7 +10,6 @@ docs/configuration.md and `--help` are generated from all of them.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
@@ -210,28 +209,15 @@ class SnapshotConfig:
     )
     background: bool = neutral(True, "write on a thread; training waits only for the staging copy")
     max_failures: NonNegativeInt = neutral(3, "consecutive failed saves that training survives")
-    fallback_path: str | None = neutral(
-        None, "where to write when path fails; the run's name is appended"
-    )
     grace_seconds: NonNegativeFloat = neutral(
         25.0, "between SIGTERM and SIGKILL; torchrun waits 30", "seconds"
     )
 
     def __post_init__(self) -> None:
-        for name, url in (("path", self.path), ("fallback_path", self.fallback_path)):
-            if url is None:
-                continue
-            check_url(f"snapshot.{name}", url)
-            check("::" not in url, f"snapshot.{name}={url} must be one URL, not a chain of them")
-        if self.path and self.fallback_path:
-            check(
-                _normalized(self.path) != _normalized(self.fallback_path),
-                f"snapshot.fallback_path={self.fallback_path} must differ from snapshot.path",
-            )
-
-
-def _normalized(url: str) -> str:
-    return url.rstrip("/") if "://" in url else str(PurePosixPath(url))
+        if self.path is not None:
+            check_url("snapshot.path", self.path)
+            is_chain = "::" in self.path
+            check(not is_chain, f"snapshot.path={self.path} must be one URL, not a chain of them")
 
 
 @dataclass(frozen=True, kw_only=True)

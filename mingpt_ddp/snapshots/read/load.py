@@ -35,8 +35,8 @@ def candidate_urls(url: str, follow: bool = True) -> Iterator[str]:
     if follow or not _is_link(snapshots):
         yield snapshots
     yield url
-    if follow:
-        yield from next(iter(_recorded_urls(url)), ())
+    if follow and (recorded := _recorded_url(url)):
+        yield recorded
 
 
 def _open_store(url: str) -> SnapshotStore:
@@ -47,43 +47,24 @@ def _open_store(url: str) -> SnapshotStore:
     return SnapshotStore(url)
 
 
-def earlier_stores(stores: list[SnapshotStore], directory: Path) -> list[SnapshotStore]:
-    """Return the stores of a run's earlier configurations that are not among its stores now.
-
-    Raises:
-        SnapshotError: a recorded URL cannot be opened on this machine.
-    """
-    urls_now = {store.url for store in stores}
-    recorded = itertools.chain.from_iterable(_recorded_urls(str(directory)))
-    urls = dict.fromkeys([f"{directory}/snapshots", *recorded])
-    return [_open_store(url) for url in urls if url not in urls_now]
-
-
-def readable_stores(
-    stores: list[SnapshotStore], directory: Path, source: str | None
-) -> list[SnapshotStore]:
-    """Return the stores of a run, and that of an earlier configuration if run.resume names it."""
-    earlier = earlier_stores(stores, directory) if source else []
-    return [*stores, *(store for store in earlier if store.url == source)]
-
-
-def check_none_newer(stores: list[SnapshotStore], directory: Path, newest: int) -> None:
-    """Refuse to leave newer snapshots of earlier configurations behind.
+def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
+    """Refuse to start a run anew while the store of its last start has snapshots.
 
     Args:
-        stores: which the run reads.
-        newest: step of their newest snapshot; 0 if they have none.
+        store: The store of the run, which has none.
 
     Raises:
-        SnapshotError: one elsewhere is newer, or all there are damaged.
+        SnapshotError: It names the other location, which also may not be readable here.
     """
-    for store in earlier_stores(stores, directory):
-        latest = store.read_latest(())
-        if latest is not None and latest.step > newest:
-            url = redact(store.url)
+    for url in candidate_urls(str(directory)):
+        if url in (store.url, str(directory)):
+            continue
+        other = _open_store(url)
+        if any(map(other.is_committed, other.steps())):
+            where = redact(url)
             raise SnapshotError(
-                f"the run has a snapshot of step {latest.step} at {url}, where this command does "
-                f"not look; add run.resume={url} to go on from there, or choose another run.name"
+                f"the run has snapshots at {where}, but none at {redact(store.url)}; add "
+                f"run.resume={where} to go on from there, or choose another run.name"
             )
 
 
@@ -293,26 +274,27 @@ def _is_link(url: str) -> bool:
     return storage.local and os.path.islink(storage.root)
 
 
-def _recorded_urls(run: str) -> list[list[str]]:
-    """Return the snapshot URLs outside a run directory that it records, of its last start first."""
-    urls: list[list[str]] = []
+def _recorded_url(run: str) -> str | None:
+    """Return the URL of the snapshots outside a run directory that its last start recorded."""
+    recorded = None
     with contextlib.suppress(Exception):  # not a run directory, or there are no more
         directory = open_storage(run)
         for number in itertools.count(1):
             name = "config.yaml" if number == 1 else f"config.{number}.yaml"
             content = directory.read(name, limit=MAX_YAML_BYTES + 1)
             with contextlib.suppress(Exception):  # not of a run
-                urls.insert(0, _urls_in(load_yaml(content), directory.root))
-    return urls
+                recorded = _url_in(load_yaml(content), directory.root)
+    return recorded
 
 
-def _urls_in(config: Any, directory: str) -> list[str]:
-    """Return the snapshot URLs outside the run directory in its configuration."""
-    paths = [config["snapshot"].get("path"), config["snapshot"].get("fallback_path")]
+def _url_in(config: Any, directory: str) -> str | None:
+    """Return the URL of the snapshots outside the run directory in its configuration."""
+    path = config["snapshot"].get("path")
     # A chained URL (a::b) could open a filesystem that executes what it reads, or writes;
     # snapshot.path is never one.
-    paths = [path for path in paths if isinstance(path, str) and "::" not in path]
+    if not isinstance(path, str) or "::" in path:
+        return None
     depth = (config["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
     # from the directory: it may be run.name with -2
     name = "/".join(directory.rstrip("/").split("/")[-depth:])
-    return [f"{path.removesuffix('/')}/{name}" for path in paths]
+    return f"{path.removesuffix('/')}/{name}"

@@ -39,17 +39,6 @@ class Capture:
     settings: str = ""  # a digest of all that the bits of the step depend on, for the ledger
 
 
-@dataclass(frozen=True)
-class StoreFailure:
-    """A store that could not be written."""
-
-    url: str
-    error: OSError
-
-    def __str__(self) -> str:
-        return f"{self.url}: {self.error}"
-
-
 class AsyncSave(threading.Thread):
     """Stage, write, commit.
 
@@ -59,22 +48,21 @@ class AsyncSave(threading.Thread):
     def __init__(
         self,
         runtime: Runtime,
-        stores: list[SnapshotStore],
+        store: SnapshotStore,
         buffers: dict[str, SafetensorsBuffer],
         capture: Capture,
-        apply_retention: Callable[[SnapshotStore], None],
+        apply_retention: Callable[[], None],
         ledger: Ledger,
     ) -> None:
         """
         Args:
-            stores: where to write; each is a fallback for the one before.
             buffers: staging buffers by file name, reused by every snapshot.
-            apply_retention: called on rank zero with the store of the commit; must not raise.
+            apply_retention: called on rank zero after the commit; must not raise.
             ledger: rank zero adds the hashes of the snapshot before the commit.
         """
         super().__init__(name=f"snapshot of step {capture.step}", daemon=True)
         self.runtime = runtime
-        self.stores = stores
+        self.store = store
         self.buffers = buffers
         self.step = capture.step
         self.capture = capture
@@ -86,8 +74,7 @@ class AsyncSave(threading.Thread):
         self.started_at = time.monotonic()
         self.duration_s = 0.0  # from the start to the commit
         # The result, the same on every rank.
-        self.url: str | None = None  # of the store that holds the snapshot
-        self.failure: StoreFailure | None = None  # of the first store that failed
+        self.failure: OSError | None = None  # the store could not be written
         self.error: Exception | None = None  # ends the run
         self._ready = {
             device: torch.cuda.current_stream(device).record_event()
@@ -109,18 +96,16 @@ class AsyncSave(threading.Thread):
         try:
             group.io.decide_on_rank_zero(self._stage_and_describe, self._check_staged)
             record = partial(self.ledger.append, self.step, self._hashes, self.capture.settings)
-            for store in self.stores:
-                write = partial(store.write_files, self.step, self._contents)
-                commit = partial(store.commit, self.step, record=record)
-                try:
-                    group.io.run_on_rank_zero(partial(store.begin, self.step))
-                    group.io.decide_on_rank_zero(write, commit)
-                except OSError as error:
-                    self._note_failure(store, error)
-                    continue
-                on_rank_zero(partial(self.apply_retention, store))
-                self.url = store.url
-                break
+            store = self.store
+            write = partial(store.write_files, self.step, self._contents)
+            commit = partial(store.commit, self.step, record=record)
+            try:
+                group.io.run_on_rank_zero(partial(store.begin, self.step))
+                group.io.decide_on_rank_zero(write, commit)
+            except OSError as error:
+                self._note_failure(error)
+            else:
+                on_rank_zero(self.apply_retention)
         except Exception as error:  # SnapshotManager.wait raises it on the training thread
             self.error = error
             if not isinstance(error, UserError):
@@ -135,12 +120,12 @@ class AsyncSave(threading.Thread):
             group.is_writing = False
             self.duration_s = time.monotonic() - self.started_at
 
-    def _note_failure(self, store: SnapshotStore, error: OSError) -> None:
-        """Keep the error of the first store, and free a full disk of the files of this save."""
-        self.failure = self.failure or StoreFailure(store.url, error)
-        if store.storage.local:  # an object store that fails would fail the deletion too
+    def _note_failure(self, error: OSError) -> None:
+        """Keep the error of the store, and free a full disk of the files of this save."""
+        self.failure = error
+        if self.store.storage.local:  # an object store that fails would fail the deletion too
             with contextlib.suppress(OSError):
-                self.runtime.group.env.call_on_rank_zero(partial(store.clear, self.step))
+                self.runtime.group.env.call_on_rank_zero(partial(self.store.clear, self.step))
 
     def _stage(self) -> dict[str, memoryview | bytes]:
         """Copy the tensors to host memory, on a separate CUDA stream per GPU.

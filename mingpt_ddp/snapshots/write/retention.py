@@ -1,7 +1,6 @@
 """Retention: which snapshots of a run to keep, and deleting the others after a commit."""
 
 import logging
-from collections.abc import Sequence
 
 from mingpt_ddp.config.keys.schema import SnapshotConfig
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -10,11 +9,7 @@ log = logging.getLogger(__name__)
 
 
 def apply_retention(
-    snapshot: SnapshotConfig,
-    stores: Sequence[SnapshotStore],
-    newest: int,
-    best: int | None,
-    store: SnapshotStore,
+    snapshot: SnapshotConfig, store: SnapshotStore, newest: int, best: int | None
 ) -> None:
     """Delete what a store need not keep once it has the snapshot of step `newest`.
 
@@ -22,23 +17,11 @@ def apply_retention(
     run.
 
     Args:
-        stores: of the run: the first, and its fallbacks.
         best: step of the snapshot that snapshot.keep_best keeps.
-        store: the one of them that has the snapshot.
     """
-    every = snapshot.keep_every
     try:
-        if not store.is_committed(newest):
-            return
-        prune(store, snapshot.keep_last, best, newest, every)
-        if store is not stores[0]:
-            return
-        # The fallbacks were needed only while the first store failed.
-        for fallback in stores[1:]:
-            for step in fallback.steps():
-                is_milestone = every is not None and step % every == 0
-                if step < newest and step != best and not is_milestone:
-                    fallback.delete(step)
+        if store.is_committed(newest):
+            prune(store, snapshot.keep_last, best, newest, snapshot.keep_every)
     except Exception as error:  # the new snapshot is committed nevertheless
         log.warning("cannot delete older snapshots at %s: %s", store.url, error)
 

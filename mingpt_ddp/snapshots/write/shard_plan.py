@@ -19,6 +19,7 @@ from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import HOOKS, shard_name
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import PROBE
+from mingpt_ddp.storage.storage import Storage
 
 TensorsByKind = Mapping[str, Mapping[str, Tensor]]  # by kind (model, optimizer, ema, hooks), name
 
@@ -66,10 +67,10 @@ def share_tensors(tensors: TensorsByKind, ranks: Sequence[int]) -> Shares:
 class ShardPlan:
     """Which files each rank writes; found once, by a collective."""
 
-    def __init__(self, runtime: Runtime, stores: Sequence[SnapshotStore]) -> None:
+    def __init__(self, runtime: Runtime, store: SnapshotStore) -> None:
         self.group = runtime.group
         self.strategy = runtime.strategy
-        self.stores = stores
+        self.storage = store.storage
         self._writers: list[int] = []  # ranks; [] until they are known
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
@@ -104,7 +105,7 @@ class ShardPlan:
     def _shares(self, tensors: TensorsByKind) -> Shares:
         if self.strategy.is_sharded:
             return Shares(dict.fromkeys(tensors, range(self.strategy.shards)))
-        self._writers = self._writers or ranks_with_same_storage(self.group, self.stores) or [0]
+        self._writers = self._writers or ranks_with_same_storage(self.group, self.storage) or [0]
         return share_tensors(tensors, self._writers)
 
     def check_reach(self) -> None:
@@ -113,7 +114,7 @@ class ShardPlan:
         Raises:
             ConfigError: some do not.
         """
-        self._writers = self._writers or ranks_with_same_storage(self.group, self.stores)
+        self._writers = self._writers or ranks_with_same_storage(self.group, self.storage)
         world_size = self.group.world_size
         if 0 < len(self._writers) < world_size:
             other = next(rank for rank in range(world_size) if rank not in self._writers)
@@ -124,28 +125,25 @@ class ShardPlan:
             )
 
 
-def ranks_with_same_storage(group: ProcessGroup, stores: Sequence[SnapshotStore]) -> list[int]:
+def ranks_with_same_storage(group: ProcessGroup, storage: Storage) -> list[int]:
     """Return the ranks that see the files that rank zero writes. A collective.
 
     They are those of its node, or all ranks on a shared filesystem; [] if rank zero cannot write.
     """
-    storages = []
-    if group.world_size > 1:
-        storages = [store.storage for store in stores if not store.storage.shared]
+    if group.world_size == 1 or storage.shared:
+        return [*range(group.world_size)]
 
-    def write_probes() -> str:
+    def write_probe() -> str:
         name = f"{PROBE}{uuid.uuid4().hex}"
         with contextlib.suppress(OSError):  # the save will hit the same error and handle it
-            for storage in storages:
-                storage.write(name, b"")
+            storage.write(name, b"")
         return name
 
-    name = group.run_on_rank_zero(write_probes)
-    sees_all = False
+    name = group.run_on_rank_zero(write_probe)
+    is_seen = False
     with contextlib.suppress(OSError):
-        sees_all = all(storage.size(name) is not None for storage in storages)
-    ranks = [rank for rank, sees in enumerate(group.all_gather(sees_all)) if sees]
+        is_seen = storage.size(name) is not None
+    ranks = [rank for rank, sees in enumerate(group.all_gather(is_seen)) if sees]
     with contextlib.suppress(OSError):
-        for storage in storages:
-            group.env.call_on_rank_zero(partial(storage.delete, name))
+        group.env.call_on_rank_zero(partial(storage.delete, name))
     return ranks

@@ -187,7 +187,6 @@ class SaveSchedule:
         step = self.state.step
         left = self.snapshot.grace_seconds - max(group.all_gather(elapsed_s))
         until = time.monotonic() + left
-        self.manager.set_deadline(left / 2)
         needed = max(group.all_gather(self.manager.durable_s or 0.0))
         # Resume from the older snapshot.
         with contextlib.suppress(StorageUnavailableError, StorageUnusableError):

@@ -9,7 +9,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
-from mingpt_ddp.snapshots.read.load import check_none_newer, load, readable_stores
+from mingpt_ddp.snapshots.read.load import load, refuse_other_location
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
@@ -37,24 +37,24 @@ class Recorded:
 
 
 def read_recorded(
-    stores: list[SnapshotStore], directory: Path, source: str | None, group: ProcessGroup
+    store: SnapshotStore, directory: Path, source: str | None, group: ProcessGroup
 ) -> Recorded | None:
     """Read what the snapshot that the run resumes from has recorded; None without one.
 
     A collective.
 
     Args:
-        stores: of the run's snapshots.
+        store: of the run's snapshots.
         directory: of the run.
         source: as `RunConfig.source`.
 
     Raises:
         SnapshotError: another version wrote it, in another format, or its batch is not one.
-        StorageUnavailableError: a store does not respond.
+        StorageUnavailableError: the store does not respond.
     """
 
     def read() -> dict[str, Any] | None:
-        newest = newest_snapshot(stores, directory, source, KINDS)
+        newest = newest_snapshot(store, directory, source, KINDS)
         if newest is None:
             return None
         _check(newest)
@@ -78,7 +78,7 @@ def _check(newest: Snapshot) -> None:
 
 
 def newest_snapshot(
-    stores: list[SnapshotStore], directory: Path, source: str | None, kinds: Sequence[str] = ()
+    store: SnapshotStore, directory: Path, source: str | None, kinds: Sequence[str] = ()
 ) -> Snapshot | None:
     """Read the state of the snapshot that the run resumes from, if there is one.
 
@@ -87,11 +87,12 @@ def newest_snapshot(
     Args:
         kinds: of the tensors to read, which may be damaged, if it is that of run.resume.
     """
-    stores = readable_stores(stores, directory, source)
-    newest_of_each = [store.newest_state() for store in stores]
-    newest = max(filter(None, newest_of_each), key=lambda snapshot: snapshot.step, default=None)
-    check_none_newer(stores, directory, newest.step if newest else 0)
-    return load(source, kinds) if source and newest is None else newest
+    if newest := store.newest_state():
+        return newest
+    if source:
+        return load(source, kinds)
+    refuse_other_location(store, directory)
+    return None
 
 
 def with_batch_size(config: Config, world_size: int, recorded: int | None) -> Config:

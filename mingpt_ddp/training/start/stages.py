@@ -86,7 +86,7 @@ class History:
     """
 
     directory: Path
-    stores: list[SnapshotStore]  # of the run's snapshots
+    store: SnapshotStore  # of the run's snapshots
     owner: RunDirectory | None = None  # its lock
     end: HistoryEnd | None = None  # of the measurements
 
@@ -102,19 +102,18 @@ def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitS
     """
     _check_same_config(config, runtime)
     directory = run_directory(config)
-    stores = snapshot_stores(config, directory)
-    history = History(directory, stores)
+    store = snapshot_store(config, directory)
+    history = History(directory, store)
 
     def lock() -> None:
         nonlocal history
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
-        for store in stores:
-            owner.lock_snapshots(store.storage)  # the deadlines of the store hold for its lease
-            if lease := owner.leases.get(store.url):
-                store.hold(lease)
-            store.check_owner = owner.check
-        history = History(directory, stores, owner, read_end(directory / METRICS))
+        owner.lock_snapshots(store.storage)  # the deadlines of the store hold for its lease
+        if lease := owner.leases.get(store.url):
+            store.hold(lease)
+        store.check_owner = owner.check
+        history = History(directory, store, owner, read_end(directory / METRICS))
 
     runtime.group.run_on_rank_zero(lock)
     return history
@@ -136,7 +135,7 @@ def prepare(
         resources: closes the loader when it is closed.
     """
     group = runtime.group
-    recorded = read_recorded(history.stores, history.directory, config.run.source, group)
+    recorded = read_recorded(history.store, history.directory, config.run.source, group)
     kept = recorded.state if recorded else None
     warm = warm_start(config, kept, typed, group)
     batch_size = recorded.batch_size if recorded else None
@@ -169,20 +168,16 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     runtime.group.check_agreement(values, refuse)
 
 
-def snapshot_stores(config: Config, directory: Path) -> list[SnapshotStore]:
-    """Return the stores of the run's snapshots, its fallbacks last.
+def snapshot_store(config: Config, directory: Path) -> SnapshotStore:
+    """Return the store of a run's snapshots.
 
-    They are in the run directory, or in snapshot.path below the run's name; with
-    snapshot.fallback_path a second URL follows.
+    It is in the run directory, or in snapshot.path below the run's name.
     """
+    path = config.snapshot.path
+    if path is None:
+        return SnapshotStore(str(directory / "snapshots"))
     name = directory.relative_to(config.run.root).as_posix()
-    urls = []
-    if config.snapshot.path is None:
-        urls.append(str(directory / "snapshots"))
-    for path in (config.snapshot.path, config.snapshot.fallback_path):
-        if path is not None:
-            urls.append(f"{path}{name}" if path.endswith("/") else f"{path}/{name}")
-    return [SnapshotStore(url) for url in urls]
+    return SnapshotStore(f"{path.removesuffix('/')}/{name}")
 
 
 def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
@@ -225,7 +220,7 @@ def build(inputs: Inputs, history: History, code: Callable[[], Code] | None = No
     config = task.config
     directory = history.directory
     logs.to_file(directory, runtime.group.env)
-    snapshots = SnapshotManager(config, runtime, history.stores, directory)
+    snapshots = SnapshotManager(config, runtime, history.store, directory)
     snapshot = snapshots.load_latest(partial(check_state, task=task))
     initialize = None if snapshot else partial(inputs.warm.load_into, runtime.group)
     with refuse_out_of_memory(config, runtime, f"the model {config.model.name}", SMALLER):

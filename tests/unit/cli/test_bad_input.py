@@ -319,7 +319,6 @@ CASES = [
     ("run.root=memory://runs", "config error: run.root=memory://runs must be a local directory"),
     ("run.root=good.txt", "run error: cannot write to the run directory good.txt/"),
     ("snapshot.path=good.txt", "run error: cannot write to the snapshot directory /"),
-    ("snapshot.fallback_path=good.txt/a/b", "run error: cannot write to the snapshot directory /"),
     (
         "snapshot.path=foo://bar",
         "config error: snapshot.path=foo://bar: no such protocol as foo://",

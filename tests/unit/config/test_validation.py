@@ -12,7 +12,6 @@ import pytest
 from pydantic import Field
 
 from mingpt_ddp.config.keys.fields import LearningRate, PositiveInt
-from mingpt_ddp.config.keys.schema import SnapshotConfig
 from mingpt_ddp.config.validation import build, is_supported
 from mingpt_ddp.errors import ConfigError
 
@@ -101,17 +100,6 @@ def test_accepted(value, hint, expected):
 )
 def test_refused(value, hint, message):
     assert refusal(value, hint) == message
-
-
-@pytest.mark.parametrize(
-    ("path", "fallback"), [("a/./b", "a//b/"), ("s3://b/x", "s3://b/x/"), ("a", "a")]
-)
-def test_a_fallback_in_the_same_directory(path, fallback):
-    with pytest.raises(
-        ConfigError, match=r"snapshot.fallback_path=.* must differ from snapshot.path"
-    ):
-        SnapshotConfig(path=path, fallback_path=fallback)
-    assert SnapshotConfig(path=path, fallback_path=f"{fallback}2")
 
 
 def test_invalid_unicode():

@@ -76,7 +76,7 @@ def test_saving_again_gives_the_same_bytes(name):
     config = configuration(name, MORE_STEPS)
     runtime = Runtime(config, DistEnv())
     task = build_task(config, runtime.group)
-    manager = SnapshotManager(config, runtime, [SnapshotStore("run/snapshots")], Path("run"))
+    manager = SnapshotManager(config, runtime, SnapshotStore("run/snapshots"), Path("run"))
     snapshot = manager.load_latest(partial(check_state, task=task))
     trainable = build_trainable(runtime, task)
     model = trainable.model
@@ -86,7 +86,7 @@ def test_saving_again_gives_the_same_bytes(name):
     state = restore(snapshot, trainable, runtime.scaler)
     assert asdict(state) == asdict(TrainState()) | snapshot.state["train_state"]
     assert state.step == STEPS and state.saved_at > 0
-    again = SnapshotManager(config, runtime, [SnapshotStore("again")], Path("again"))
+    again = SnapshotManager(config, runtime, SnapshotStore("again"), Path("again"))
     tensors = {
         "model": model_state(model),
         "optimizer": optimizer_state(model, trainable.optimizer),

@@ -10,7 +10,7 @@ from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
-from mingpt_ddp.snapshots.read.load import check_none_newer, find_steps, load, readable_stores
+from mingpt_ddp.snapshots.read.load import find_steps, load, refuse_other_location
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 
@@ -42,15 +42,14 @@ def test_load_in_memory(store):
     ("name", "directory"),
     [(None, "text-gpt-01234567"), ("run", "run"), ("run", "run-2"), ("sweep/lr=1", "sweep/lr=1")],
 )
-@pytest.mark.parametrize("key", ["path", "fallback_path"])
-def test_load_finds_snapshots_in_the_recorded_path(key, name, directory, tmp_path, monkeypatch):
+def test_load_finds_snapshots_in_the_recorded_path(name, directory, tmp_path, monkeypatch):
     """Below the path that its config.yaml records, by as many names as run.name has."""
     run = tmp_path / "outputs" / directory
     run.mkdir(parents=True)
     commit(SnapshotStore(f"{tmp_path}/elsewhere/{directory}"), small_snapshot(4))
     for path in (f"{tmp_path}/elsewhere", f"{tmp_path}/elsewhere/"):
         (run / "config.yaml").write_text(
-            json.dumps({"run": {"name": name}, "snapshot": {key: path}})
+            json.dumps({"run": {"name": name}, "snapshot": {"path": path}})
         )
         assert load(str(run)).step == 4
     monkeypatch.chdir(run)
@@ -76,28 +75,21 @@ def test_the_configuration_of_the_last_start_counts(moved):
     assert load(str(run)).step == 4
 
 
-@pytest.mark.parametrize("place", ["first", "run/snapshots"])
-def test_newer_snapshots_of_an_earlier_start_are_not_left_behind(place, moved, tmp_path):
-    """At the start of a run; run.resume names them, whether the run has others or not."""
+def test_snapshots_of_the_last_start_are_not_left_behind(moved, tmp_path):
+    """A start with an empty location names them, if they are whole."""
     run, _, second = moved
-    url = f"{tmp_path}/{place}" if place == "run/snapshots" else f"{tmp_path}/first/run"
-    earlier = SnapshotStore(url)
-    commit(earlier, small_snapshot(8))
-    for newest in (0, 4):
+    new = SnapshotStore(f"{tmp_path}/third/run")
+    for earlier in (second, SnapshotStore(f"{run}/snapshots")):
+        refuse_other_location(new, run)
+        commit(earlier, small_snapshot(8))
+        refuse_other_location(earlier, run)
         with pytest.raises(SnapshotError) as error:
-            check_none_newer([second], run, newest)
+            refuse_other_location(new, run)
         assert str(error.value) == (
-            f"snapshot error: the run has a snapshot of step 8 at {url}, where this command does "
-            f"not look; add run.resume={url} to go on from there, or choose another run.name"
+            f"snapshot error: the run has snapshots at {earlier.url}, but none at {new.url}; add "
+            f"run.resume={earlier.url} to go on from there, or choose another run.name"
         )
-    read = readable_stores([second], run, url)
-    assert [store.url for store in read] == [second.url, url]
-    check_none_newer(read, run, 0)
-    check_none_newer([second], run, 8)
-    assert readable_stores([second], run, f"{tmp_path}/other") == [second]
-    earlier.storage.write(f"{directory_name(8)}/{MANIFEST}", b"{}")
-    with pytest.raises(SnapshotError, match=f"all snapshots at {url} are damaged"):
-        check_none_newer([second], run, 0)
+        earlier.storage.delete(f"{directory_name(8)}/{MANIFEST}")
 
 
 def with_best(step: int, best: object) -> Snapshot:
@@ -122,16 +114,15 @@ def test_load_of_the_best(store, tmp_path):
 
 @pytest.fixture
 def saved_twice(tmp_path):
-    """A run directory, the store of its snapshot.path and that of its snapshot.fallback_path."""
-    (tmp_path / "run").mkdir()
-    paths = {"path": f"{tmp_path}/first", "fallback_path": f"{tmp_path}/second"}
-    (tmp_path / "run" / "config.yaml").write_text(
-        json.dumps({"run": {"name": "run"}, "snapshot": paths})
-    )
-    return str(tmp_path / "run"), *(SnapshotStore(f"{path}/run") for path in paths.values())
+    """A run directory, its store of snapshots, and the store of its snapshot.path."""
+    run = tmp_path / "run"
+    run.mkdir()
+    config = {"run": {"name": "run"}, "snapshot": {"path": f"{tmp_path}/second"}}
+    (run / "config.yaml").write_text(json.dumps(config))
+    return str(run), SnapshotStore(f"{run}/snapshots"), SnapshotStore(f"{tmp_path}/second/run")
 
 
-def test_a_damaged_store_does_not_hide_the_fallback(saved_twice, caplog):
+def test_a_damaged_store_does_not_hide_the_other_one(saved_twice, caplog):
     run, first, second = saved_twice
     commit(first, with_best(8, 8))
     first.storage.write(f"{directory_name(8)}/{MANIFEST}", b"{}")
@@ -144,7 +135,7 @@ def test_a_damaged_store_does_not_hide_the_fallback(saved_twice, caplog):
 
 
 @pytest.mark.parametrize("error", [SnapshotError("gone"), StorageUnavailableError("gone")])
-def test_a_store_that_cannot_be_listed_does_not_hide_the_fallback(
+def test_a_store_that_cannot_be_listed_does_not_hide_the_other_one(
     error, saved_twice, monkeypatch, caplog
 ):
     run, first, second = saved_twice
@@ -169,7 +160,7 @@ def test_a_store_that_cannot_be_listed_does_not_hide_the_fallback(
         find_steps(run)
 
 
-def test_an_unfinished_step_does_not_hide_the_fallback(saved_twice):
+def test_an_unfinished_step_does_not_hide_the_other_one(saved_twice):
     run, first, second = saved_twice
     for store in (first, second):
         commit(store, with_best(4, 4))
@@ -184,7 +175,7 @@ def test_an_unfinished_step_does_not_hide_the_fallback(saved_twice):
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", STATE])
-def test_a_damaged_step_does_not_hide_the_fallback(damaged, saved_twice, caplog):
+def test_a_damaged_step_does_not_hide_the_other_one(damaged, saved_twice, caplog):
     """Committed, but with other content than the manifest lists."""
     run, first, second = saved_twice
     for store in (first, second):

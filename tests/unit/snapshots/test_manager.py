@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
-from mingpt_ddp.snapshots.format import Snapshot, directory_name
+from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
@@ -276,7 +276,7 @@ def build(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def manager_at(path, config: Config) -> SnapshotManager:
-    return SnapshotManager(config, Runtime(config, DistEnv()), [SnapshotStore(str(path))], path)
+    return SnapshotManager(config, Runtime(config, DistEnv()), SnapshotStore(str(path)), path)
 
 
 def save(
@@ -337,7 +337,7 @@ def test_last_and_best_are_kept(tmp_path, config):
     model, optim = build(config)
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         save(manager, TrainState(step=step, best_step=best), model, optim)
-    assert manager.stores[0].steps() == [2, 4, 5]
+    assert manager.store.steps() == [2, 4, 5]
 
 
 def test_the_best_is_kept_only_if_configured(tmp_path):
@@ -345,7 +345,7 @@ def test_the_best_is_kept_only_if_configured(tmp_path):
     model, optim = build(manager.config)
     for step in range(1, 5):
         save(manager, TrainState(step=step, best_step=1), model, optim)
-    assert manager.stores[0].steps() == [3, 4]
+    assert manager.store.steps() == [3, 4]
 
 
 def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
@@ -363,35 +363,6 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
         f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own"
         in log_lines
     )
-
-
-def test_a_run_resumes_from_the_fallback_where_the_first_store_is_damaged(tmp_path, config):
-    """Not from an older step of the first store."""
-    model, optim = build(config)
-    stores = [SnapshotStore(str(tmp_path / name)) for name in ("first", "fallback")]
-    for store in stores:
-        manager = SnapshotManager(config, Runtime(config, DistEnv()), [store], tmp_path / "run")
-        for step in (4, 8):
-            save(manager, TrainState(step=step), model, optim)
-    (tmp_path / "first" / directory_name(8) / "model.safetensors").write_bytes(b"")
-    manager = SnapshotManager(config, Runtime(config, DistEnv()), stores, tmp_path / "run")
-    assert load_latest(manager).step == 8
-    assert stores[0].damaged == {8}
-
-
-def test_the_directory_of_an_earlier_configuration_is_read_but_not_written(tmp_path, config):
-    """If run.resume names it; the run stays the same one."""
-    model, optim = build(config)
-    old = tmp_path / "run" / "snapshots"
-    save(manager_at(old, config), TrainState(step=5), model, optim)
-    stores = [SnapshotStore(str(tmp_path / "new"))]
-    config = with_value(config, "run.resume", str(old))
-    manager = SnapshotManager(config, Runtime(config, DistEnv()), stores, old.parent)
-    assert load_latest(manager).step == manager.last_step == 5
-    save(manager, TrainState(step=6), model, optim)
-    assert manager.stores[0].steps() == [6]
-    assert SnapshotStore(str(old)).steps() == [5]
-    assert load_latest(manager).step == 6
 
 
 def test_a_snapshot_of_other_settings_is_refused(tmp_path, config):
@@ -431,7 +402,7 @@ def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(
     def fail(step, contents):
         raise error
 
-    monkeypatch.setattr(manager.stores[0], "write_files", fail)
+    monkeypatch.setattr(manager.store, "write_files", fail)
     with pytest.raises(expected, match=r"cannot write the snapshot of step 2: .*: broken; older"):
         save(manager, TrainState(step=2), model, optim)
 
@@ -440,7 +411,7 @@ def test_a_lost_run_directory_ends_the_run_before_anything_is_written(tmp_path, 
     model, optim = build(config)
     owner = RunDirectory(tmp_path / "run")
     manager = manager_at(tmp_path / "run" / "snapshots", config)
-    manager.stores[0].check_owner = owner.check
+    manager.store.check_owner = owner.check
     save(manager, TrainState(step=1), model, optim)
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(RunError, match="/run was deleted or moved during the run"):
@@ -450,7 +421,7 @@ def test_a_lost_run_directory_ends_the_run_before_anything_is_written(tmp_path, 
 
 
 def test_a_rank_waits_for_staging(config, tmp_path):
-    manager = SnapshotManager(config, Runtime(config, DistEnv()), [], tmp_path)
+    manager = manager_at(tmp_path, config)
     save = SimpleNamespace(staged=SimpleNamespace())
     manager._save = save
     heartbeats: list[bool] = []
@@ -477,7 +448,7 @@ def test_when_a_rank_writes(config, tmp_path, monkeypatch):
 
     observed(SafetensorsBuffer, "fill")
     for name in ("begin", "write_files", "commit"):
-        observed(manager.stores[0], name)
+        observed(manager.store, name)
     save(manager, TrainState(step=1), model, optim)
     assert found == {"fill": False, "begin": True, "write_files": True, "commit": True}
     assert not group.is_writing
@@ -493,7 +464,7 @@ def test_retention_of_a_committed_step_sends_heartbeats(config, tmp_path, monkey
     manager = manager_at(tmp_path, config)
     for step in (1, 2, 3):
         save(manager, TrainState(step=step, best_step=1), model, optim)
-    store = manager.stores[0]
+    store = manager.store
     assert store.steps() == [1, 2, 3]
     clear = store.clear
 
