@@ -127,9 +127,7 @@ class Contents:
             log.warning("%s: %s", self.label, self.note)
 
     def report_form(self) -> None:
-        """Log in which format files of records have been read, and what of their rows."""
-        if self.form in ("text", "tokens"):
-            return
+        """Log in which format the files have been read, and what of their rows."""
         line = f"{self.label}: read with data.format={self.form}"
         if self.records.column is not None:  # they have been encoded now
             texts = counted(self.records.count, "text")

@@ -2,6 +2,7 @@
 
 import codecs
 import csv
+import difflib
 import io
 import json
 import re
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from mingpt_ddp.data.file_kinds import HEAD_BYTES, value_is_cut
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.data.file_kinds import HEAD_BYTES, NOT_UTF8, READ, value_is_cut
+from mingpt_ddp.errors import DataError, counted
 
 MAX_RECORD = 1 << 29  # bytes of a line, characters of an object in an array
 csv.field_size_limit(MAX_RECORD)  # of this process; 128 KiB by default
@@ -20,7 +21,7 @@ HEAD_CHARS = 1 << 20
 ARRAY_CHARS = 1 << 14  # of an array, which are read at a time
 NO_SPACE = re.compile(r"[^ \t\r\n]")  # of JSON
 DELIMITERS = ",\t;"
-TABLES = (".csv", ".tsv")
+AS_TEXT = "to read it as it is, set data.format=text"
 TYPES = {dict: "objects", list: "arrays", bool: "booleans"}  # of JSON; others are numbers
 Row: TypeAlias = tuple[int, dict[str, Any]]  # its number, and its values by column
 
@@ -51,19 +52,29 @@ def choose_column(table: Table, column: str | None, where: str) -> str:
     """
     if column in table.strings:
         return str(column)
-    known = [*table.strings, *(f"{name} of {kind}" for name, kind in table.types.items())]
-    has = f"it has {', '.join(known)[:300]}" if known else "it has none"
-    if column is not None:
-        raise DataError(f"{where} has no column of strings data.column={column}; {has}")
-    if not table.strings:
-        raise DataError(f"{where} has no column of strings; {has}")
-    if len(table.strings) > 1:
-        names = ", ".join(table.strings)[:300]
+    if column is not None and column in table.types:
         raise DataError(
-            f"{where} has several columns of strings: {names}; choose one, as "
-            f"data.column={'text' if 'text' in table.strings else table.strings[0]}"
+            f'{where}: the column "{column}" (data.column={column}) holds {table.types[column]}, '
+            f"not text; {_columns(table)}"
         )
+    if column is not None:
+        raise DataError(
+            f'{where} has no column "{column}" (data.column={column}); {_columns(table, column)}'
+        )
+    if len(table.strings) != 1:
+        count = "several columns" if table.strings else "no column"
+        raise DataError(f"{where} has {count} of text; {_columns(table)}")
     return table.strings[0]
+
+
+def _columns(table: Table, wanted: str = "text") -> str:
+    """Describe the columns, and say what to type."""
+    types = [f"{name} ({kind})" for name, kind in table.types.items()]
+    has = f"its columns are {', '.join([*table.strings, *types])[:300] or 'not named'}"
+    if not table.strings:
+        return f"{has}; {READ}"
+    best = [*difflib.get_close_matches(wanted, table.strings), *table.strings][0]
+    return f"{has}: set data.column={best}"
 
 
 def json_table(file: io.BufferedReader, where: str) -> Table:
@@ -117,62 +128,45 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
             yield value
         if not has_column:
             raise DataError(
-                f"{where} has no data.column={column} in any {unit}; name the files that have it "
-                "by a glob"
+                f'{where} has no column "{column}" (data.column={column}) in any {unit}; name the '
+                "files that have it by a glob"
             )
 
     others = {name: kind for name, kind in others.items() if name not in strings}
     return Table([*strings], others, values)
 
 
-def is_table(head: bytes, name: str) -> bool:
-    """Return whether a file that is called a table is one: of columns with names.
-
-    Prose with commas has rows of different lengths.
-
-    Args:
-        head: its first HEAD_BYTES, decompressed; fewer: it is the whole content.
-    """
-    if not name.lower().endswith(TABLES):
-        return False
-    lines = head.decode("utf-8-sig", "replace").splitlines(keepends=True)
-    try:
-        rows = [*filter(None, csv.reader(lines, delimiter=_delimiter(*lines[:1])))]
-    except csv.Error:
-        return False
-    is_wide = len(rows) > 1 and (len(rows[0]) > 1 or rows[0] == ["text"])
-    if len(head) == HEAD_BYTES:
-        rows.pop()  # it may be cut off
-    return is_wide and _is_header(rows[0]) and len({*map(len, rows)}) == 1
-
-
-def _delimiter(line: str = "") -> str:
-    return max(DELIMITERS, key=line.count)
-
-
-def _is_header(names: list[str]) -> bool:
-    return bool(names) and all(map(_is_word, names)) and len({*names}) == len(names)
-
-
 def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
-    """Yield the rows after the header, which have as many fields."""
-    lines = _text_lines(file, where)
-    first_line = next(lines, "")
-    reader = csv.reader(chain([first_line], lines), strict=True, delimiter=_delimiter(first_line))
-    rows = filter(None, reader)  # without blank lines
+    """Yield the rows after the header, which have as many fields.
+
+    The separator is the one of DELIMITERS that the header has most often.
+    """
+    lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    reader: csv.DictReader[str] | None = None
     try:
-        header = next(rows, [])
-        if not _is_header(header):
-            raise DataError(f"{where} has no header with a name for each column in its first line")
-        for row in rows:
-            if len(row) != len(header):
+        first = lines.readline()
+        delimiter = max(DELIMITERS, key=first.count)
+        reader = csv.DictReader(chain([first], lines), strict=True, delimiter=delimiter)
+        header = [*(reader.fieldnames or [])]
+        if not (header and all(map(_is_word, header)) and len({*header}) == len(header)):
+            raise DataError(
+                f"{where} has no header with a name for each column in its first line; {AS_TEXT}"
+            )
+        for row in reader:
+            fields = [value for value in row.values() if value is not None]
+            if None in row or len(fields) < len(header):
+                count = len(fields) - 1 + len(row.get(None, [None]))
                 raise DataError(
-                    f"{where} line {reader.line_num}: a row of {len(row)} fields, the header has "
-                    f"{len(header)}"
+                    f"{where} line {reader.line_num} has {counted(count, 'field')}, and the header "
+                    f"has {len(header)}; {AS_TEXT}"
                 )
-            yield reader.line_num, dict(zip(header, row, strict=True))
+            yield reader.line_num, row
     except csv.Error as error:
-        raise DataError(f"{where} line {reader.line_num} is no CSV: {error}") from error
+        line = reader.reader.line_num if reader else 1
+        raise DataError(f"{where} line {line} is not CSV: {error}; {AS_TEXT}") from error
+    except UnicodeDecodeError as error:
+        line = reader.line_num if reader else 0
+        raise DataError(f"{where} is not UTF-8 after line {line}; {NOT_UTF8.advice}") from error
 
 
 def _is_text(value: object) -> bool:

@@ -2,13 +2,16 @@
 
 import io
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from mingpt_ddp.data.text.archives import import_pyarrow
 from mingpt_ddp.data.text.json_and_csv import Table
 from mingpt_ddp.errors import DataError
 
-BATCH_ROWS = 1024  # of Parquet; a row group is never whole in memory
+# The most rows of Parquet, and about the most bytes of them, that are in memory together.
+BATCH_ROWS = 1024
+BATCH_BYTES = 1 << 24
 BUFFER_BYTES = 1 << 20
 STREAM = b"\xff\xff\xff\xff"  # before each message
 
@@ -40,7 +43,8 @@ def column_table(file: io.BufferedReader, where: str) -> Table:
             for batch in batches(column):
                 texts = batch.column(column)
                 texts.validate(full=True)  # pyarrow trusts offsets, and that text is UTF-8
-                yield from texts.to_pylist()
+                for text in texts:  # one at a time: a dictionary may have each text once
+                    yield text.as_py()
                 row += len(texts)
         except damages as error:
             raise DataError(f"{where} is damaged or cut off after row {row:,}: {error}") from error
@@ -54,12 +58,20 @@ def _open(pa: Any, file: Any, where: str) -> tuple[Any, Callable[[str], Iterator
     if head.startswith(b"PAR1"):
         from pyarrow.parquet import ParquetFile
 
-        parquet = ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        parquet = partial(ParquetFile, file, buffer_size=BUFFER_BYTES, pre_buffer=False)
 
         def batches(column: str) -> Iterator[Any]:
-            yield from parquet.iter_batches(BATCH_ROWS, columns=[column])
+            # A dictionary is smaller than its texts, but slow and large if no text is repeated.
+            rows, repeated = parquet(), parquet(read_dictionary=[column])
+            for i in range(rows.num_row_groups):
+                size, count = _size_of(rows.metadata.row_group(i), column)
+                if size <= BATCH_BYTES:
+                    yield from repeated.iter_batches(BATCH_ROWS, [i], [column])
+                else:
+                    batch_rows = min(BATCH_ROWS, max(1, count * BATCH_BYTES // size))
+                    yield from rows.iter_batches(batch_rows, [i], [column])
 
-        return parquet.schema_arrow, batches
+        return parquet().schema_arrow, batches
     if head.startswith(b"FEA1"):
         raise DataError(f"{where} is of Feather's first version; write it as Parquet")
     if head.startswith(b"ARROW1"):
@@ -69,6 +81,13 @@ def _open(pa: Any, file: Any, where: str) -> tuple[Any, Callable[[str], Iterator
         raise DataError(f"{where} is neither Parquet nor Arrow")
     stream = pa.ipc.open_stream(file)
     return stream.schema, lambda _: iter(stream)
+
+
+def _size_of(group: Any, column: str) -> tuple[int, int]:
+    """Return the bytes of a column in a row group, decompressed, and the rows of the group."""
+    columns = map(group.column, range(group.num_columns))
+    [size] = [each.total_uncompressed_size for each in columns if each.path_in_schema == column]
+    return size, group.num_rows
 
 
 def _holds_strings(types: Any, kind: Any) -> bool:

@@ -28,11 +28,9 @@ from mingpt_ddp.data.text.archives import (
 )
 from mingpt_ddp.data.text.contents import Contents, Counts, Records
 from mingpt_ddp.data.text.json_and_csv import (
-    TABLES,
     Table,
     choose_column,
     csv_table,
-    is_table,
     json_table,
 )
 from mingpt_ddp.data.text.opened_text import bytes_of
@@ -43,6 +41,8 @@ COMPRESSION = re.compile(r"\.(gz|bz2|xz|zst)$")
 SUFFIXES: dict[str, Kind] = {  # of files that have a format whatever they look like
     ".jsonl": JSON_LINES,
     ".ndjson": JSON_LINES,
+    ".csv": CSV,
+    ".tsv": CSV,
     ".parquet": PARQUET,
     ".arrow": ARROW,
     ".feather": ARROW,
@@ -81,7 +81,7 @@ def is_left_out(name: str) -> bool:
     return is_hidden(name) or bool(NO_RECORDS.fullmatch(PurePosixPath(name).name))
 
 
-def kinds_of(files: Files, members: list[Member], form: Form | None = None) -> list[Kind]:
+def kinds_of(files: Files, members: list[Member]) -> list[Kind]:
     """Return the kinds of the members, HIDDEN for one among several that is left out.
 
     Each head is read once, in the order of the archive: a step back in a compressed archive
@@ -89,7 +89,6 @@ def kinds_of(files: Files, members: list[Member], form: Form | None = None) -> l
 
     Args:
         members: open ones of the files, in this order.
-        form: in which they are read; all tables are CSV by their names then.
     """
     kinds = []
     for member in members:
@@ -97,20 +96,12 @@ def kinds_of(files: Files, members: list[Member], form: Form | None = None) -> l
         if key not in files.kinds:
             is_skipped = is_left_out(member.name) and not files.is_one
             files.kinds[key] = HIDDEN if is_skipped else _kind_of_member(member)
-        kind = files.kinds[key]
-        if form == "csv" and kind != HIDDEN and _is_named_table(member.name):
-            kind = CSV
-        kinds.append(kind)
+        kinds.append(files.kinds[key])
     return kinds
 
 
-def _is_named_table(name: str) -> bool:
-    return COMPRESSION.sub("", name).lower().endswith(TABLES)
-
-
 def _kind_of_member(member: Member) -> Kind:
-    name = COMPRESSION.sub("", member.name)
-    suffix = PurePosixPath(name).suffix
+    suffix = PurePosixPath(COMPRESSION.sub("", member.name)).suffix.lower()
     if suffix in SUFFIXES and member.size:
         return SUFFIXES[suffix]
     try:
@@ -118,7 +109,7 @@ def _kind_of_member(member: Member) -> Kind:
             head = file.read(HEAD_BYTES)
     except DAMAGES:  # which are reported when it is read
         return TEXT
-    return kind_of(head) or (CSV if is_table(head, name) else TEXT)
+    return kind_of(head) or TEXT
 
 
 class RecordFiles:
@@ -182,7 +173,7 @@ class RecordFiles:
         if self._files.is_one:
             yield from members
             return
-        kinds = kinds_of(self._files, members, contents.form)
+        kinds = kinds_of(self._files, members)
         ordered = sorted(zip(members, kinds, strict=True), key=lambda pair: pair[0].name)
         for member, kind in ordered:
             if member.size and kind.form == contents.form:

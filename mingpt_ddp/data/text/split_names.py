@@ -98,7 +98,7 @@ def _names_read(files: Files, members: list[Member], form: Form, by_content: boo
         return {member.name for member in members if member.name.endswith(TOKEN_SUFFIXES)}
     if form == "text" and not by_content:
         return {member.name for member in members}
-    kinds = zip(members, kinds_of(files, members, form), strict=True)
+    kinds = zip(members, kinds_of(files, members), strict=True)
     return {member.name for member, kind in kinds if kind.form == form}
 
 

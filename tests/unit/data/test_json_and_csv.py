@@ -104,7 +104,10 @@ def test_several_files_of_records(settings, tmp_path, caplog):
     ):
         prepare(settings(tmp_path / "tables", format="jsonl"))
     (tmp_path / "tables/z.csv").write_text("id,note\n1,a\n")
-    with pytest.raises(DataError, match=r"tables: z.csv has no column of strings data.column=text"):
+    with pytest.raises(
+        DataError,
+        match=r'tables: z.csv has no column "text" \(data.column=text\); .*: set data.column=note',
+    ):
         prepare(settings(tmp_path / "tables"))
 
 
@@ -142,9 +145,21 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
 @pytest.mark.parametrize(
     ("content", "changes", "message"),
     [
-        (TWO, {}, r"has several columns of strings: title, text; choose one, as data.column=text"),
-        (TWO, {"column": "txt"}, r"data.column=txt; it has title, text, tags of arrays"),
-        (NESTED, {}, r"has no column of strings; it has messages of arrays, n of numbers"),
+        (
+            TWO,
+            {},
+            r"several columns of text; its columns are title, text, tags \(arrays\): set data.c",
+        ),
+        (
+            TWO,
+            {"column": "txt"},
+            r'has no column "txt" \(data.column=txt\); .* title, text, .*: set data.column=text',
+        ),
+        (
+            NESTED,
+            {},
+            r"has no column of text; its columns are messages \(arrays\), n \(numb.*; read it with",
+        ),
         (LINES + b"{oops}\n", {}, r"text.txt line 401 is no JSON: Expecting property name"),
         (LINES + b'["a"]\n', {}, r"text.txt line 401 is no JSON object"),
         (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, no string"),
@@ -154,10 +169,14 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
         (json.dumps(ROWS).encode() + b"[]", {}, r"goes on after the end of its array"),
         (b'[{"text": "a"} {}]', {}, r"cut off or no JSON after object 1"),
         (b"to be\n", {}, r"line 1 is no JSON: Expecting value"),
-        (b"\n", {}, r"has no column of strings; it has none"),
+        (b"\n", {}, r"has no column of text"),
         (b'{"text": ""}\n', {}, r"is empty"),
-        (b"id,text\n1,a\n2,b,c\n", {"format": "csv"}, r"line 3: a row of 3 fields, .* has 2"),
-        (b'id,text\n1,"a\n', {"format": "csv"}, r"line 2 is no CSV: unexpected end of data"),
+        (
+            b"id,text\n1,a\n2,b,c\n",
+            {"format": "csv"},
+            r"line 3 has 3 fields, and the header has 2; to read it as it is, set data.format=text",
+        ),
+        (b'id,text\n1,"a\n', {"format": "csv"}, r"line 2 is not CSV: unexpected end of data"),
         (b"1,2\n3,4\n", {"format": "csv"}, r"no header with a name for each column"),
         (TEXT.encode(), {"column": "text", "format": "auto"}, r"needs a table; \S+ is read as t"),
     ],
@@ -176,16 +195,41 @@ def test_rows_without_a_text_are_skipped_and_counted(settings, caplog):
     assert caplog.records[-1].getMessage().endswith(expected)
 
 
-def test_prose_is_never_a_table(settings, tmp_path):
-    """Without a suffix, with other numbers of commas in its lines, or without names of columns."""
-    for name, content in {
-        "prose.csv": "To be, or not to be,\nthat is the question: whether\n" * 99,
-        "numbers.csv": "1,2\n3,4\n" * 99,
-        "lines.csv": "to be\nor not to be\n" * 99,
-        "table.txt": table().decode(),
-    }.items():
-        (tmp_path / name).write_text(content, newline="")
-        assert text_of(settings(tmp_path / name)) == content
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("To be, or not to be,\nthat is the question: whether\n", "no header with a name for each"),
+        ("1,2\n3,4\n", "no header with a name for each"),
+        ("id,text\n1\n", "line 2 has 1 field, and the header has 2"),
+        ("id,text\n1,\xff\n", "is not UTF-8 after line 0; convert it: iconv"),
+    ],
+)
+def test_a_file_called_a_table_is_one_or_is_refused(content, message, settings, tmp_path):
+    """data.format=text reads it as it is; a file with another name is a text."""
+    (tmp_path / "a.csv").write_text(content, encoding="latin-1")
+    with pytest.raises(DataError, match=rf"a.csv.* {message}"):
+        prepare(settings(tmp_path / "a.csv"))
+    if content.isascii():
+        assert text_of(settings(tmp_path / "a.csv", format="text")) == content
+        assert text_of(settings(content)) == content
+
+
+@pytest.mark.parametrize(
+    "separator", ["\u2028", "\x85", "\v", "\f", "\x1c", "\r", "\n", 70_000 * "a "]
+)
+@pytest.mark.parametrize(
+    "form", [{}, {"delimiter": "\t", "quoting": csv.QUOTE_ALL}], ids=["csv", "tsv"]
+)
+def test_a_cell_may_have_any_characters(separator, form, settings, tmp_path, caplog):
+    """A .csv or .tsv is a table by its name, also in upper case, and the log says so."""
+    text = f"to be{separator}or not"
+    path = tmp_path / ("A.TSV" if form else "a.csv")
+    path.write_bytes(table([{"id": 1, "text": text}, {"id": 2, "text": "that"}], **form))
+    with caplog.at_level(logging.INFO):
+        assert text_of(settings(path)) == f"{text}\nthat\n"
+    assert caplog.messages == [
+        f"data.path={path}: read with data.format=csv, 2 texts of data.column=text"
+    ]
 
 
 def test_a_long_row(settings, tmp_path, monkeypatch):
@@ -232,13 +276,7 @@ def test_a_file_without_the_column(settings, tmp_path):
     for name, content in (("a", LINES), ("b", b'{"content": "to be"}\n' * 2)):
         (tmp_path / f"{name}.jsonl").write_bytes(content)
     path = f"{tmp_path}/?.jsonl"
-    with pytest.raises(DataError, match=r": b.jsonl has no data.column=text in any line; name"):
+    with pytest.raises(
+        DataError, match=r': b.jsonl has no column "text" \(data.column=text\) in any line; name'
+    ):
         prepare(settings("", path=path, column="text"))
-
-
-def test_a_table_is_known_by_its_name_and_header(settings, tmp_path):
-    """In upper case, and with a first row that is longer than what is looked at."""
-    long = table([{"id": 1, "text": "to be, " * HEAD_BYTES}])
-    for content in (table(ROWS[:100]), long):
-        (tmp_path / "A.CSV").write_bytes(content)
-        assert prepare(settings(tmp_path / "A.CSV", column="text")).form == "csv"

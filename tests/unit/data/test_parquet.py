@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import subprocess
 import sys
 import zipfile
 
@@ -90,10 +91,12 @@ def test_what_is_wrong_is_one_line(settings, tmp_path):
         with pytest.raises(DataError, match=f"^data error: data.path={path} {message}"):
             prepare(settings(path))
     write(path, pa.table({"notes": NOTES}), "parquet")
-    with pytest.raises(DataError, match=r"no column of strings; it has notes of list<"):
+    with pytest.raises(DataError, match=r"no column of text; its columns are notes \(list<"):
         prepare(settings(path))
     write(path, pa.table({"a": TEXTS, "b": TEXTS}), "parquet")
-    with pytest.raises(DataError, match=r"several columns of strings: a, b; choose one, as data"):
+    with pytest.raises(
+        DataError, match=r"several columns of text; its columns are a, b: set data.column=a"
+    ):
         prepare(settings(path))
     assert text_of(settings(path, column="b")) == TEXT
     invalid = pa.Array.from_buffers(
@@ -131,3 +134,34 @@ def test_without_pyarrow_one_line_says_what_to_install(settings, tmp_path, monke
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ConfigError, match=r"data.format=parquet needs pyarrow; pip install 'ming"):
         prepare(settings(tmp_path / "rows"))
+
+
+PEAK = """
+import resource, sys
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data.prepare import prepare_all
+
+names = {"cache_dir": sys.argv[2], "column": "text", "tokenizer": "byte", "format": sys.argv[3]}
+names["max_expansion"] = 1e6
+encoded = prepare_all(DataConfig(name="a", path=sys.argv[1], **names))
+print(encoded[""].length, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_memory_does_not_grow_with_the_size_of_rows(repeated, tmp_path):
+    """Of 120 MiB in rows of 1 MiB, and of 240 MiB that are the same text of 2 MiB."""
+    texts = [300 * "a" + str(i) * (1 << 19) for i in range(10, 130)]
+    if repeated:
+        texts = 120 * ["ab" * (1 << 20)]
+    for name, rows in (("small", texts[:2]), ("large", texts)):
+        pa.parquet.write_table(pa.table({"text": rows}), tmp_path / name, write_batch_size=8)
+    lengths, peaks = [], []
+    for name in ("small", "large"):
+        words = [str(tmp_path / name), str(tmp_path / "cache"), "parquet"]
+        done = subprocess.run([sys.executable, "-c", PEAK, *words], capture_output=True, check=True)
+        length, peak = map(int, done.stdout.split())
+        lengths.append(length)
+        peaks.append(peak)
+    assert lengths[1] == sum(map(len, texts)) + len(texts)
+    assert peaks[1] < peaks[0] + 100, "MiB"

@@ -56,7 +56,8 @@ def test_hidden_and_binary_files_are_skipped_with_a_line(settings, tmp_path, cap
         caplog.clear()
         with caplog.at_level(logging.INFO):
             assert text_of(settings(path)) == JOINED
-        read, skipped = [record.getMessage() for record in caplog.records]
+        read, skipped, form = [record.getMessage() for record in caplog.records]
+        assert form == f"data.path={path}: read with data.format=text"
         assert read == (
             f"data.path={path}: reads 3 files of 23 bytes: 2 .txt ('a.txt', 'b/2.txt'), "
             "1 .md ('b/10.md')"
