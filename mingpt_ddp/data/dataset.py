@@ -27,7 +27,6 @@ class EncodedText:
     # Numbers of tokens by split and source; []: the configuration splits.
     parts: list[list[int]] = field(default_factory=list)
     form: Form = "text"  # in which the source was read, as data.format; never auto
-    by_name: bool = False  # the names of its files say their splits
     # The files with the tokens of these parts; []: tokens.bin has them.
     files: list[TokenFile] = field(default_factory=list)
 
@@ -46,7 +45,6 @@ class RecordedText:
 
     sha256: str
     form: Form = "text"
-    by_name: bool = False
 
 
 def split_bounds(length: int, config: DataConfig) -> list[int]:

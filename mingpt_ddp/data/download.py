@@ -1,26 +1,25 @@
-"""Files at fsspec URLs: local ones as they are, others downloaded once into the user's cache."""
+"""Files at fsspec URLs: read, or downloaded once into the user's cache."""
 
-import glob
-import hashlib
+import filecmp
 import os
 import tempfile
-from collections.abc import Callable
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 
-from mingpt_ddp.data.known_files import FileRecords, Hash, file_status
+from mingpt_ddp.data.digests import digest_of, status_of
+from mingpt_ddp.data.file_kinds import is_hidden
 from mingpt_ddp.storage.storage import read_regular
 
-# Of what a filesystem knows of a file, what changes with its content: HTTP, S3, Azure; Google;
-# Hugging Face.
+# What HTTP, S3 and Azure, Google Cloud Storage and Hugging Face change with the content of a file.
 VERSIONS = ("ETag", "etag", "md5Hash", "blob_id")
-DOWNLOADS = "downloads"  # in the cache
+DOWNLOADS = "downloads"  # directory in the cache
+LONGEST_NAME = 100  # characters at the end of a file's name that its download keeps
 
 
 def user_cache() -> Path:
-    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if that is no absolute path."""
+    """Return $XDG_CACHE_HOME/mingpt_ddp, or ~/.cache/mingpt_ddp if the variable is not absolute."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         base = Path("~/.cache").expanduser()
@@ -32,6 +31,8 @@ def open_filesystem(url: str) -> tuple[Any, str, bool]:
     options: dict[str, Any] = {}
     if url.startswith(("http://", "https://")):
         options["client_kwargs"] = {"trust_env": True}  # use proxies
+    if url.startswith("tar://") and url.endswith(".tgz"):  # whose name fsspec does not know
+        options["tar"] = {"compression": "gzip"}
     fs, name = fsspec.core.url_to_fs(url, **options)
     is_local = "file" in fs.protocol or "local" in fs.protocol
     return fs, name, is_local
@@ -42,51 +43,92 @@ def exists(url: str) -> bool:
     return bool(fs.exists(name))
 
 
-def download_path(url: str, cache: Path) -> Path:
-    """Return where `download` puts the file of a URL."""
-    return cache / DOWNLOADS / hashlib.sha256(url.encode()).hexdigest()[:16]
+def is_remote_glob(url: str) -> bool:
+    """Return True if a URL stands for several files, as s3://bucket/*.txt does."""
+    return "://" in url and "*" in url
 
 
-def version_of(url: str) -> Any:
-    """Return JSON values that change with the content at a URL; None: nothing is known to."""
+def download(url: str, cache: Path, sha256: str | None, again: bool) -> tuple[list[Path], bool]:
+    """Download the files of a URL unless they are there, and return where they are.
+
+    A file keeps its name, behind the digest of its URL and version. So a changed file is another.
+
+    Args:
+        sha256: Expected SHA-256 of a single file. If it is there, the network is not asked.
+        again: Download the files in any case.
+
+    Returns:
+        The files in the order of their names, and whether any of them is new.
+    """
+    if sha256 and not is_remote_glob(url):
+        target = _target(url, url, sha256, cache)
+        if target.exists() and not again:
+            return [target], False
+    fs, name, _ = open_filesystem(url)
+    found: dict[str, dict[str, Any]] = {name: {}}
+    if is_remote_glob(url):
+        found = {at: info for at, info in fs.glob(name, detail=True).items() if _is_text(at, info)}
+    archive = url.rpartition("::")[2] if "::" in url else ""
+    archive_version = _version_of(archive) if archive else None
+    paths = []
+    is_new = False
+    for at in sorted(found):
+        if len(found) == 1 and not is_remote_glob(url):
+            version = sha256 or archive_version or _version_of(url)
+            target = _target(url, url, version, cache)
+        else:
+            version = archive_version or _version_in(found[at])
+            target = _target(url, at, version, cache)
+        paths.append(target)
+        if version is None or again or not target.exists():
+            is_new = _fetch(fs, at, target) or is_new
+    return paths, is_new
+
+
+def _is_text(name: str, info: dict[str, Any]) -> bool:
+    """Return False for directories, hidden files, and empty files, as links in a tar are."""
+    return info["type"] == "file" and info["size"] != 0 and not is_hidden(name)
+
+
+def _target(url: str, name: str, version: Any, cache: Path) -> Path:
+    """Return where a file is put. Its directories may say its split, its suffix its format."""
+    first = next((part for part in name.split("::") if "://" in part), name)
+    parts = PurePosixPath(first.partition("?")[0]).parts
+    directories = [part for part in parts[:-1] if part not in ("/", "..")] if name != url else []
+    label = f"{digest_of([url, name, version])[:16]}-{parts[-1][-LONGEST_NAME:]}"
+    return Path(cache, DOWNLOADS, *directories, label)
+
+
+def _version_of(url: str) -> Any:
+    """Return JSON values that change with the content at a URL. Return None if there are none."""
     try:
-        fs, name, is_local = open_filesystem(url.rpartition("::")[2])  # of zip://a.txt::URL
+        fs, name, is_local = open_filesystem(url)
         if is_local:
-            return file_status([Path(name)])
+            return status_of([Path(name)])
         fs.invalidate_cache()
-        known = fs.info(name)
+        return _version_in(fs.info(name))
     except Exception:  # exceptions differ by protocol; the download raises the same
         return None
+
+
+def _version_in(info: dict[str, Any]) -> Any:
     for field in VERSIONS:
-        version = str(known.get(field) or "")
-        if version and not version.startswith("W/"):  # a weak one is not of the bytes
+        version = str(info.get(field) or "")
+        if version and not version.startswith("W/"):  # a weak one may stay when bytes change
             return [field, version]
     return None
 
 
-def fetch(
-    url: str, target: Path, records: FileRecords, key: Any, hash_file: Callable[[Path], str]
-) -> None:
-    """Download a file to `target`, atomically, unless its version is there, undamaged.
-
-    Args:
-        key: of the record of the version, besides the URL; None: download it in any case.
-        hash_file: returns the SHA-256 of the text of a whole download; raises to refuse it.
-    """
-    record = ["version", url, key]
-    version = None if key is None else version_of(url)
-    known = records.find(record, version, Hash)
-    if known and target.exists() and hash_file(target) == known.sha256:
-        return
-    fs, name, _ = open_filesystem(url)
+def _fetch(fs: Any, name: str, target: Path) -> bool:
+    """Download a file, atomically. Return False if the same bytes were there: they stay."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
         part = Path(directory) / "download"
         fs.get_file(name, str(part))
-        content_hash = Hash(hash_file(part))
+        if target.exists() and filecmp.cmp(part, target, shallow=False):
+            return False
         os.replace(part, target)
-    if version is not None:
-        records.add(record, version, version_of(url), content_hash)
+    return True
 
 
 def read_file(url: str, limit: int) -> bytes:
@@ -104,11 +146,3 @@ def read_file(url: str, limit: int) -> bytes:
     if len(content) > limit:
         raise OSError(f"it has more than {limit:,} bytes")
     return content
-
-
-def matches(pattern: str) -> tuple[Path, list[str]]:
-    """Return the directory that a glob begins with, and the names that match below it."""
-    parts = PurePath(pattern).parts
-    fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    return root, glob.glob(os.path.join(*parts[fixed:]), root_dir=root, recursive=True)

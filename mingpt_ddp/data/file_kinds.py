@@ -1,99 +1,161 @@
-"""Recognize content that is no text, by its first bytes.
+"""Recognize the format of a file by its name and its first bytes.
 
-Prose and code must never be refused: the magic number of a format counts only if other bytes say
-that this is no text, and lines of JSON only if all of them are objects.
+Prose and code must never be refused: lines of JSON only count if all of them are objects.
 """
 
+import bz2
 import codecs
+import gzip
+import io
 import json
+import lzma
 import re
 import unicodedata
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-HEAD_BYTES = 1 << 18  # of a text, which are looked at
-ENCODED_BYTES = 1 << 13  # of the head, to recognize UTF-16
+from mingpt_ddp.config.keys.components import Form
+from mingpt_ddp.errors import ConfigError, DataError
+
+HEAD_BYTES = 1 << 18  # bytes of a text that are looked at
+ENCODED_BYTES = 1 << 13  # bytes of the head that are looked at to recognize UTF-16
 FLOOD = 0.1  # share of control characters that no text has
 MIN_FLOOD = 16  # control characters
 # Control characters that no text has. Terminals write backspace, tab, form feed and escape, chats
 # the codes of colours, records their separators.
 CONTROLS = bytes({*range(32), 127} - {*b"\b\t\n\v\f\r\x1b", *b"\x02\x03\x0f\x16", *range(28, 32)})
 READ = "read it with a reader of your own (docs/your-own-model.md)"
-EXTRACT = "extract its text first"
-DECOMPRESS = "decompress it first, or compress it with gzip"
-READ_AS_TEXT = f"{READ}, or as text with data.format=text"
-READ_RECORDS = "read it with data.format={}"
-TAKE_TOKENS = f"if these are tokens, add data.format=tokens (docs/data.md), else {READ}"
 CONVERT = "convert it: iconv -f {} -t UTF-8 OLD >NEW"
+READ_RECORDS = "read it with data.format={}"
+WAYS_OUT = (
+    f"{CONVERT.format('ISO-8859-1')}; or, if these are tokens, add data.format=tokens "
+    f"(docs/data.md); or {READ}"
+)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What content is that is no text, and what to do with it."""
+    """The format of a file, and what to do if it cannot be read as text."""
 
     name: str
     advice: str
-    form: str | None = None  # by which it can be read, as data.format
+    form: Form | None = None  # the data.format that reads it
+
+    def refusal(self, source: str, path: str, wanted: str) -> DataError:
+        """Return the error of a file that is not what is wanted."""
+        advice = self.advice.replace("FILE", path)
+        return DataError(f"{source} looks like {self.name}, not {wanted}; {advice}")
 
 
-HIDDEN = Kind("hidden", "")
-NOT_UTF8 = Kind("not UTF-8", CONVERT.format("ISO-8859-1"))
-BINARY = Kind("binary data with NUL bytes, such as tokens", TAKE_TOKENS)
-FLOODED = Kind("binary data with control characters", READ_AS_TEXT)
-PARQUET = Kind("Parquet", READ_RECORDS.format("parquet"), "parquet")
-ARROW = Kind("Arrow", READ_RECORDS.format("parquet"), "parquet")
 TEXT = Kind("text", "", "text")
 CSV = Kind("CSV", READ_RECORDS.format("csv"), "csv")
 JSON_LINES = Kind("JSON Lines", READ_RECORDS.format("jsonl"), "jsonl")
 JSON_ARRAY = Kind("a JSON array of objects", READ_RECORDS.format("jsonl"), "jsonl")
-OFFICE = Kind("an Office document", EXTRACT)
-SAVED_DATASET = Kind(
-    "a save_to_disk folder of Hugging Face datasets", READ_RECORDS.format("parquet"), "parquet"
-)
-COMPRESSED = {
-    "gzip": rb"\x1f\x8b",
-    "zstd": rb"\x28\xb5\x2f\xfd",
-    "xz": rb"\xfd7zXZ\0",
-    "bzip2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
+PARQUET = Kind("Parquet", READ_RECORDS.format("parquet"), "parquet")
+ARROW = Kind("Arrow", "write it as Parquet: dataset.to_parquet('data.parquet')")
+NUMPY = Kind("NumPy", f"if these are tokens, add data.format=tokens (docs/data.md), else {READ}")
+NOT_UTF8 = Kind("not UTF-8", WAYS_OUT)
+BINARY = Kind("binary data with NUL bytes, such as tokens", WAYS_OUT)
+FLOODED = Kind("text with control characters", f"{READ}, or as text with data.format=text")
+ARCHIVE = "name the files in it: 'data.path=\"{}://**::FILE\"'"
+ZIP = Kind("a zip archive", ARCHIVE.format("zip"))
+TAR = Kind("a tar archive", ARCHIVE.format("tar"))
+SUFFIXES = {
+    ".jsonl": JSON_LINES,
+    ".ndjson": JSON_LINES,
+    ".csv": CSV,
+    ".tsv": CSV,
+    ".parquet": PARQUET,
+    ".arrow": ARROW,
+    ".feather": ARROW,
 }
 FORMATS = {
     PARQUET: rb"PAR1",
     ARROW: rb"ARROW1\0\0|FEA1|\xff{4}.{3}\0",
-    Kind("NumPy", TAKE_TOKENS): rb"\x93NUMPY",
-    Kind("safetensors", READ): rb".{5}\0{3}\{\"",
-    Kind("HDF5", READ): rb"\x89HDF\r\n\x1a\n",
-    Kind("SQLite", READ): rb"SQLite format 3\0",
-    Kind("a pickle", EXTRACT): rb"\x80[\x02-\x05]",
-    Kind("PNG", EXTRACT): rb"\x89PNG\r\n\x1a\n",
-    Kind("JPEG", EXTRACT): rb"\xff\xd8\xff",
-    Kind("GIF", EXTRACT): rb"GIF8[79]a",
-    Kind("WebP", EXTRACT): rb"RIFF.{4}WEBP",
-    Kind("BMP", EXTRACT): rb"BM.{4}\0{4}",
-    Kind("TIFF", EXTRACT): rb"II\*\0|MM\0\*",
-    Kind("an ELF program", EXTRACT): rb"\x7fELF",
-    Kind("zip", "unpack it first"): rb"PK\x03\x04",
-    **{Kind(name, DECOMPRESS): COMPRESSED[name] for name in ("zstd", "xz", "bzip2")},
+    NUMPY: rb"\x93NUMPY",
+    ZIP: rb"PK\x03\x04|PK\x05\x06",
+    TAR: rb".{257}ustar",
 }
-PDF = Kind("PDF", EXTRACT)
 WIDE_ENCODINGS = ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE")  # with a BOM or without
 AFTER_OBJECT = re.compile(r"\s*(,\s*(\{|$)|\]?\s*$)")  # in an array of objects
 LONGEST_LITERAL = 6  # characters: \u0000
 ARRAY = re.compile(r"\[\s*(?=\{)")
-# Kinds by the names of files and directories, in lower case.
+# Splits by the names of files and directories, in lower case.
 SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
     ("val", "valid", "validation", "dev"), "val"
 )
 
 
-def kind_of(head: bytes) -> Kind | None:
-    """Return what content is that is no text in UTF-8; None: it is one.
+def _all_streams(opened: Callable[[Any], Any], file: Any) -> Any:
+    """Let a bad stream after a good one raise; the standard library takes it for the end."""
+    decompressing = opened(file)
+    decompressing._buffer.raw._trailing_error = ()
+    return decompressing
+
+
+def _zstd(file: Any) -> Any:
+    """Return a zstd file, decompressed; other libraries take one that is cut off for a whole."""
+    return import_pyarrow("zstd").CompressedInputStream(file, "zstd")
+
+
+DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by how a compressed file begins
+    rb"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    rb"\x28\xb5\x2f\xfd": _zstd,
+    rb"\xfd7zXZ\0": lambda file: _all_streams(lzma.LZMAFile, file),
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": lambda file: _all_streams(bz2.BZ2File, file),
+}
+DAMAGES = (OSError, EOFError, zlib.error, lzma.LZMAError)  # what damaged compressed files raise
+
+
+def decompressed(file: Any) -> Any:
+    """Return a buffered file as it is, or decompressed if it begins as a compressed one.
+
+    Raises:
+        ConfigError: pyarrow is needed for it, and not installed.
+    """
+    head = file.peek(10)
+    for begin, decompress in DECOMPRESSORS.items():
+        if re.match(begin, head, re.DOTALL):
+            return io.BufferedReader(decompress(file), HEAD_BYTES)
+    return file
+
+
+def import_pyarrow(what: str) -> Any:
+    """Return the module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ConfigError(f"{what} needs pyarrow; pip install -e '.[data]'") from error
+    return pyarrow
+
+
+def kind_of_file(path: Path) -> Kind:
+    """Return the format of a file: by its suffix, if that says it, else by its first bytes."""
+    suffix = PurePosixPath(re.sub(r"\.(gz|bz2|xz|zst)$", "", path.name)).suffix.lower()
+    if suffix in SUFFIXES and path.stat().st_size:
+        return SUFFIXES[suffix]
+    try:
+        with open(path, "rb") as raw, decompressed(raw) as file:
+            return kind_of(file.read(HEAD_BYTES))
+    except DAMAGES:  # which are reported when it is read
+        return TEXT
+
+
+def kind_of(head: bytes) -> Kind:
+    """Return the format of content: TEXT if it is UTF-8 and nothing else.
 
     Args:
         head: its first HEAD_BYTES, decompressed; fewer: it is the whole content.
     """
     text = _decoded(head, "utf-8")
     controls = len(head) - len(head.translate(None, CONTROLS))
-    if head.startswith(b"%PDF-") and b" obj" in head:
-        return PDF
     if text is None or controls:
         if kind := _binary_format(head):
             return kind
@@ -103,21 +165,7 @@ def kind_of(head: bytes) -> Kind | None:
             return NOT_UTF8
         if controls >= max(MIN_FLOOD, FLOOD * len(head)):
             return FLOODED
-    return _kind_of_json(text or "", is_whole=len(head) < HEAD_BYTES)
-
-
-def kind_of_names(names: set[str]) -> Kind | None:
-    """Return what a directory or an archive is that is no collection of texts.
-
-    Args:
-        names: of its files.
-    """
-    if "[Content_Types].xml" in names:
-        return OFFICE
-    is_saved = "dataset_dict.json" in names or names >= {"dataset_info.json", "state.json"}
-    if is_saved and any(name.endswith(".arrow") for name in names):
-        return SAVED_DATASET
-    return None
+    return _kind_of_json(text or "", is_whole=len(head) < HEAD_BYTES) or TEXT
 
 
 def is_hidden(name: str) -> bool:
@@ -188,10 +236,10 @@ def _object_end(text: str, begin: int) -> int | None:
     except RecursionError:
         return None
     except json.JSONDecodeError as error:
-        return len(text) if value_is_cut(error, text) else None
+        return len(text) if _value_is_cut(error, text) else None
 
 
-def value_is_cut(error: json.JSONDecodeError, text: str) -> bool:
+def _value_is_cut(error: json.JSONDecodeError, text: str) -> bool:
     """Return whether JSON is wrong only because the text ends in the middle of it."""
     return error.pos >= len(text) - LONGEST_LITERAL or "Unterminated" in error.msg
 

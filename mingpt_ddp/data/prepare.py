@@ -1,28 +1,35 @@
-"""Find texts in the cache, or fetch and encode them: once per machine, by their content."""
+"""From `data.path` to token files: find texts in the cache, or read and encode them once.
 
-import os
+`files_of` says which files there are. If the cache has a directory for them, no file is read. Else
+`Text.look` decides the format, `Text.measure` hashes and counts, and `encode` writes the tokens.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from mingpt_ddp.config.keys.components import GIVEN_SPLITS, DataConfig, Form
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
-from mingpt_ddp.data.known_files import digest_of
-from mingpt_ddp.data.locate_tokens import locate
-from mingpt_ddp.data.text.encode_text import encode, is_divided
-from mingpt_ddp.data.text.opened_text import Text, sha256_of_all
-from mingpt_ddp.data.text.text_cache import TextCache
-from mingpt_ddp.data.text.texts import open_source
+from mingpt_ddp.data.text.encode import encode, is_divided
+from mingpt_ddp.data.text.text import Text, sha256_of_all
+from mingpt_ddp.data.text.text_cache import Entry, TextCache
 from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
     check_same_tokenizer,
     given_tokenizer,
     with_end,
 )
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokens.locate import locate
 from mingpt_ddp.errors import DataError, UserError
+
+log = logging.getLogger(__name__)
 
 # Keys of data for one of several texts.
 ONE_TEXT: dict[str, Any] = dict.fromkeys(("sources", "val_paths", "split_paths", "sha256"))
+SETTLED_NS = 2_000_000_000  # the longest tick of a file system's clock, on FAT
 
 
 def prepare_all(
@@ -36,9 +43,9 @@ def prepare_all(
     The tokenizer of the training text encodes all of them.
 
     Args:
-        tokenizer: the one of a snapshot; None: that of `data.tokenizer`.
-        cache: notes what is added; None: that of `data.cache_dir`.
-        recorded: of a snapshot, which goes on with its texts.
+        tokenizer: The one of a snapshot, or None for the one of `data.tokenizer`.
+        cache: Notes what is added. None: the cache of `data.cache_dir`.
+        recorded: The text of a snapshot, which goes on with its texts, whatever they look like.
 
     Raises:
         ConfigError: the tokenizer needs a library that is not installed.
@@ -47,12 +54,19 @@ def prepare_all(
     """
     cache = cache or TextCache(config)
     try:
-        encoded = _prepare_all(config, tokenizer, cache, recorded)
+        return _prepare_all(config, tokenizer, cache, recorded)
     except UserError:
         cache.discard()
         raise
-    cache.keep_records()
-    return encoded
+
+
+def sha256_of_text(config: DataConfig) -> str:
+    """Return the SHA-256 of a training text as a new run records it, without encoding the text.
+
+    Raises:
+        ConfigError, DataError: As `prepare_all`.
+    """
+    return Texts(config, given_tokenizer(config), TextCache(config)).sha256()
 
 
 def sha256_of_text(config: DataConfig) -> str:
@@ -77,23 +91,16 @@ def _prepare_all(
     if recorded is None:
         _check_val_paths(config)
     tokenizer = tokenizer or given_tokenizer(config)
-    form = recorded.form if recorded else None
-    by_name = recorded.by_name if recorded else config.split_paths is None
-    texts = _open_all(config, cache, form, by_name)
-    is_new = recorded is None or sha256_of_all(texts) != recorded.sha256
-    if recorded is not None and is_new:  # other texts, of which nothing is recorded
-        texts = _open_all(config, cache, form=None, by_name=False)
-    form = texts[0].form
-    by_name = config.split_paths is None and any(text.split for text in texts)
-    train_text = _prepare(texts, config, tokenizer, cache, is_new)
-    encoded = {"": replace(train_text, by_name=by_name)}
-    tokenizer = tokenizer_from_state(train_text.tokenizer)
+    text = _recorded_text(config, tokenizer, cache, recorded) if recorded else None
+    is_new = text is None
+    text = text or Texts(config, tokenizer, cache).encoded()
+    encoded = {"": text}
+    tokenizer = tokenizer_from_state(text.tokenizer)
     for name, path in (config.val_paths or {}).items():
         one = replace(config, path=path, truncate=1.0, **ONE_TEXT)
+        kept = None if is_new else text.form
         try:
-            texts = _open(one, path, cache, None if is_new else form)
-            _check_same_form(texts, form)
-            encoded[name] = _prepare(texts, one, tokenizer, cache, is_new)
+            encoded[name] = Texts(one, tokenizer, cache, kept, path, text.form).encoded()
         except DataError as error:
             raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
     return encoded
@@ -109,135 +116,164 @@ def _check_val_paths(config: DataConfig) -> None:
             )
 
 
-def _prepare(
-    texts: list[Text],
-    config: DataConfig,
-    tokenizer: Tokenizer | None,
-    cache: TextCache,
-    is_new: bool,
-) -> EncodedText:
-    """Find texts in the cache, or encode them; those of a new run must look like texts."""
-    for text in texts:
-        if is_new and config.format == "auto":
-            text.contents.refuse()
-        text.contents.log_summary()
-    if tokenizer is not None:
-        tokenizer = with_end(tokenizer, config)
-    encoded = _find_or_encode(texts, config, tokenizer, cache)
-    for text in texts:
-        text.contents.report_form()
-    return encoded
+def _recorded_text(
+    config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache, recorded: RecordedText
+) -> EncodedText | None:
+    """Return the text of a snapshot, in the format of its first start, or None if it is another."""
+    texts = Texts(config, tokenizer, cache)
+    entry = cache.find(texts.directory)
+    if entry is None or (entry.text.sha256, entry.text.form) != (recorded.sha256, recorded.form):
+        texts = Texts(config, tokenizer, cache, recorded.form)
+    texts.kept = recorded.form
+    with suppress(DataError):  # of other texts, which are looked at as new ones
+        if texts.sha256() == recorded.sha256:
+            return texts.encoded()
+    return None
 
 
-def _find_or_encode(
-    texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache
-) -> EncodedText:
-    sha256 = sha256_of_all(texts)
-    form = texts[0].form
-    if form == "tokens":
-        assert tokenizer is not None
-        return locate(texts, config, tokenizer, cache)
-    key = sha256
-    # The encoding depends on more keys.
-    if is_divided(texts, config, tokenizer) or tokenizer or config.end_token:
-        chosen = tokenizer.state() if tokenizer else [config.tokenizer, config.vocab_size]
-        shares = [config.truncate, config.train_split, config.test_split]
-        # files of one text, or by their names, may have the digest of several or given texts
-        splits = [text.split for text in texts]
-        division = [bool(config.sources), config.split_paths is None, splits]
-        key = digest_of([sha256, chosen, *shares, config.end_token, division])
-    if form != "text":
-        key = digest_of([key, form, config.column])
-    return cache.find_or_add(key, sha256, partial(encode, texts, config, tokenizer, cache))
+class Texts:
+    """The one text, or those of `data.sources`, and those of `data.split_paths`."""
 
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Tokenizer | None,
+        cache: TextCache,
+        kept: Form | None = None,
+        source: str = "",
+        form: str = "",
+    ) -> None:
+        """
+        Args:
+            tokenizer: None if it is learnt from the text.
+            kept: The format of a snapshot, which goes on with its texts, whatever they look like.
+            source: Name of the text in messages. "": its key and value.
+            form: The format of the training text, if this is another one.
+        """
+        self.config = config
+        self.cache = cache
+        self.kept = kept
+        self.tokenizer = with_end(tokenizer, config) if tokenizer else None
+        self._form = form
+        given = config.split_paths or {}
+        split = "train" if "val" in given else ""
+        self.texts = []
+        if config.sources is None:
+            self.texts.append(_open(config, source or config.source, split, cache))
+        for path, weight in config.sources or ():
+            # Build one source only: each configuration is validated, of thousands.
+            one = replace(config, path=path, sources=[(path, weight)])
+            self.texts.append(_open(one, one.source, split, cache))
+        for name in sorted(given, reverse=True):  # val, test
+            one = replace(config, path=given[name], **ONE_TEXT)
+            self.texts.append(_open(one, f"data.split_paths.{name}={one.path}", name, cache))
+        key = [text.key() for text in self.texts]
+        shares: list[Any] = []
+        if is_divided(self.texts, config, self.tokenizer) or config.format == "tokens":
+            shares = [config.truncate, config.train_split, config.test_split, bool(config.sources)]
+        chosen = self.tokenizer.state() if self.tokenizer else [config.tokenizer, config.vocab_size]
+        self.directory = cache.directory([key, kept, chosen, shares])
+        self._sha256 = ""
 
-def _open_all(config: DataConfig, cache: TextCache, form: Form | None, by_name: bool) -> list[Text]:
-    """Open the one text, or those of `data.sources`, and those of `data.split_paths`.
+    def found(self) -> Entry | None:
+        """Return what the cache has of these texts, if no text need be read to know that."""
+        entry = self.cache.find(self.directory)
+        return entry if entry and entry.is_settled and not self.cache.reads_all else None
 
-    What is new must look like a text, or like data of one format.
+    def sha256(self) -> str:
+        """Return the SHA-256 of the texts, which are read for it unless the cache knows it."""
+        if entry := self.found():
+            return entry.text.sha256
+        if not self._sha256:
+            for text in self.texts:
+                self._look(text)
+            for text in self.texts:
+                with _errors_of_reading(text.source):
+                    text.measure()
+            self._sha256 = sha256_of_all(self.texts)
+        return self._sha256
 
-    Args:
-        form: what `data.format=auto` stood for when a run began; None: it is decided now.
-        by_name: let names of files say their splits.
-
-    Raises:
-        DataError: as `prepare_all`.
-    """
-    given = config.split_paths or {}
-    texts: list[Text] = []
-    if config.sources is None:
-        texts += _open(config, config.source, cache, form, by_name)
-    for path, weight in config.sources or ():
-        # Build one source only: each configuration is validated, of thousands.
-        one = replace(config, path=path, sources=[(path, weight)])
-        texts += _open(one, one.source, cache, form, by_name)
-    if config.test_split and any(text.split for text in texts):
-        raise DataError(
-            f"{config.source} has files whose names say their splits; leave out "
-            f"data.test_split={config.test_split}, or set data.split_paths={{}} to divide all"
-        )
-    if "val" in given:
-        texts = [replace(text, split="train") for text in texts]
-    for name in sorted(given, reverse=True):  # val, test
-        one = replace(config, path=given[name], **ONE_TEXT)
-        [text] = _open(one, f"data.split_paths.{name}={one.path}", cache, form)
-        texts.append(replace(text, split=name))
-    _check_same_form(texts, texts[0].form)
-    return texts
-
-
-def _check_same_form(texts: list[Text], form: Form) -> None:
-    for text in texts:
+    def _look(self, text: Text) -> None:
+        is_main = not self._form and text.split in ("", "train")
+        is_one_text = is_main and self.config.split_paths is None and self.kept is None
+        with _errors_of_reading(text.source):
+            text.look(self.kept, checks_splits=is_one_text)
+        form = self._form or self.texts[0].form
         if text.form != form:
             raise DataError(
                 f"{text.source} looks like data.format={text.form}, the first text like "
                 f"{form}; give texts of one format, or set data.format to read all by it"
             )
 
+    def encoded(self) -> EncodedText:
+        """Return the encoding in the cache; one process makes it, the others wait for it.
 
-def _open(
-    config: DataConfig, source: str, cache: TextCache, form: Form | None, by_name: bool = False
-) -> list[Text]:
-    """Find a text, or those of its splits, and their SHA-256.
+        Raises:
+            DataError: As `prepare_all`.
+        """
+        entry = self.found()
+        if entry is None:
+            with self.cache.locked():
+                entry = self.found() or self._add()
+        self._check_sha256(entry.text.sha256)
+        for line in entry.skipped:
+            log.warning("%s", line)
+        for line in entry.read:
+            log.info("%s", line)
+        return entry.text
 
-    Args:
-        source: what messages call the text.
-        form: of `data.format=auto`; None: the text is new, and its format that of its content.
-    """
-    if config.format != "auto":
-        form = config.format
+    def _add(self) -> Entry:
+        """Read the texts, and encode them unless the cache has these very texts."""
+        settled_ns = time.time_ns() - SETTLED_NS
+        sha256 = self.sha256()
+        self._check_sha256(sha256)
+        is_settled = max(text.newest_ns for text in self.texts) < settled_ns
+        entry = self.cache.find(self.directory)
+        if entry is not None and entry.text.sha256 == sha256:
+            if is_settled and not entry.is_settled:
+                self.cache.settle(entry)
+            return entry
+        with self.cache.adding(self.directory, sha256) as directory:
+            make = locate if self.texts[0].form == "tokens" else encode
+            text = make(self.texts, self.config, self.tokenizer, directory)
+            entry = Entry(
+                text=replace(text, directory=str(self.directory)),
+                is_settled=is_settled,
+                files=[name for text in self.texts for name in text.names()],
+                read=[text.read for text in self.texts],
+                skipped=[f"{text.source}: {text.skipped}" for text in self.texts if text.skipped],
+            )
+            self.cache.write(entry, directory)
+        return entry
+
+    def _check_sha256(self, sha256: str) -> None:
+        expected = self.config.sha256
+        if expected not in (None, sha256):
+            self.cache.forget(self.texts[0].files or [])
+            raise DataError(
+                f"{self.config.source} has SHA-256 {sha256}, not data.sha256={expected}; "
+                "set data.sha256=null to use it anyway"
+            )
+
+
+def _open(config: DataConfig, source: str, split: str, cache: TextCache) -> Text:
+    """Find the files of a text; download those at a URL."""
+    with _errors_of_reading(source):
+        return Text(config, source, split, cache)
+
+
+@contextmanager
+def _errors_of_reading(source: str) -> Iterator[None]:
+    """Turn what file systems raise into one line; exceptions differ by protocol."""
     try:
-        texts = open_source(config, source, cache, form, by_name)
-        for text in texts:
-            # Refuse before all of it is read.
-            if form is None:
-                text.contents.refuse()
-            elif form == "text":
-                _refuse_holes(text)
-        return cache.hashed(config, texts)
+        yield
     except FileNotFoundError as error:
         raise DataError(f"{source}: there is no such file") from error
     except UserError:
         raise
-    except Exception as error:  # exceptions differ by protocol
+    except Exception as error:
         reason = str(error) or type(error).__name__
         message = f"cannot read {source} ({reason[:200]})"
         if "://" in source:
             message += "; without a network, name a local copy"
         raise DataError(message) from error
-
-
-def _refuse_holes(text: Text) -> None:
-    """Refuse a local text with holes, which may claim a terabyte and read as NUL bytes.
-
-    Raises:
-        DataError: names the file.
-    """
-    for path in text.files or ():
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
-                raise DataError(
-                    f"{path} has holes, as an unfinished download does, and is not text; "
-                    "copy it again"
-                )

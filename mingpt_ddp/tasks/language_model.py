@@ -31,7 +31,6 @@ from mingpt_ddp.data.tokenizers.tokenizer import (
 from mingpt_ddp.data.tokenizers.tokenizer_base import Tokenizer
 from mingpt_ddp.data.weighted import WeightedLoader
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
-from mingpt_ddp.distributed.group.shared_locks import check_shared_locks
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.inference.generate import SamplingParams, generate_text
 from mingpt_ddp.models.ops import cross_entropy
@@ -73,8 +72,7 @@ class LanguageModel(Task):
             recorded: the text of a snapshot, which goes on with it.
 
         Raises:
-            ConfigError: the configuration selects a dataset of samples, or data.cache_dir is shared
-                by nodes without common locks.
+            ConfigError: the configuration selects a dataset of samples.
             DataError: the text cannot be read.
         """
         if not isinstance(config.data, DataConfig):
@@ -91,7 +89,6 @@ class LanguageModel(Task):
             raise SnapshotError(f"the snapshot has an invalid state: {str(error)[:200]}") from error
 
         self._cache = TextCache(config.data)
-        check_shared_locks(group, self._cache.root, "data.cache_dir")
 
         def encode() -> dict[str, Any]:
             texts = prepare_all(config.data, tokenizer, self._cache, recorded)
@@ -119,8 +116,7 @@ class LanguageModel(Task):
                     f"the snapshot has a text of format {str(form)[:100]!r}, which this version "
                     "does not know; resume it with the version that has written it"
                 )
-            by_name = kept["text"].get("by_name") is True
-            recorded = RecordedText(recorded_sha256(kept), form, by_name)
+            recorded = RecordedText(recorded_sha256(kept), form)
         is_given = "tokenizer" in kept
         if isinstance(config.data, DataConfig) and "vocabulary" in kept:  # else the text's own
             is_given = config.data.format == "tokens" or config.data.tokenizer != "char"
@@ -180,8 +176,6 @@ class LanguageModel(Task):
         text: dict[str, Any] = {"sha256": self.text.sha256, "length": self.text.length}
         if self.text.form != "text":  # as in earlier versions
             text["format"] = self.text.form
-        if self.text.by_name:
-            text["by_name"] = True
         return {**self.dataset.tokenizer.state(), "text": text}
 
     def extend(self, state: dict[str, Any]) -> None:

@@ -126,9 +126,6 @@ class DataConfig(UserCodeConfig):
     split_paths: dict[str, str] | None = key(
         None, "texts to validate and to test on instead of shares, as {val: a.txt, test: b.txt}"
     )
-    max_expansion: Annotated[float, Field(ge=1, le=1e6)] = neutral(
-        100.0, "most bytes of a decompressed text per byte of its file; 64 MiB are always allowed"
-    )
 
     def __post_init__(self) -> None:
         sources = self.sources or []

@@ -1,13 +1,20 @@
-"""The cache of encoded texts on this machine: locked, verified when read, and taken back."""
+"""The cache of encoded texts on this machine, by what the file system says about their files.
+
+The name of a directory is the digest of all that decides its tokens: the files' paths, sizes, times
+and inodes, how they are read, the tokenizer and the splits. A start that finds it reads no text.
+It is built under a private name and renamed when it is complete.
+"""
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,42 +23,42 @@ import numpy as np
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.data.dataset import EncodedText
+from mingpt_ddp.data.digests import digest_of, status_of
 from mingpt_ddp.data.download import DOWNLOADS, user_cache
-from mingpt_ddp.data.known_files import (
-    INVALID,
-    RECORDS,
-    FileRecords,
-    Hash,
-    Sha256,
-    digest_of,
-    file_status,
-    settle,
-)
-from mingpt_ddp.data.text.contents import Counts
-from mingpt_ddp.data.text.opened_text import (
-    Text,
-    bytes_of,
-    hashes_of,
-    sha256_of,
-    sha256_of_all,
-)
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
-from mingpt_ddp.errors import DataError, reason
-from mingpt_ddp.storage.lock import LOCK, lock_now, log_if_long, open_lock
-from mingpt_ddp.storage.storage import read_regular
+from mingpt_ddp.errors import DataError, UserError
+from mingpt_ddp.storage.lock import LOCK, log_if_long, open_lock
+from mingpt_ddp.storage.storage import atomic_write, read_regular, sync_directory
 
-FORMAT = 4
+FORMAT = 5
+TOKENS, META = "tokens.bin", "meta.json"
 KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
-MAX_META_BYTES = 1 << 25  # of meta.json, with the tokenizer
-LONG_BYTES = 1 << 27  # of tokens that take longer to hash at the next start than to wait for once
+LEFTOVER_SECONDS = 86_400.0  # age of an unfinished directory whose process has been killed
+MAX_META_BYTES = 1 << 28  # of meta.json, with the tokenizer and the names of the files
+CHUNK_BYTES = 1 << 20
+# What untrusted JSON of another shape raises.
+INVALID = (ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What is found by reading a text."""
+class Entry:
+    """A directory of the cache.
 
-    sha256: Sha256
-    counts: Counts
+    Attributes:
+        text: Its directory is left out of meta.json.
+        is_settled: No later write can have left the status of the files alone, because all were two
+            seconds old when they were last read.
+        files: Names of the files that sources.bin numbers.
+        read, skipped: Lines of the log: how each text is read, and what is skipped.
+        tokens_status: Of tokens.bin when it was written.
+    """
+
+    text: EncodedText
+    is_settled: bool
+    files: list[str]
+    read: list[str]
+    skipped: list[str]
+    tokens_status: list[int] = field(default_factory=list)
 
 
 class TextCache:
@@ -59,47 +66,100 @@ class TextCache:
 
     def __init__(self, config: DataConfig) -> None:
         self.root = Path(config.cache_dir) if config.cache_dir is not None else user_cache()
-        self.records = FileRecords(self.root / RECORDS, uses=config.verify == "auto")
+        self.reads_all = config.verify == "always"
         self._added: list[Path] = []
         # The deepest directories come first.
         self._missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
 
-    def find_or_add(
-        self, key: str, sha256: str, encode: Callable[[Path], EncodedText]
-    ) -> EncodedText:
-        """Return the encoding of a text; one process makes it, the others wait for it.
+    def directory(self, key: Any) -> Path:
+        return self.root / digest_of([FORMAT, key])[:32]
+
+    def find(self, directory: Path) -> Entry | None:
+        """Return a directory of the cache if it is complete and undamaged."""
+        try:
+            content = json.loads(read_regular(directory / META, MAX_META_BYTES))
+            values, digest = content["entry"], content["digest"]
+            text = {"directory": str(directory), **values["text"]}
+            entry = build(Entry, {**values, "text": text}, "")
+            tokenizer_from_state(entry.text.tokenizer)
+            is_whole = digest_of(values) == digest and self._has_tokens(entry, directory / TOKENS)
+        except (OSError, *INVALID):
+            return None
+        return entry if is_whole else None
+
+    def _has_tokens(self, entry: Entry, tokens: Path) -> bool:
+        """Return False if tokens.bin is damaged. It is read if its status has changed."""
+        text = entry.text
+        if not text.tokens_sha256:  # the tokens are in files of their own
+            return True
+        [status] = status_of([tokens])
+        if status[1] != text.length * np.dtype(text.dtype).itemsize:
+            return False
+        is_same = status[1:] == entry.tokens_status and not self.reads_all
+        return is_same or sha256_of_file(tokens) == text.tokens_sha256
+
+    @contextlib.contextmanager
+    def adding(self, directory: Path, sha256: str) -> Iterator[Path]:
+        """Let the caller fill a private directory, then give it its name.
 
         Args:
-            key: of the text and of how it is encoded.
-            sha256: of the text.
-            encode: creates the directory of the encoding.
-
-        Raises:
-            DataError: the cache cannot be written.
+            sha256: The text's. If another node has been faster, its directory stays.
         """
-        directory = self.root / f"{key[:16]}-{FORMAT}"
-        if known := self._read(directory, sha256):
-            return known
-        with self.locked():
-            if known := self._read(directory, sha256):
-                return known
-            begin = time.monotonic()
-            encoded = encode(directory)
-            if time.monotonic() - begin < KEPT_SECONDS:
-                self._added.append(directory)
-            return encoded
+        begin = time.monotonic()
+        self._remove_leftovers()
+        with tempfile.TemporaryDirectory(
+            prefix=".partial-", dir=self.root, ignore_cleanup_errors=True
+        ) as name:
+            yield Path(name)
+            known = self.find(directory)
+            if known is None or known.text.sha256 != sha256:
+                shutil.rmtree(directory, ignore_errors=True)  # damaged, or of another text
+                os.replace(name, directory)
+        sync_directory(self.root)
+        if time.monotonic() - begin < KEPT_SECONDS:
+            self._added.append(directory)
+
+    def write(self, entry: Entry, directory: Path) -> None:
+        """Write meta.json, which completes a directory."""
+        values = asdict(entry)
+        del values["text"]["directory"]
+        if (directory / TOKENS).exists():
+            values["tokens_status"] = status_of([directory / TOKENS])[0][1:]
+        content = {"entry": values, "digest": digest_of(values)}
+        atomic_write(directory / META, json.dumps(content).encode())
+
+    def settle(self, entry: Entry) -> None:
+        """Note that the files have been read again when they were old enough."""
+        with contextlib.suppress(OSError):
+            self.write(replace(entry, is_settled=True), Path(entry.text.directory))
+
+    def downloaded(self, download: Callable[[], tuple[list[Path], bool]]) -> list[Path]:
+        """Download files into the cache, and note what is new.
+
+        Args:
+            download: Returns the files, and whether any of them is new.
+        """
+        begin = time.monotonic()
+        files, is_new = download()
+        if is_new and time.monotonic() - begin < KEPT_SECONDS:
+            self._added += files
+        return files
+
+    def forget(self, files: list[Path]) -> None:
+        """Delete downloads that are not what was expected."""
+        for path in files:
+            if path.is_relative_to(self.root / DOWNLOADS):
+                path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of the cache.
+        """Let one process of this machine encode at a time, where the file system has locks.
 
         Raises:
-            DataError: the cache cannot be written.
+            DataError: The cache cannot be written.
         """
         try:
             with open_lock(self.root, self._wait_for):
-                for leftover in self.root.glob(".partial-*"):  # of killed processes
-                    shutil.rmtree(leftover, ignore_errors=True)
                 yield
         except OSError as error:
             raise DataError(
@@ -109,96 +169,14 @@ class TextCache:
 
     def _wait_for(self, lock: Any) -> None:
         waits = f"waiting for another process, which encodes a text in data.cache_dir={self.root}"
-        try:
-            with log_if_long(waits):
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            raise DataError(
-                f"data.cache_dir={self.root} is on a file system without locks "
-                f"({reason(error)}); choose a local directory"
-            ) from error
+        with log_if_long(waits), contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
-    def _read(self, directory: Path, sha256: str) -> EncodedText | None:
-        """Return the cached encoding if it is complete and undamaged."""
-        tokens = directory / "tokens.bin"
-        try:
-            content = json.loads(read_regular(directory / "meta.json", MAX_META_BYTES))
-            meta, digest = content.values()
-            encoded = build(EncodedText, {"directory": str(directory), **meta}, "")
-            size = encoded.length * np.dtype(encoded.dtype).itemsize
-            whole = (
-                tokens.stat().st_size == size
-                and encoded.sha256 == sha256
-                and digest_of(meta) == digest
-                and self._hash_tokens(tokens, directory) == encoded.tokens_sha256
-            )
-            tokenizer_from_state(encoded.tokenizer)
-        except (OSError, *INVALID):
-            return None
-        return encoded if whole else None
-
-    def _hash_tokens(self, tokens: Path, directory: Path, again: bool = False) -> str:
-        key = ["tokens", directory.name]
-        status = file_status([tokens])
-        known = None if again else self.records.find(key, status, Hash)
-        if known is None:
-            known = Hash(_sha256_of_file(tokens))
-            self.records.add(key, status, file_status([tokens]), known)
-        return known.sha256
-
-    def hash_new(self, tokens: Path, directory: Path) -> str:
-        """Return the SHA-256 of tokens that have just been written, to be moved to a directory."""
-        if tokens.stat().st_size >= LONG_BYTES:
-            settle(tokens)
-        return self._hash_tokens(tokens, directory, again=True)
-
-    def hash(self, text: Text, again: bool = False) -> str:
-        """Return the SHA-256 of a text, which need not be read if an earlier start has read it.
-
-        Args:
-            again: read it in any case.
-        """
-        status = text.status()
-        reading = None if again else self.records.find(text.key(), status, Reading)
-        if reading is None:
-            reading = Reading(sha256_of(text), text.contents.counts)
-            self.records.add(text.key(), status, text.status(), reading)
-        text.contents.counts = reading.counts
-        return reading.sha256
-
-    def hashed(self, config: DataConfig, texts: list[Text]) -> list[Text]:
-        """Return texts with their SHA-256.
-
-        Raises:
-            DataError: that of all differs from `data.sha256`.
-        """
-        known = [replace(text, sha256=self.hash(text)) for text in texts]
-        sha256 = sha256_of_all(known)
-        if config.sha256 not in (None, sha256):
-            raise DataError(
-                f"{config.source} has SHA-256 {sha256}, not data.sha256={config.sha256}; "
-                "set data.sha256=null to use it anyway"
-            )
-        return known
-
-    def check_unchanged(self, text: Text) -> None:
-        """Refuse a text whose SHA-256 is another one now than when it was opened."""
-        if self.hash(text, again=True) != text.sha256:
-            self.records.forget()  # the text may have been another one than was recorded
-            raise DataError(f"{text.source} changed while being read; run again")
-
-    def keep_records(self) -> None:
-        """Write what has been found by reading, unless another process holds the lock."""
-        if self.records.new:
-            with contextlib.suppress(OSError), open_lock(self.root, lock_now):
-                self.records.write()
-
-    def note_copy(self, url: str, path: Path) -> None:
-        """Note a file that is copied out of a local archive, as zip://a.txt::b.zip."""
-        _, chained, last = url.rpartition("::")
-        is_local = chained and "://" not in last.removeprefix("file://")
-        if is_local and not path.exists():
-            self._added.append(path)
+    def _remove_leftovers(self) -> None:
+        for leftover in self.root.glob(".partial-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - leftover.stat().st_mtime > LEFTOVER_SECONDS:
+                    shutil.rmtree(leftover, ignore_errors=True)
 
     def discard(self) -> None:
         """Delete what this object has added, also the cache itself if it is new and empty."""
@@ -210,17 +188,17 @@ class TextCache:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
-            if self._missing:
-                # It is not there, or holds what took a while to download.
-                with contextlib.suppress(OSError):
-                    (self.root / DOWNLOADS).rmdir()
-                if {*os.listdir(self.root)} <= {LOCK, RECORDS}:
-                    self.records.forget()
-                    (self.root / LOCK).unlink()
-                    for path in self._missing:
-                        path.rmdir()
+                    with contextlib.suppress(OSError):
+                        os.removedirs(path.parent)  # as far as they are empty
+            if self._missing and {*os.listdir(self.root)} <= {LOCK}:
+                (self.root / LOCK).unlink()
+                for path in self._missing:
+                    path.rmdir()
 
 
-def _sha256_of_file(path: Path) -> str:
-    [sha256] = hashes_of(bytes_of([path]))
-    return sha256
+def sha256_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()

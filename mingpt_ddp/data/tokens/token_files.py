@@ -2,13 +2,12 @@
 
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import fsspec
 import numpy as np
 
-from mingpt_ddp.data.file_kinds import CONTROLS, FORMATS, SPLITS, Kind, is_hidden, is_utf8
+from mingpt_ddp.data.file_kinds import CONTROLS, FORMATS, Kind, is_utf8
 from mingpt_ddp.data.rng import Ints
 from mingpt_ddp.errors import DataError
 
@@ -19,14 +18,7 @@ NPY_TYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 HEADER = np.dtype("int32")
 HEADER_BYTES = 256 * HEADER.itemsize
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # version and type by magic number
-# the first two bytes of a pickle, alone, are a token like others
-NO_TOKENS = {kind: pattern for kind, pattern in FORMATS.items() if kind.name != "a pickle"} | {
-    Kind("tar", "unpack it first"): rb".{257}ustar",
-    Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08",
-}
-HELD_OUT = re.compile(  # names of splits
-    rf"(?<![a-z])({'|'.join({*SPLITS} - {'train'})})(?![a-z])", re.IGNORECASE
-)
+NO_TOKENS = FORMATS | {Kind("gzip", "decompress it first"): rb"\x1f\x8b\x08"}
 HEAD_BYTES = 1 << 12  # of a file, which are looked at: there may be thousands of files
 SCANNED = 1 << 22  # tokens looked at together
 
@@ -90,24 +82,6 @@ def find_tokens(paths: list[str], source: str, dtype: str | None) -> list[TokenF
     return files
 
 
-def token_names(names: Iterable[str], source: str) -> list[str]:
-    """Return which files of a directory have tokens, by their names.
-
-    Raises:
-        DataError: there are none, or some are of another split than others.
-    """
-    tokens = [name for name in names if name.endswith(TOKEN_SUFFIXES) and not is_hidden(name)]
-    if not tokens:
-        raise DataError(f"{source} has no files that end with {' or '.join(TOKEN_SUFFIXES)}")
-    held_out = [name for name in tokens if HELD_OUT.search(name)]
-    if 0 < len(held_out) < len(tokens):
-        raise DataError(
-            f"{source} has files to train on and others, such as {held_out[0]!r}; name the "
-            "former by a glob, the others in data.split_paths"
-        )
-    return tokens
-
-
 def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     """Find the tokens of a file by its first bytes.
 
@@ -131,7 +105,7 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
             "data.dtype=uint16 (nanoGPT) or uint32"
         )
     else:
-        _check_head(head, name, dtype)
+        _check_head(head, path, name, dtype)
         itemsize = np.dtype(dtype).itemsize
         if size % itemsize:
             raise DataError(
@@ -151,14 +125,14 @@ def _read(path: str, name: str, dtype: str | None) -> TokenFile:
     return token_file
 
 
-def _check_head(head: bytes, name: str, dtype: str) -> None:
+def _check_head(head: bytes, path: str, name: str, dtype: str) -> None:
     """Refuse what is no headerless file of tokens of a type."""
     has_controls = len(head.translate(None, CONTROLS)) < len(head)
     if head and is_utf8(head) and not has_controls:
         raise DataError(f"{name} looks like text, not tokens; leave data.format out")
     for kind, pattern in NO_TOKENS.items():
         if re.match(pattern, head, re.DOTALL):
-            raise DataError(f"{name} looks like {kind.name}, not tokens; {kind.advice}")
+            raise kind.refusal(name, path, "tokens")
     if dtype == "uint16" and len(head) == HEAD_BYTES:
         tokens = np.frombuffer(head, dtype)
         if tokens[::2].any() and not tokens[1::2].any():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mingpt_ddp.data.dataset import EncodedText, TextDataset
-from mingpt_ddp.data.known_files import digest_of
+from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer import (
@@ -102,8 +102,9 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     assert encoded["three"].sha256 == digest_of(digests)  # as that of several files of records
     with tarfile.open(tmp_path / "three.tar", "w") as archive:
         archive.add(tmp_path / "three", "three")
-    packed = replace(config, path=str(tmp_path / "three.tar"))
-    assert prepare(packed) == encoded["three"]
+    packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
+    assert packed.sha256 == encoded["three"].sha256
+    assert packed.tokens_sha256 == encoded["three"].tokens_sha256
 
 
 def test_every_tokenizer_sees_the_same_validation_text(settings, tmp_path):

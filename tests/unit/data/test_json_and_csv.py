@@ -20,7 +20,7 @@ import pytest
 from mingpt_ddp.data.dataset import RecordedText
 from mingpt_ddp.data.file_kinds import HEAD_BYTES
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.text import archives, json_and_csv
+from mingpt_ddp.data.text import records
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare, text_of
 
@@ -96,9 +96,12 @@ def test_several_files_of_records(settings, tmp_path, caplog):
         archive.write(tmp_path / "rows/0.jsonl", "0.jsonl")
     with tarfile.open(tmp_path / "x.tar.xz", "w:xz") as archive:
         archive.add(tmp_path / "rows/0.jsonl", "0.jsonl")
-    for path in (tmp_path / "x.zip", tmp_path / "x.tar.xz"):
-        assert text_of(settings(path)) == TEXT
-        assert prepare(settings(path)).sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in ("zip://*::x.zip", "tar://*.jsonl::x.tar.xz"):
+        *chain, name = path.rpartition("::")
+        encoded = prepare(settings("", path="".join([*chain, str(tmp_path / name)])))
+        assert (
+            encoded.sha256 == hashlib.sha256((tmp_path / "rows/0.jsonl").read_bytes()).hexdigest()
+        )
     with pytest.raises(
         DataError, match=r"tables has no files of data.format=jsonl: skipped 2 CSV "
     ):
@@ -109,33 +112,6 @@ def test_several_files_of_records(settings, tmp_path, caplog):
         match=r'tables: z.csv has no column "text" \(data.column=text\); .*: set data.column=note',
     ):
         prepare(settings(tmp_path / "tables"))
-
-
-def test_a_compressed_archive_is_not_decompressed_for_each_member(settings, tmp_path, monkeypatch):
-    path = tmp_path / "x.tar.gz"
-    content = json.dumps(20 * ROWS).encode()
-    assert len(content) > HEAD_BYTES
-    with tarfile.open(path, "w:gz") as archive:
-        for i in range(5):
-            info = tarfile.TarInfo(f"{i}.json")
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    rewinds = []
-    opened = []
-
-    class Noted(gzip.GzipFile):
-        def seek(self, offset, whence=io.SEEK_SET):
-            if whence == io.SEEK_SET and offset < self.tell():
-                rewinds.append(offset)
-            return super().seek(offset, whence)
-
-    def decompress(file):
-        opened.append(file)
-        return Noted(fileobj=file)
-
-    monkeypatch.setitem(archives.DECOMPRESSORS, "gzip", decompress)
-    assert text_of(settings(path)) == 100 * TEXT
-    assert len(rewinds) <= len(opened) < 10  # after the list of its members
 
 
 TWO = b'{"title": "a", "text": "b", "tags": ["c"]}\n'
@@ -160,15 +136,15 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
             {},
             r"has no column of text; its columns are messages \(arrays\), n \(numb.*; read it with",
         ),
-        (LINES + b"{oops}\n", {}, r"text.txt line 401 is no JSON: Expecting property name"),
-        (LINES + b'["a"]\n', {}, r"text.txt line 401 is no JSON object"),
+        (LINES + b"{oops}\n", {}, r"text.txt line 401 is not JSON: Expecting property name"),
+        (LINES + b'["a"]\n', {}, r"text.txt line 401 is not a JSON object"),
         (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, no string"),
         (LINES + b'{"text": "\xe4"}\n', {}, r"line 401 is not UTF-8 at byte 10"),
         (LINES + b'{"text": "\\ud800"}\n', {}, r"line 401: text has half of a surrogate pair"),
-        (json.dumps(ROWS).encode()[:-9], {}, r"text.txt object 400 is no JSON: Unterminated"),
-        (json.dumps(ROWS).encode() + b"[]", {}, r"goes on after the end of its array"),
-        (b'[{"text": "a"} {}]', {}, r"cut off or no JSON after object 1"),
-        (b"to be\n", {}, r"line 1 is no JSON: Expecting value"),
+        (json.dumps(ROWS).encode()[:-9], {}, r"text.txt is cut off or not JSON: Unterminated"),
+        (json.dumps(ROWS).encode() + b"[]", {}, r"is cut off or not JSON: Extra data"),
+        (b'[{"text": "a"} {}]', {}, r"is cut off or not JSON: Expecting ','"),
+        (b"to be\n", {}, r"line 1 is not JSON: Expecting value"),
         (b"\n", {}, r"has no column of text"),
         (b'{"text": ""}\n', {}, r"is empty"),
         (
@@ -233,21 +209,25 @@ def test_a_cell_may_have_any_characters(separator, form, settings, tmp_path, cap
 
 
 def test_a_long_row(settings, tmp_path, monkeypatch):
-    """It is read while it is shorter than a limit, which is named."""
+    """Lines and arrays are read while they are shorter than a limit, which is named."""
     long = {"text": "to be, " * HEAD_BYTES}
-    for content in (json.dumps(long), json.dumps([long, long])):
-        monkeypatch.setattr(json_and_csv, "MAX_RECORD", 1 << 29)
+    for content, limit, advice in (
+        (json.dumps(long), "MAX_RECORD", "line 1 has over 262,144 bytes; divide it"),
+        (json.dumps([long]), "MAX_ARRAY", "a JSON array of over 262,144 bytes; write it as JSON L"),
+    ):
         assert long["text"] in text_of(settings(content))
-        monkeypatch.setattr(json_and_csv, "MAX_RECORD", HEAD_BYTES)
-        with pytest.raises(DataError, match=r"(line|object) 1 has over 262,144 bytes; divide it"):
+        monkeypatch.setattr(records, limit, HEAD_BYTES)
+        with pytest.raises(DataError, match=advice):
             prepare(settings(content, cache_dir=str(tmp_path / "new")))
 
 
-def test_records_that_expand_too_far(settings, monkeypatch):
-    monkeypatch.setattr(archives, "MIN_EXPANDED_BYTES", 1 << 14)
-    content = gzip.compress(b'{"text": "to be or not to be"}\n' * 4000)
-    with pytest.raises(DataError, match=r"expands to over [0-9,]+ bytes; raise data.max_expansion"):
-        prepare(settings(content))
+@pytest.mark.parametrize("content", [json.dumps(ROWS[0], indent=2), "[[1, 2], [3]]", "5"])
+def test_a_file_called_json_is_never_trained_on_as_text(content, settings, tmp_path):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(DataError, match=r"a.json is neither lines of JSON objects nor an array of"):
+        prepare(settings(tmp_path / "a.json"))
+    if len(content) > 1:
+        assert text_of(settings(tmp_path / "a.json", format="text")) == content
 
 
 def test_texts_have_one_format(settings, tmp_path):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import tarfile
 from dataclasses import replace
-from pathlib import Path
+from hashlib import sha256
 
 import numpy as np
 import pytest
 
 from mingpt_ddp.data.dataset import RecordedText, TextDataset
+from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare
@@ -73,7 +74,7 @@ def test_mistakes_between_splits_and_further_texts(settings):
     with pytest.raises(DataError, match=r"data.val_paths.test: .* data.split_paths; .* otherwise"):
         prepare_all(named)
     assert prepare_all(named, recorded=RecordedText("sha256")).keys() == {"", "test"}
-    for content, message in (("", "is empty"), (b"\x89PNG\r\n\x1a\n", "looks like PNG")):
+    for content, message in (("", "is empty"), (b"\x89PNG\r\n\x1a\n", "is not UTF-8")):
         settings(content)
         with pytest.raises(DataError, match=rf"data.split_paths.val=\S+ {message}"):
             prepare(replace(config, path="builtin:python_docs", split_paths={"val": config.path}))
@@ -98,99 +99,99 @@ def shards(directory, files=SHARDS):
     return directory
 
 
-@pytest.mark.parametrize("form", ["directory", "zip", "glob", "nested"])
-def test_names_of_files_say_their_splits(form, settings, tmp_path, log_lines):
+def words_to_type(error: pytest.ExceptionInfo, config):
+    """Return the configuration that an error tells to type."""
+    path, splits = re.findall(r"'data\.(?:path|split_paths)=(.*?)'(?= |,)", str(error.value))
+    given = dict(re.findall(r'(\w+): "(.*?)"', splits))
+    return replace(config, path=path.strip('"'), split_paths=given)
+
+
+@pytest.mark.parametrize("form", ["directory", "zip", "tar", "glob", "nested", "relative"])
+def test_files_named_for_several_splits_are_refused(form, settings, tmp_path, monkeypatch):
+    """With the words that read each split by itself, and those that read all as one text."""
     files = {f"data/{name}": text for name, text in SHARDS.items()} if form == "nested" else SHARDS
     path = shards(tmp_path / "shards", files)
-    if form == "zip":
-        path = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", path))
     config = settings(path / "*.*" if form == "glob" else path)
-    [encoded] = prepare_all(config).values()
-    expected = ["to be \n" + "or not " * 20 + "\n", "is the question\n", "he asked\n"]
-    assert split_texts(encoded, config) == expected
-    assert encoded.by_name
-    lines = [line for line in log_lines if "(val): reads 1 file" in line]
-    assert len(lines) == 1 and "validation-00000-of-00001.txt" in lines[0]
-    recorded = RecordedText(encoded.sha256, by_name=True)
-    assert prepare_all(config, recorded=recorded)[""] == encoded
-    with pytest.raises(DataError, match=r"names say their splits; leave out data.test_split=0.05"):
-        prepare(replace(config, test_split=0.05))
-    # as a run of an earlier version, and if one asks for it
+    if form in ("zip", "tar"):
+        packed = shutil.make_archive(str(tmp_path / "packed"), form, path)
+        config = replace(config, path=f"{form}://**/*.txt::{packed}")
+    if form == "relative":
+        monkeypatch.chdir(tmp_path)
+        config = replace(config, path="shards")
+    with pytest.raises(
+        DataError, match=r"named for several splits: .*; name each split, "
+    ) as error:
+        prepare(config)
+    if form == "relative":
+        assert "'data.path=\"shards/train-0000*-of-00002.txt\"' " in str(error.value)
+    typed = words_to_type(error, config)
+    encoded = prepare(typed)
+    expected = ["to be \n" + "or not " * 20 + "\n", "is the question", "he asked"]
+    assert [text.rstrip("\n") + "\n" for text in split_texts(encoded, typed)] == [
+        text.rstrip("\n") + "\n" for text in expected
+    ]
     whole = prepare(replace(config, split_paths={}))
-    assert not whole.by_name and whole.parts == [] and whole.sha256 != encoded.sha256
-    assert prepare_all(config, recorded=RecordedText(whole.sha256))[""] == whole
-    assert prepare(replace(config, sha256=encoded.sha256)).directory == encoded.directory
-    with pytest.raises(DataError, match=f"has SHA-256 {encoded.sha256}, not"):
-        prepare(replace(config, sha256=whole.sha256))
+    assert whole.parts == [] and whole.sha256 != encoded.sha256
+    # A run that has read all of them as one text goes on.
+    assert prepare_all(config, recorded=RecordedText(whole.sha256))[""].sha256 == whole.sha256
 
 
-def test_shares_of_shards_without_a_validation_split(settings, tmp_path):
-    files = {"my_train_1.txt": "ab" * 50, "my_test_1.txt": "abab"}
-    config = settings(shards(tmp_path / "shards", files), train_split=0.8)
-    assert split_texts(prepare(config), config)[1:] == ["ab" * 10 + "\n", "abab\n"]
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["train-1.txt", "train-2.txt"],
-        ["train-1.txt", "test-1.txt", "other.txt"],
-        ["validation-1.txt", "test-1.txt"],
-        ["trains.txt", "tests.txt"],
-        ["train.py", "test.py", "model.py"],
-        ["1.md", "2.md", "scripts/train.sh", "scripts/test.sh"],  # most bytes
-    ],
-    ids=str,
-)
-def test_names_that_say_no_splits(names, settings, tmp_path, log_lines):
-    config = settings(shards(tmp_path / "shards", dict.fromkeys(names, "to be")))
-    assert prepare(config).parts == []
-    held_out = [name for name in names if "test." in name or "test-" in name]
-    warned = [line for line in log_lines if ": trains on" in line]
-    assert len(warned) == bool(held_out)
-    assert all(f"{held_out[0]!r}" in line and "data.split_paths={}" in line for line in warned)
+def test_a_run_whose_splits_were_named_by_files_goes_on_with_the_same_words(settings, tmp_path):
+    """The SHA-256 that an earlier version has recorded is the one of the splits given by keys."""
+    files = {"train-1.txt": "to be\n", "val-1.txt": "or not\n"}
+    path = shards(tmp_path / "a", files)
+    config = settings(path / "train*", split_paths={"val": str(path / "val*")})
+    hashes = [sha256(text.encode()).hexdigest() for text in files.values()]
+    recorded = digest_of([{"train": hashes[0]}, {"val": hashes[1]}])
+    encoded = prepare_all(config, recorded=RecordedText(recorded))[""]
+    assert encoded.sha256 == recorded
+    assert split_texts(encoded, config) == ["to be\n", "or not\n", ""]
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("names", "is_refused"),
     [
-        ["train.txt", "valid.txt", "test.txt"],
-        ["a-TRAIN.txt", "a-Dev.txt", "a-Test.txt"],
-        ["train/en/0.txt", "validation/en/0.txt", "test/en/0.txt"],
-        ["train/stress-test.txt", "dev/0.txt", "test/bullet-train.txt"],
+        (["train-1.txt", "train-2.txt"], False),
+        (["trains.txt", "tests.txt"], False),
+        (["test/1.py", "test/2.py", "model.py"], False),
+        (["train-1.txt", "test-1.txt", "other.txt"], True),
+        (["validation-1.txt", "test-1.txt"], True),
+        (["train.py", "test.py", "test-a.py", "model.py"], True),
+        (["a-TRAIN.txt", "a-Dev.txt", "a-Test.txt"], True),
+        (["train/en/0.txt", "validation/en/0.txt", "validation/en/1.txt", "test/en/0.txt"], True),
+        (["train/stress-test.txt", "dev/0.txt", "dev/a/1.txt", "test/bullet-train.txt"], True),
+        (["fineweb_train_1.txt", "fineweb_train_2.txt", "fineweb_val_0.txt"], True),
     ],
     ids=str,
 )
-def test_names_of_splits(names, settings, tmp_path):
-    texts = ["to be\n", "or not\n", "that\n"]
-    config = settings(shards(tmp_path / "a", dict(zip(names, texts, strict=True))))
-    assert split_texts(prepare(config), config) == texts
+def test_names_of_splits(names, is_refused, settings, tmp_path):
+    config = settings(shards(tmp_path / "shards", dict.fromkeys(names, "to be\n")))
+    if not is_refused:
+        assert prepare(config).parts == []
+        return
+    with pytest.raises(DataError, match="named for several splits") as error:
+        prepare(config)
+    if 'data.path="..."' in str(error.value):  # no file is named train
+        return
+    typed = words_to_type(error, config)
+    data = TextDataset(prepare(typed), typed)
+    held_out = sum(
+        "train" not in name.split("/")[0].lower() for name in names if name != "model.py"
+    )
+    if "val" in typed.split_paths:
+        assert len(data.val) + len(data.test) == held_out * len("to be\n")
 
 
-def test_names_with_a_dot_and_directories_above_a_glob(settings, tmp_path, monkeypatch, log_lines):
-    files = {"train-a.txt": "to be\n", "test-a.txt": "that\n", "README": "texts"}
-    path = shards(tmp_path / ".cache/test", files)
-    with tarfile.open(tmp_path / "a.tar", "w") as archive:
-        archive.add(path, ".")
-    monkeypatch.chdir(tmp_path)
-    for source in ("a.tar", ".cache/test/*a*", "./.cache/./test/*"):
-        config = replace(settings(path), path=source, train_split=0.5)
-        assert split_texts(prepare(config), config) == ["to ", "be\n", "that\n"]
-    left_out = [line for line in log_lines if "left out 1 without a split in the name" in line]
-    assert len(left_out) == 2 and all("README'" in line for line in left_out)
-
-
-def test_directories_say_the_splits_of_records_and_of_tokens(settings, tmp_path):
+def test_directories_name_the_splits_of_records_and_of_tokens(settings, tmp_path):
     lines = "".join(json.dumps({"text": f"to be {i}"}) + "\n" for i in range(9))
     config = settings(shards(tmp_path / "a", {"train/1.jsonl": lines, "val/1.jsonl": lines[:60]}))
-    encoded = prepare(config)
-    assert (encoded.form, [*map(len, split_texts(encoded, config))]) == ("jsonl", [72, 24, 0])
     (tmp_path / "b").mkdir()
     for name, count in (("fineweb_train_1.npy", 40), ("fineweb_val_0.npy", 7)):
         np.save(tmp_path / "b" / name, np.arange(count, dtype=np.uint16))
     tokens = replace(config, path=str(tmp_path / "b"), format="tokens", vocab_size=50)
-    data = TextDataset(prepare(tokens), tokens)
-    assert (len(data.train), len(data.val), len(data.test)) == (40, 7, 0)
+    for each in (config, tokens):
+        with pytest.raises(DataError, match="named for several splits"):
+            prepare(each)
 
 
 def test_other_divisions_of_the_same_files_are_encoded_by_themselves(settings, tmp_path):
@@ -199,16 +200,10 @@ def test_other_divisions_of_the_same_files_are_encoded_by_themselves(settings, t
         rows = [json.dumps({"text": f"{name} {i}"}) + "\n" for i in range(20)]
         (tmp_path / f"records/{name}.jsonl").write_text("".join(rows))
     a, b = (str(tmp_path / f"records/{name}.jsonl") for name in ("train-a", "val-b"))
-    with tarfile.open(tmp_path / "records.tar", "w") as archive:
-        archive.add(tmp_path / "records", "records")
-    packed = str(tmp_path / "records.tar")
     directory = settings(tmp_path / "records", tokenizer="byte", split_paths={})
     sources = replace(directory, path=None, sources=[(a, 1.0), (b, 1.0)])
-    by_name = replace(directory, path=packed, split_paths=None)
-    given = replace(directory, path=packed, split_paths={"val": packed})
-    for one, other in ((directory, sources), (by_name, given)):
-        caches = [replace(other, cache_dir=str(tmp_path / f"new{len(one.path)}")), other]
-        encoded = prepare(one)
-        fresh, cached = map(prepare, caches)
-        assert cached.sha256 == encoded.sha256 and cached.directory != encoded.directory
-        assert cached.parts == fresh.parts != encoded.parts
+    given = replace(directory, path=a, split_paths={"val": b})
+    encoded = [prepare(config) for config in (directory, sources, given)]
+    assert len({each.directory for each in encoded}) == 3
+    assert encoded[0].sha256 == encoded[1].sha256 != encoded[2].sha256
+    assert [len(each.parts[0]) for each in encoded] == [1, 2, 1]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,10 +44,10 @@ def test_a_cache_that_was_there_keeps_what_it_had(config, settings):
     before = files(Path(config.cache_dir))
     cache = TextCache(config)
     prepare(config, cache=cache)  # found, not added
-    prepare(settings(TEXT + "!", cache_dir=config.cache_dir), cache=cache)
+    prepare(replace(config, tokenizer="byte"), cache=cache)
     cache.discard()
     assert files(Path(config.cache_dir)) == before
-    assert prepare(settings(TEXT, cache_dir=config.cache_dir)) == kept
+    assert prepare(config) == kept
 
 
 def test_what_another_process_has_added_meanwhile_stays(config, settings):
@@ -56,7 +58,10 @@ def test_what_another_process_has_added_meanwhile_stays(config, settings):
     assert files(Path(config.cache_dir)) == sorted(
         [
             LOCK,
-            *(f"{Path(other.directory).name}{name}" for name in ("", "/meta.json", "/tokens.bin")),
+            *(
+                f"{Path(other.directory).name}{name}"
+                for name in ("", "/meta.json", "/sources.bin", "/tokens.bin")
+            ),
         ]
     )
 
@@ -86,15 +91,28 @@ def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypa
         assert os.path.samestat(os.fstat(deleted[1]), os.stat(cache.root / LOCK))
 
 
-def test_a_file_system_without_locks_is_refused(config, monkeypatch):
+def test_starts_without_locks_do_not_disturb_each_other(config, monkeypatch):
+    """As on several nodes, whose locks may not hold between them."""
+
     def flock(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(text_cache.fcntl, "flock", flock)
-    cache = TextCache(config)
-    message = rf"^data error: data.cache_dir={cache.root} is on a file system without locks \(No"
-    with pytest.raises(DataError, match=message):
-        prepare(config, cache=cache)
+    with ThreadPoolExecutor() as pool:
+        outcomes = [*pool.map(prepare, [config] * 4)]
+    assert outcomes == [prepare(config)] * 4
+    [directory] = [path for path in Path(config.cache_dir).iterdir() if path.is_dir()]
+    assert str(directory) == outcomes[0].directory
+
+
+def test_what_a_killed_process_has_left_is_deleted_after_a_day(config, settings):
+    prepare(config)
+    left, new = (Path(config.cache_dir) / f".partial-{name}" for name in ("left", "new"))
+    for path in (left, new):
+        path.mkdir()
+    os.utime(left, (0, 0))
+    prepare(settings(TEXT + "!", cache_dir=config.cache_dir))
+    assert not left.exists() and new.exists()
 
 
 def test_waiting_for_another_process_is_said_after_a_while(config, monkeypatch, caplog):

@@ -1,25 +1,23 @@
-"""Records of JSON Lines, JSON arrays and tables in CSV: one at a time, in bounded memory."""
+"""Records of JSON Lines, JSON arrays and tables in CSV."""
 
 import codecs
 import csv
 import difflib
 import io
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
 
-from mingpt_ddp.data.file_kinds import HEAD_BYTES, NOT_UTF8, READ, value_is_cut
+from mingpt_ddp.data.file_kinds import HEAD_BYTES, NOT_UTF8, READ
 from mingpt_ddp.errors import DataError, counted
 
-MAX_RECORD = 1 << 29  # bytes of a line, characters of an object in an array
+MAX_RECORD = 1 << 29  # bytes of a line
+MAX_ARRAY = 1 << 28  # bytes of a JSON array
 csv.field_size_limit(MAX_RECORD)  # of this process; 128 KiB by default
 HEAD_ROWS = 100  # which are looked at for columns of strings
 HEAD_CHARS = 1 << 20
-ARRAY_CHARS = 1 << 14  # of an array, which are read at a time
-NO_SPACE = re.compile(r"[^ \t\r\n]")  # of JSON
 DELIMITERS = ",\t;"
 AS_TEXT = "to read it as it is, set data.format=text"
 TYPES = {dict: "objects", list: "arrays", bool: "booleans"}  # of JSON; others are numbers
@@ -33,12 +31,12 @@ class Table:
     Attributes:
         strings: the columns of strings.
         types: what the other columns hold.
-        values: iterates over those of a column; None: null.
+        values: Iterates over the number of each row, and its value in a column or None.
     """
 
     strings: list[str]
     types: dict[str, str]
-    values: Callable[[str], Iterator[str | None]]
+    values: Callable[[str], Iterator[tuple[int, str | None]]]
 
 
 def choose_column(table: Table, column: str | None, where: str) -> str:
@@ -110,7 +108,7 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
             elif value is not None:
                 others.setdefault(name, TYPES.get(type(value), "numbers"))
 
-    def values(column: str) -> Iterator[str | None]:
+    def values(column: str) -> Iterator[tuple[int, str | None]]:
         has_column = not head
         for number, row in chain(head, rows):
             has_column |= column in row
@@ -125,7 +123,7 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
                     f"{where} {unit} {number}: {column} has half of a surrogate pair, which UTF-8 "
                     "cannot hold; remove it"
                 )
-            yield value
+            yield number, value
         if not has_column:
             raise DataError(
                 f'{where} has no column "{column}" (data.column={column}) in any {unit}; name the '
@@ -167,6 +165,8 @@ def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         line = reader.line_num if reader else 0
         raise DataError(f"{where} is not UTF-8 after line {line}; {NOT_UTF8.advice}") from error
+    finally:
+        lines.detach()  # else it would close the file, which is read on to be hashed
 
 
 def _is_text(value: object) -> bool:
@@ -221,75 +221,27 @@ def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} line {number} is no JSON: {error}") from error
+            raise DataError(f"{where} line {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise DataError(f"{where} line {number} is no JSON object")
+            raise DataError(f"{where} line {number} is not a JSON object")
         yield number, row
 
 
 def _array(file: io.BufferedReader, where: str) -> Iterator[Row]:
-    """Yield the objects of an array."""
+    """Yield the objects of an array, which is read as a whole."""
+    content = file.read(MAX_ARRAY + 1)
+    if len(content) > MAX_ARRAY:
+        raise DataError(
+            f"{where} is a JSON array of over {MAX_ARRAY:,} bytes; write it as JSON Lines, which "
+            "are read in turn: jq -c '.[]' OLD.json >NEW.jsonl"
+        )
     try:
-        yield from _objects(io.TextIOWrapper(file, "utf-8-sig"), where)
+        rows = json.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8: {error}") from error
-
-
-def _objects(file: io.TextIOWrapper, where: str) -> Iterator[Row]:
-    """Yield the objects of an array; its text is read as far as is needed."""
-    text, at = _skip_spaces("", 0, file)
-    text, at = _skip_spaces(text, at + 1, file)  # after the bracket
-    number = 0
-    while not text.startswith("]", at):
-        if number:
-            if not text.startswith(",", at):
-                raise DataError(f"{where} is cut off or no JSON after object {number}")
-            text, at = _skip_spaces(text, at + 1, file)
-        number += 1
-        row, text, at = _read_object(text, at, file, f"{where} object {number}")
+        raise DataError(f"{where} is not UTF-8 at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is cut off or not JSON: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise DataError(f"{where} object {number} is not a JSON object")
         yield number, row
-        text, at = _skip_spaces(text, at, file)
-    text, at = _skip_spaces(text, at + 1, file)
-    if text:
-        raise DataError(f"{where} goes on after the end of its array")
-
-
-def _skip_spaces(text: str, at: int, file: io.TextIOWrapper) -> tuple[str, int]:
-    """Return a text, and where its first character after `at` is that is no space.
-
-    Read on if there is none; the text is empty at the end of the file.
-    """
-    while True:
-        match = NO_SPACE.search(text, at)
-        if match:
-            return text, match.start()
-        text = file.read(ARRAY_CHARS)
-        at = 0
-        if not text:
-            return text, at
-
-
-def _read_object(
-    text: str, at: int, file: io.TextIOWrapper, where: str
-) -> tuple[dict[str, Any], str, int]:
-    """Return the object that begins at a position of a text, and the position after it.
-
-    Raises:
-        DataError: there is no whole object, or a longer one than MAX_RECORD.
-    """
-    while text.startswith("{", at):
-        try:
-            row, end = json.JSONDecoder().raw_decode(text, at)
-            return row, text, end
-        except json.JSONDecodeError as error:
-            length = len(text) - at
-            if length > MAX_RECORD:
-                raise _too_long(where) from error
-            more = file.read(max(ARRAY_CHARS, length)) if value_is_cut(error, text) else ""
-            if not more:
-                raise DataError(f"{where} is no JSON: {error.msg}") from error
-            text = text[at:] + more
-            at = 0
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is no JSON: {error}") from error
-    raise DataError(f"{where} is no JSON object")

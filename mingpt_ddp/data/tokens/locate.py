@@ -1,25 +1,27 @@
 """Check the token ids of files, and say where those of each split lie; nothing is copied."""
 
+from pathlib import Path
+
 import numpy as np
 
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText
-from mingpt_ddp.data.text.encode_text import divide
-from mingpt_ddp.data.text.opened_text import Text, sha256_of_all
-from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.data.text.encode import divide
+from mingpt_ddp.data.text.text import Text, sha256_of_all
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, Tokenizer
-from mingpt_ddp.data.tokens.token_files import Largest, TokenFile, cut, find_largest
+from mingpt_ddp.data.tokens.token_files import TokenFile, cut, find_largest
 from mingpt_ddp.errors import DataError
 
 
 def locate(
-    texts: list[Text], config: DataConfig, tokenizer: Tokenizer, cache: TextCache
+    texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None, directory: Path
 ) -> EncodedText:
     """Check token ids, and return where those of each split lie."""
+    assert tokenizer is not None
     _check_types(texts)
     lengths = []
     for text in texts:
-        _check_ids(text, tokenizer, cache)
+        _check_ids(text, tokenizer)
         lengths.append(sum(file.length for file in text.tokens))
     files: list[TokenFile] = []
     sizes = []
@@ -28,7 +30,7 @@ def locate(
             files += cut(part.text.tokens, part.begin, part.end)
         sizes.append([part.end - part.begin for part in split])
     return EncodedText(
-        directory="",
+        directory=str(directory),
         sha256=sha256_of_all(texts),
         length=sum(map(sum, sizes)),
         tokenizer=tokenizer.state(),
@@ -51,7 +53,7 @@ def _check_types(texts: list[Text]) -> None:
         raise DataError(f"{path} has tokens of {other}, {name} of {dtype}; write all of one type")
 
 
-def _check_ids(text: Text, tokenizer: Tokenizer, cache: TextCache) -> None:
+def _check_ids(text: Text, tokenizer: Tokenizer) -> None:
     """Refuse token ids that the tokenizer does not have.
 
     Raises:
@@ -62,11 +64,7 @@ def _check_ids(text: Text, tokenizer: Tokenizer, cache: TextCache) -> None:
     dtype = files[0].dtype
     if np.iinfo(f"u{files[0].itemsize}").max < size:
         return
-    key = ["largest id", text.sha256, dtype]
-    largest = cache.records.find(key, dtype, Largest)
-    if largest is None:
-        largest = find_largest(files)  # reads everything
-        cache.records.add(key, dtype, dtype, largest)
+    largest = find_largest(files)  # reads everything
     if largest.id < size:
         return
     advice = f"raise data.vocab_size={size} if they are meant"

@@ -1,0 +1,244 @@
+"""Encode measured texts into a directory of the cache: tokens.bin and sources.bin.
+
+Each text is read once more, in bounded memory. A BPE tokenizer first reads the training parts.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data.dataset import EncodedText, split_bounds
+from mingpt_ddp.data.text.text import Piece, Text, gathered, sha256_of_all
+from mingpt_ddp.data.text.text_cache import TOKENS, sha256_of_file
+from mingpt_ddp.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, train_bpe
+from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
+from mingpt_ddp.data.tokenizers.tokenizer_base import END
+from mingpt_ddp.errors import DataError
+
+SPLITS = ("train", "val", "test")
+SOURCES = "sources.bin"
+COPIED_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class TextRange:
+    """The characters, or tokens, begin .. end - 1 of a text."""
+
+    text: Text
+    begin: int
+    end: int
+
+
+class Cut(NamedTuple):
+    """What one split has of a piece.
+
+    Attributes:
+        byte: Where it begins in its document, in UTF-8.
+        size: Bytes of it.
+    """
+
+    split: int
+    piece: Piece
+    byte: int
+    size: int
+
+
+def is_divided(texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None) -> bool:
+    """Return True if each text is split into train and validation before encoding.
+
+    A single text of characters is encoded first and split by position.
+    """
+    name = tokenizer.name if tokenizer else config.tokenizer
+    return name != CharTokenizer.name or bool(config.sources) or len(texts) > 1
+
+
+def encode(
+    texts: list[Text], config: DataConfig, tokenizer: Tokenizer | None, directory: Path
+) -> EncodedText:
+    """Write the tokens of measured texts to a directory, all training parts first.
+
+    sources.bin says where tokens come from, in rows of four int64: from this token on, the text is
+    that of this file (`Entry.files`), line or row (0: the file is one document), and byte of that
+    document in UTF-8.
+
+    Raises:
+        DataError: A text cannot be encoded, or has changed since it was measured.
+    """
+    divided = is_divided(texts, config, tokenizer)
+    splits = [[TextRange(texts[0], 0, texts[0].length)], [], []]
+    if divided:
+        splits = divide(texts, [text.length for text in texts], config)
+    if tokenizer is None:
+        distinct = np.unique(np.concatenate([text.characters for text in texts]))
+        if len(distinct) < 2:
+            raise DataError(
+                f"{texts[0].source} has one distinct character; there is nothing to learn"
+            )
+        tokenizer = _make_tokenizer(config, "".join(map(chr, distinct)), splits[0])
+        if config.end_token:
+            tokenizer = tokenizer.with_end()
+    # Choose the smallest unsigned type that holds every token.
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    sizes: list[list[int]] = [[], [], []]
+    with ExitStack() as opened:
+        tokens: list[IO[bytes]] = []
+        sources: list[IO[bytes]] = []
+        for files, name in ((tokens, TOKENS), (sources, SOURCES)):
+            files.append(opened.enter_context(open(directory / name, "wb")))
+            for _ in SPLITS[1:]:
+                files.append(opened.enter_context(tempfile.TemporaryFile(dir=directory)))
+        first_file = 0
+        for text in texts:
+            parts = [[part for part in split if part.text is text] for split in splits]
+            written = dict.fromkeys(range(3), 0)
+            for split, pieces in groupby(_cut(text.pieces(), parts), key=lambda cut: cut.split):
+                written[split] = _write(
+                    pieces, tokenizer, dtype, (tokens[split], sources[split]), first_file
+                )
+            if text.read_sha256 != text.sha256:
+                raise DataError(f"{text.source} changed while being read; run again")
+            for split in range(3):
+                sizes[split] += [written[split]] * len(parts[split])
+            first_file += max(1, len(text.files or []))
+        _append(tokens, sources, dtype.itemsize)
+    return EncodedText(
+        directory=str(directory),
+        sha256=sha256_of_all(texts),
+        length=sum(map(sum, sizes)),
+        tokenizer=tokenizer.state(),
+        dtype=str(dtype),
+        tokens_sha256=sha256_of_file(directory / TOKENS),
+        parts=sizes if divided else [],
+        form=texts[0].form,
+    )
+
+
+def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names, learnt from the training parts.
+
+    Args:
+        distinct: The characters of the texts.
+    """
+    if config.tokenizer == "char":
+        return CharTokenizer(distinct)
+    if config.tokenizer == "byte":
+        return ByteTokenizer()
+    pieces = (cut.piece for part in training for cut in _cut(part.text.pieces(), [[part], [], []]))
+    size = config.vocab_size or DEFAULT_VOCAB_SIZE
+    return train_bpe(gathered(pieces), size - config.end_token)
+
+
+def _cut(pieces: Iterator[Piece], parts: list[list[TextRange]]) -> Iterator[Cut]:
+    """Yield what each split has of the pieces of a text.
+
+    Args:
+        parts: At most one part of the text for each split, in the order of the text.
+    """
+    ranges = [(split, part) for split, of_split in enumerate(parts) for part in of_split]
+    position = 0
+    document = (-1, -1)
+    byte = 0
+    for piece in pieces:
+        end = position + len(piece.text)
+        if piece[:2] != document:
+            document = piece[:2]
+            byte = 0
+        for split, part in ranges:
+            if position < part.end and part.begin < end:
+                text = piece.text[max(0, part.begin - position) : part.end - position]
+                size = len(text.replace(END, "").encode())
+                yield Cut(split, piece._replace(text=text), byte, size)
+                byte += size
+        position = end
+
+
+def _write(
+    cuts: Iterator[Cut],
+    tokenizer: Tokenizer,
+    dtype: np.dtype[Any],
+    files: tuple[IO[bytes], IO[bytes]],
+    first_file: int,
+) -> int:
+    """Write the tokens of one part of a text, and where they come from; return their number.
+
+    Args:
+        files: Of tokens and of sources.
+        first_file: Number of the text's first file.
+    """
+    tokens_file, sources_file = files
+    before = tokens_file.tell() // dtype.itemsize
+    begins: list[tuple[int, int, int, int]] = []  # byte of the part, file, number, byte in document
+
+    def noted() -> Iterator[Piece]:
+        position = 0
+        document = (-1, -1)
+        for _, piece, byte, size in cuts:
+            if piece[:2] != document:
+                document = piece[:2]
+                begins.append((position, first_file + piece.file, piece.number, byte))
+            position += size
+            yield piece
+
+    position = 0
+    written = before
+    for tokens in tokenizer.encode_stream(gathered(noted())):
+        tokens_file.write(tokens.astype(dtype, copy=False).tobytes())
+        ends = position + np.cumsum(tokenizer.token_sizes[tokens])
+        done = 0
+        if len(tokens):
+            position = int(ends[-1])
+            done = next((i for i, each in enumerate(begins) if each[0] >= position), len(begins))
+        rows = np.array(begins[:done], np.int64).reshape(-1, 4)
+        rows[:, 0] = written + np.searchsorted(ends, rows[:, 0], side="right")
+        sources_file.write(rows.tobytes())
+        del begins[:done]
+        written += len(tokens)
+    return written - before
+
+
+def _append(tokens: list[IO[bytes]], sources: list[IO[bytes]], itemsize: int) -> None:
+    """Append the validation and the test part to the training part."""
+    for part, rows in zip(tokens[1:], sources[1:], strict=True):
+        begin = tokens[0].tell() // itemsize
+        part.seek(0)
+        while piece := part.read(COPIED_BYTES):
+            tokens[0].write(piece)
+        rows.seek(0)
+        while piece := rows.read(COPIED_BYTES):
+            moved = np.frombuffer(piece, np.int64).reshape(-1, 4) + np.array([begin, 0, 0, 0])
+            sources[0].write(moved.tobytes())
+    tokens[0].flush()
+    os.fsync(tokens[0].fileno())
+
+
+def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[TextRange]]:
+    """Return the training, the validation and the test parts of all texts.
+
+    `data.truncate` shortens those to train on.
+
+    Raises:
+        DataError: nothing is left of them.
+    """
+    splits: dict[str, list[TextRange]] = {"train": [], "val": [], "test": []}
+    is_left = False
+    for text, length in zip(texts, lengths, strict=True):
+        bounds = split_bounds(length, config)
+        if text.split in ("", "train") and bounds[-1]:
+            is_left = True
+        if text.split:
+            end = bounds[-1] if text.split == "train" else length
+            splits[text.split].append(TextRange(text, 0, end))
+            continue
+        for split, (begin, end) in zip(splits.values(), pairwise(bounds), strict=True):
+            split.append(TextRange(text, begin, end))
+    if not is_left:
+        raise DataError(f"data.truncate={config.truncate} leaves nothing to train on; raise it")
+    return [*splits.values()]

@@ -1,0 +1,158 @@
+"""Which local files a text consists of, and which splits their names say."""
+
+import glob
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePath, PurePosixPath
+
+from mingpt_ddp.config.builders import attribute_errors_to_user_code, reader_of
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data.download import download, is_remote_glob, open_filesystem
+from mingpt_ddp.data.file_kinds import SPLITS, is_hidden
+from mingpt_ddp.data.text.text_cache import TextCache
+from mingpt_ddp.errors import DataError
+
+BUILTIN = "builtin:python_docs"
+NAMED = re.compile(rf"(?:^|[-_.])({'|'.join(SPLITS)})[-_.]", re.IGNORECASE)
+
+
+def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | None:
+    """Return the files of a text, in the order in which they are read: that of their names.
+
+    Files at a URL are downloaded into the cache first. Hidden files of a directory are left out.
+
+    Args:
+        source: Name of the text in messages.
+
+    Returns:
+        Local files, or None if a user's reader does not say which files it reads.
+
+    Raises:
+        DataError: There is no file, or it is not a regular one.
+        CodeError: The user's reader raised an exception.
+    """
+    if config.reader is not None:
+        return _files_of_reader(config)
+    assert config.path is not None
+    if config.path == BUILTIN:
+        return []
+    name = _local_name(config.path)
+    if name is None:
+        return cache.downloaded(
+            lambda: download(config.path or "", cache.root, config.sha256, cache.reads_all)
+        )
+    if os.path.isfile(name):
+        return [Path(name)]
+    if os.path.isdir(name):
+        if os.path.realpath(name) == os.sep:  # files without end, as in /proc
+            raise DataError(f"{source} is the root of the file system; name a directory of texts")
+        root = Path(name)
+        names = [
+            Path(at, each).relative_to(root) for at, _, in_it in os.walk(root) for each in in_it
+        ]
+    elif glob.has_magic(name) and not os.path.exists(name):
+        parts = PurePath(name).parts
+        fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+        root = Path(*parts[:fixed])
+        found = glob.glob(os.path.join(*parts[fixed:]), root_dir=root, recursive=True)
+        names = [*map(Path, found)]
+    elif os.path.exists(name):
+        raise DataError(f"{source} is not a regular file")
+    else:
+        raise FileNotFoundError(name)
+    shown = sorted(each.as_posix() for each in names)
+    return [root / each for each in shown if not is_hidden(each) and (root / each).is_file()]
+
+
+def is_one_file(config: DataConfig) -> bool:
+    """Return True if the path is one of a file, False for a directory or a glob of files."""
+    path = str(config.path)
+    name = _local_name(path)
+    return not is_remote_glob(path) if name is None else os.path.isfile(name)
+
+
+def _local_name(url: str) -> str | None:
+    """Return the path of a local URL, or None for other URLs."""
+    if "://" in url and not url.startswith(("file://", "local://")):
+        return None
+    _, name, is_local = open_filesystem(url)
+    return name if is_local else None
+
+
+def _files_of_reader(config: DataConfig) -> list[Path] | None:
+    """Return the files that a user's reader says it reads.
+
+    Raises:
+        CodeError: its function raised an exception; names its line.
+    """
+    known = reader_of(str(config.reader))
+    files: Callable[[DataConfig], object] | None = known[0].files if known else None
+    if files is None:
+        return None
+    with attribute_errors_to_user_code():
+        return [*map(Path, files(config))]  # type: ignore[call-overload]
+
+
+def check_splits(source: str, path: str, files: list[Path]) -> None:
+    """Refuse files that are named for several splits.
+
+    Raises:
+        DataError: has the words that give each split by itself.
+    """
+    top = os.path.commonpath([file.parent for file in files])
+    names: dict[str, list[str]] = {}
+    words: dict[str, str] = {}
+    for file in files:
+        name = file.relative_to(top).as_posix()
+        if word := _split_word(PurePosixPath(name)):
+            split = SPLITS[word.lower()]
+            names.setdefault(split, []).append(name)
+            words[split] = word
+    if len(names) < 2:
+        return
+    globs = {}
+    for split, of_split in names.items():
+        if "://" in path:
+            first, *chain = path.split("::")
+            base = first.partition("*")[0].rpartition("/")[0]
+            is_directory = f"{words[split]}/" in of_split[0]
+            last = f"{words[split]}/**" if is_directory else f"*{words[split]}*"
+            globs[split] = "::".join([f"{base}/**/{last}", *chain])
+        else:
+            directory = min(top, os.path.relpath(top), key=len)
+            globs[split] = os.path.normpath(os.path.join(directory, _glob_of(of_split)))
+    shown = ", ".join(repr(of_split[0]) for of_split in names.values())
+    train = globs.pop("train", "...")
+    given = ", ".join(f'{split}: "{each}"' for split, each in globs.items())
+    raise DataError(
+        f"{source} has files that are named for several splits: {shown}; name each split, as in "
+        f"'data.path=\"{train}\"' 'data.split_paths={{{given}}}', or read all files as one text "
+        "with data.split_paths={}"
+    )
+
+
+def _split_word(name: PurePosixPath) -> str:
+    """Return the name of a split that a directory of a file has, or the file, or ""."""
+    for part in name.parts[:-1]:
+        if part.lower() in SPLITS:
+            return part
+    match = NAMED.search(name.name)
+    return match[1] if match else ""
+
+
+def _glob_of(names: list[str]) -> str:
+    """Return a glob of files by what their names have in common."""
+    if len(names) == 1:
+        return names[0]
+    begin = _common_begin(names)
+    end = _common_begin([name[::-1] for name in names])[::-1]
+    if any("/" in name[len(begin) :] for name in names):
+        begin = "/".join([*begin.split("/")[:-1], "**", ""])
+        end = PurePosixPath(end).suffix
+    return f"{begin}*{end}"
+
+
+def _common_begin(names: list[str]) -> str:
+    same = [len({*letters}) == 1 for letters in zip(*names, strict=False)]
+    return names[0][: [*same, False].index(False)]

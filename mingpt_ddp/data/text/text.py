@@ -1,0 +1,504 @@
+"""A text: its files, their format, and its pieces, which are hashed while they are read."""
+
+import codecs
+import hashlib
+import io
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code, reader_of
+from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.data.digests import digest_of, status_of
+from mingpt_ddp.data.file_kinds import (
+    BINARY,
+    DAMAGES,
+    HEAD_BYTES,
+    NOT_UTF8,
+    READ,
+    TAR,
+    TEXT,
+    ZIP,
+    Kind,
+    decompressed,
+    is_utf8,
+    kind_of,
+    kind_of_file,
+)
+from mingpt_ddp.data.text.files import BUILTIN, check_splits, files_of, is_one_file
+from mingpt_ddp.data.text.parquet import parquet_table
+from mingpt_ddp.data.text.records import choose_column, csv_table, json_table
+from mingpt_ddp.data.text.text_cache import TextCache, sha256_of_file
+from mingpt_ddp.data.tokenizers.tokenizer import CODE_POINTS
+from mingpt_ddp.data.tokenizers.tokenizer_base import END, code_points
+from mingpt_ddp.data.tokens.token_files import TOKEN_SUFFIXES, TokenFile, find_tokens
+from mingpt_ddp.errors import DataError, counted
+
+CHUNK_BYTES = HEAD_BYTES
+TABLES = {"jsonl": json_table, "csv": csv_table, "parquet": parquet_table}
+MAX_GROUPS = 5  # groups of files in a line of the log
+MAX_NAMES = 3  # names of a group
+MAX_NAME = 100  # characters
+
+
+class Piece(NamedTuple):
+    """Part of a document, or all of it.
+
+    Attributes:
+        file: Index of the file.
+        number: Line, row or object of the document in its file. 0 if the file is the document.
+    """
+
+    file: int
+    number: int
+    text: str
+
+
+class Text:
+    """A text, or files of tokens, that can be read several times.
+
+    Attributes:
+        source: Name of the text in log and error messages.
+        split: The split that is all of the text, or "" if the text is divided.
+        files: The files that are read, or None if a user's reader does not say which. `look` leaves
+            out those of other formats.
+        form: The format, as data.format. It is never auto once `look` has been called.
+        read, skipped: Lines for the log. They are complete once the text has been read.
+        sha256: Set by `measure`, as are `length` in characters and `characters`.
+        read_sha256: SHA-256 of what `pieces` has read to its end.
+    """
+
+    def __init__(self, config: DataConfig, source: str, split: str, cache: TextCache) -> None:
+        self.config = config
+        self.source = source
+        self.split = split
+        self.files = files_of(config, source, cache)
+        self._status = None if self.files is None else status_of(self.files)
+        self._is_file = config.reader is None and config.path != BUILTIN
+        self._is_several = self._is_file and not is_one_file(config)
+        self.form: Form = "text"
+        self.read = self.skipped = ""
+        self.sha256 = self.read_sha256 = ""
+        self.length = 0
+        self.characters = np.zeros(0, np.int64)  # distinct code points
+        self.tokens: list[TokenFile] = []
+
+    def key(self) -> list[Any]:
+        """Return the cache key of this text: its files and the options used to read them."""
+        config = self.config
+        how: list[Any] = [config.format, config.column, config.end_token, config.dtype]
+        if config.reader is not None:
+            known = reader_of(config.reader)
+            how = [vars(config), known and known[1]]
+        return [how, self.split, self._is_several, self._status]
+
+    @property
+    def newest_ns(self) -> float:
+        """The newest modification or change time of the files, infinite if they are not known."""
+        if self._status is None:
+            return float("inf")
+        return max((max(times) for _, _, *times, _ in self._status), default=0)
+
+    def names(self) -> list[str]:
+        """Return the files by the index that pieces have."""
+        return [*map(str, self.files)] if self._is_file and self.files else [self.source]
+
+    def name(self, path: Path) -> str:
+        """Return a file's name in messages."""
+        assert self.files is not None
+        return os.path.relpath(path, os.path.commonpath([each.parent for each in self.files]))
+
+    def _where(self, path: Path) -> str:
+        return f"{self.source}: {self.name(path)}" if self._is_several else self.source
+
+    # The format
+
+    def look(self, kept: Form | None, checks_splits: bool) -> None:
+        """Decide the format, and leave out files of other formats.
+
+        Args:
+            kept: The format of a snapshot, which goes on with its text, whatever it looks like.
+            checks_splits: Refuse files that are named for several splits.
+
+        Raises:
+            DataError: There is no text, or something that is not text; says what to do.
+        """
+        if not self._is_file:
+            return
+        assert self.files is not None
+        form = kept or self.config.format
+        if form in ("auto", "text"):
+            _refuse_holes(self.files)
+        if self._is_several:
+            self._select(self.files, form, is_new=kept is None)
+            if checks_splits:
+                check_splits(self.source, str(self.config.path), self.files)
+        else:
+            self._decide(self.files[0], form)
+        if self.form == "tokens":
+            self.tokens = find_tokens([*map(str, self.files)], self.source, self.config.dtype)
+        if self.config.column is not None and self.form in ("text", "tokens"):
+            raise DataError(
+                f"data.column={self.config.column} needs a table; {self.source} is read as "
+                f"{self.form}"
+            )
+
+    def _decide(self, path: Path, form: Form) -> None:
+        """Decide the format of a single file."""
+        if form not in ("auto", "text"):
+            self.form = form
+            return
+        kind = kind_of_file(path)
+        if kind in (ZIP, TAR) or (form == "auto" and kind.form is None and kind != NOT_UTF8):
+            raise kind.refusal(self.source, str(self.config.path), "text")
+        if form == "auto" and kind == TEXT and path.suffix == ".json" and path.stat().st_size:
+            raise DataError(
+                f"{self.source} is neither lines of JSON objects nor an array of them; {READ}, "
+                "or set data.format=text to read it as it is"
+            )
+        self.form = kind.form or "text"
+        if form == "text":
+            self.form = form
+
+    def _select(self, files: list[Path], form: Form, is_new: bool) -> None:
+        """Keep the files of one format among several: that of most bytes, or the one given."""
+        if form == "tokens":
+            self.form = form
+            self.files = [path for path in files if path.name.endswith(TOKEN_SUFFIXES)]
+            if not self.files:
+                raise DataError(f"{self.source} has no files that end with .bin or .npy")
+            return
+        kinds: dict[Path, Kind] = {}
+        sizes = {path: path.stat().st_size for path in files}
+        bytes_of: Counter[Form] = Counter()
+        for path in files:
+            kinds[path] = kind_of_file(path)
+            if readable := kinds[path].form:
+                bytes_of[readable] += sizes[path]
+        if form == "auto":
+            forms = [each for each in get_args(Form) if each in bytes_of]
+            form = max(forms, key=bytes_of.__getitem__, default="text")
+        self.form = form
+        skipped: dict[str, list[Path]] = defaultdict(list)
+        self.files = []
+        for path in filter(sizes.__getitem__, files):
+            is_read = kinds[path].form == form
+            if self.config.format == "text":
+                is_read = _is_utf8_file(path)
+            (self.files if is_read else skipped[kinds[path].name]).append(path)
+        left_out = [path for paths in skipped.values() for path in paths]
+        size = sum(sizes[path] for path in left_out)
+        total = size + sum(sizes[path] for path in self.files)
+        advice = ""
+        if left_out:
+            advice = f"; {kinds[max(left_out, key=sizes.__getitem__)].advice}"
+            self.skipped = f"skipped {self._shown(skipped, files)}"
+        if not self.files:
+            what = "texts" if form == "text" else f"files of data.format={form}"
+            raise DataError(
+                ": ".join(filter(None, [f"{self.source} has no {what}", self.skipped])) + advice
+            )
+        if 2 * size > total and is_new and self.config.format == "auto":
+            raise DataError(
+                f"{self.source} is mostly not {form}: {self.skipped}, {size:,} of {total:,} bytes; "
+                f"name its texts alone by a glob{advice.replace(';', ', or', 1)}"
+            )
+
+    def _shown(self, groups: dict[str, list[Path]], files: list[Path]) -> str:
+        """Return groups of files, the largest first, as in `2 .txt ('a.txt', 'b.txt')`."""
+        top = os.path.commonpath([each.parent for each in files])
+        texts = []
+        ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
+        for group, paths in ordered[:MAX_GROUPS]:
+            names = [os.path.relpath(path, top) for path in paths[:MAX_NAMES]]
+            shown = [
+                repr(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...") for name in names
+            ]
+            shown += ["..."] * (len(paths) > MAX_NAMES)
+            texts.append(f"{len(paths):,} {group} ({', '.join(shown)})")
+        if len(ordered) > MAX_GROUPS:
+            texts.append(f"{len(ordered) - MAX_GROUPS:,} more kinds")
+        return ", ".join(texts)
+
+    # What is read
+
+    def measure(self) -> None:
+        """Read the text once: hash it, and count its characters.
+
+        The end of a document counts as one character, so that all tokenizers divide a text alike.
+
+        Raises:
+            DataError: It cannot be read, or it is empty.
+        """
+        if self.form == "tokens":
+            assert self.files is not None
+            self.sha256 = combined([*map(sha256_of_file, self.files)])
+            return self._describe("")
+        seen = np.zeros(CODE_POINTS, dtype=bool)
+        length = 0
+        is_empty = True
+        for text in gathered(self.pieces()):
+            seen[code_points(text)] = True
+            length += len(text)
+            is_empty = is_empty and not text.strip(END)
+        if is_empty:
+            raise DataError(f"{self.source} is empty")
+        seen[ord(END)] = False
+        self.sha256 = self.read_sha256
+        self.length = length
+        self.characters = np.flatnonzero(seen)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the text, with END or a line feed after each document that needs one.
+
+        Raises:
+            DataError: Names the file, and the line, row or byte that cannot be read.
+        """
+        return self._texts() if self.form == "text" else self._records()
+
+    def _texts(self) -> Iterator[Piece]:
+        """Yield files of UTF-8, or what a user's reader yields."""
+        hashes = []
+        stream = hashlib.sha256()
+        files: list[Any] = [*self.files] if self._is_file and self.files else [None]
+        ends = self.config.end_token
+        for index, path in enumerate(files):
+            last = ""
+            raw = path and (io.FileIO if self._is_several else _HashedFile)(path)
+            for text in self._decoded(path, raw, stream):
+                yield Piece(index, 0, text)
+                last = text
+            if last and self._is_several and not ends and last[-1] != "\n":
+                yield Piece(index, 0, "\n")
+                stream.update(b"\n")
+            if ends and last:
+                yield Piece(index, 0, END)
+            if isinstance(raw, _HashedFile):
+                hashes.append(raw.finish())
+            elif (ends and last) or path is None:
+                hashes.append(stream.hexdigest())
+                stream = hashlib.sha256()
+        self.read_sha256 = combined(hashes or [stream.hexdigest()])
+        self._describe("")
+
+    def _decoded(self, path: Path | None, raw: Any, stream: Any) -> Iterator[str]:
+        """Yield the characters of a file, without a byte order mark."""
+        where = self.source if path is None else self._where(path)
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        position = 0
+        at_start = True
+        for chunk in self._chunks(raw, where):
+            position += len(chunk)
+            try:
+                text = decoder.decode(chunk, final=not chunk)
+            except UnicodeDecodeError as error:
+                kind = kind_of(chunk) if at_start else TEXT
+                if kind not in (TEXT, BINARY, NOT_UTF8):
+                    raise kind.refusal(where, str(self.config.path), "text") from error
+                # What the decoder was given ends where the chunk ends.
+                at = position - len(error.object) + error.start
+                raise DataError(f"{where} is not UTF-8 at byte {at}; {NOT_UTF8.advice}") from error
+            if not self._is_file:
+                stream.update(text.encode())
+            if at_start and text:
+                text = text.removeprefix("\ufeff")
+                at_start = False
+            if self._is_several:
+                stream.update(text.encode())
+            if text:
+                yield text
+
+    def _chunks(self, raw: Any, where: str) -> Iterator[bytes]:
+        """Yield the bytes of a text, decompressed, and an empty chunk at the end."""
+        if raw is None:
+            pieces = _python_docs() if self.config.reader is None else _read(self.config, where)
+            yield from filter(None, pieces)
+        else:
+            try:
+                with io.BufferedReader(raw, HEAD_BYTES) as buffered:
+                    file = decompressed(buffered)
+                    while chunk := file.read(CHUNK_BYTES):
+                        yield chunk
+            except DAMAGES as error:
+                raise DataError(f"{where} is damaged or cut off: {error}") from error
+        yield b""
+
+    def _records(self) -> Iterator[Piece]:
+        """Yield the texts of all rows but those that are null or empty."""
+        assert self.files is not None
+        hashes = []
+        column = self.config.column
+        n_texts = n_empty = 0
+        for index, path in enumerate(self.files):
+            where = self._where(path)
+            try:
+                raw = _HashedFile(path)
+                if self.form == "parquet":  # which is not read from its begin to its end
+                    raw.drain()
+                    raw.seek(0)
+                with io.BufferedReader(raw, HEAD_BYTES) as buffered:
+                    table = TABLES[self.form](decompressed(buffered), where)
+                    if index == 0 or self.form != "jsonl":  # whose rows may lack the key
+                        column = choose_column(table, column, where)
+                    for number, text in table.values(str(column)):
+                        if not text:
+                            n_empty += 1
+                            continue
+                        n_texts += 1
+                        if self.config.end_token:
+                            text += END
+                        elif not text.endswith("\n"):
+                            text += "\n"
+                        yield Piece(index, number, text)
+                    hashes.append(raw.finish())
+            except DAMAGES as error:
+                raise DataError(f"{where} is damaged or cut off: {error}") from error
+        self.read_sha256 = combined(hashes)
+        skipped = f"; skipped {counted(n_empty, 'row')} without text" if n_empty else ""
+        self._describe(f", {counted(n_texts, 'text')} of data.column={column}{skipped}")
+
+    def _describe(self, rows: str) -> None:
+        """Write the line for the log."""
+        line = f"{self.source}: read with data.format={self.form}"
+        if self.config.reader is not None:
+            line = f"{self.source}: read with data.reader={self.config.reader}"
+        if self._is_several and self.files:
+            groups: dict[str, list[Path]] = defaultdict(list)
+            for path in self.files:
+                suffix = path.suffix[:MAX_NAME]
+                groups[suffix if suffix.isprintable() and suffix else "without a suffix"].append(
+                    path
+                )
+            size = sum(path.stat().st_size for path in self.files)
+            files = f"{counted(len(self.files), 'file')} of {counted(size, 'byte')}"
+            line = f"{line}, {files}: {self._shown(groups, self.files)}"
+        self.read = f"{line}{rows}"
+
+
+class _HashedFile(io.RawIOBase):
+    """A file that is hashed while it is read from its begin to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = io.FileIO(path)
+        self._digest: Any = hashlib.sha256()
+        self._hash = ""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._hash)
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        if not self._hash:
+            self._digest.update(buffer[:count])
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def drain(self) -> None:
+        """Read what is left of the file."""
+        while piece := self._file.read(CHUNK_BYTES):
+            self._digest.update(piece)
+        self._hash = self._digest.hexdigest()
+
+    def finish(self) -> str:
+        """Return the SHA-256 of the whole file, and close it; `close` only closes this object.
+
+        A decompressor may have closed it.
+        """
+        if not self._hash:
+            self.drain()
+        self._file.close()
+        return self._hash
+
+
+def combined(hashes: list[Any]) -> str:
+    """Return the SHA-256 of several files or documents, or the one of a single one."""
+    return str(hashes[0]) if len(hashes) == 1 else digest_of(hashes)
+
+
+def sha256_of_all(texts: list[Text]) -> str:
+    """Return the SHA-256 of texts together, and of the splits that they are."""
+    return combined([{text.split: text.sha256} if text.split else text.sha256 for text in texts])
+
+
+def gathered(pieces: Iterator[Piece]) -> Iterator[str]:
+    """Join short pieces, so that what follows costs little for each of them."""
+    texts: list[str] = []
+    size = 0
+    for piece in pieces:
+        texts.append(piece.text)
+        size += len(piece.text)
+        if size >= CHUNK_BYTES:
+            yield "".join(texts)
+            texts = []
+            size = 0
+    yield "".join(texts)
+
+
+def python_docs() -> str:
+    """Return the language reference that CPython's help() shows.
+
+    It has 460,000 to 600,000 characters, by Python version.
+    """
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _python_docs() -> Iterator[bytes]:
+    yield python_docs().encode()
+
+
+def _read(config: DataConfig, source: str) -> Iterator[bytes]:
+    """Yield the pieces of a user's reader as UTF-8.
+
+    Raises:
+        CodeError: the reader raised an exception; names its line.
+        DataError: the reader yields something other than text, or cannot read its source.
+    """
+    name = f"data.reader={config.reader}"
+    with attribute_errors_to_user_code():
+        try:
+            for piece in BUILDERS["data"][str(config.reader)](config):
+                try:
+                    yield piece.encode()
+                except (AttributeError, UnicodeEncodeError) as error:
+                    raise DataError(f"{name} must yield text: {error}") from error
+        except OSError as error:
+            text = "its text" if config.path is None else source
+            raise DataError(f"{name} cannot read {text}: {error}") from error
+
+
+def _is_utf8_file(path: Path) -> bool:
+    with open(path, "rb") as raw:
+        try:
+            return is_utf8(decompressed(raw).read(HEAD_BYTES))
+        except DAMAGES:  # which are reported when it is read
+            return True
+
+
+def _refuse_holes(files: list[Path]) -> None:
+    """Refuse a text with holes, which may claim a terabyte and read as NUL bytes.
+
+    Raises:
+        DataError: names the file.
+    """
+    for path in files:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
+                raise DataError(
+                    f"{path} has holes, as an unfinished download does, and is not text; "
+                    "copy it again"
+                )

@@ -1,0 +1,285 @@
+"""A text that an earlier start has read is not read again, unless it may have changed."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mingpt_ddp.config import builders
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data.prepare import prepare_all
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
+from mingpt_ddp.errors import DataError
+from tests.unit.data.reading import make_directory, make_zip
+
+LINE = "To be, or not to be: that is the question.\n"
+TEXT = LINE * 100_000  # of which the head that is looked at is a small share
+LATER_NS = 10_000_000_000
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """Let ten seconds pass since the files were written."""
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + LATER_NS)
+
+
+def start(config: DataConfig) -> int:
+    """Return how often a start reads the text, by the bytes that the process reads."""
+    before = bytes_read()
+    prepare_all(config)
+    return round((bytes_read() - before) / len(TEXT))
+
+
+def bytes_read() -> int:
+    [count] = re.findall(r"rchar: (\d+)", Path("/proc/self/io").read_text())
+    return int(count)
+
+
+def in_place(path: Path, at: int = 10) -> None:
+    """Change a letter; the size and the inode stay."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"X")
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("form", ["file", "directory", "archive"])
+def test_what_was_read_is_not_read_again(form, settings, tmp_path, log_lines):
+    """The first start reads a text twice, and its tokens once; the log is the same each time."""
+    path: str | Path = TEXT
+    files = {"a.txt": TEXT.encode(), "b.png": b"\x89PNG\r\n\x1a\n"}
+    if form == "directory":
+        path = make_directory(tmp_path / "texts", files)
+    elif form == "archive":
+        path = make_zip(tmp_path / "texts.zip", {"a.txt": TEXT.encode()})
+    config = settings(path)
+    if form == "archive":
+        config = replace(config, path=f"zip://*.txt::{path}")
+    assert start(config) == 3
+    log_lines.clear()
+    first = prepare_all(config)
+    lines = list(log_lines)
+    log_lines.clear()
+    assert start(config) == 0
+    assert prepare_all(config) == first
+    assert log_lines == 2 * lines, "what is read and skipped is said again"
+    assert start(replace(config, block_size=4, train_split=0.5)) == 0
+    assert start(replace(config, verify="always")) >= 2
+    assert start(replace(config, sha256=first[""].sha256)) in (0, 3)  # another download
+    with pytest.raises(DataError, match=f"has SHA-256 {first[''].sha256}, not data.sha256=000"):
+        prepare_all(replace(config, sha256="0" * 64))
+    if form == "directory":
+        assert "skipped 1 not UTF-8" in lines[0]
+        (tmp_path / "texts/c.txt").write_text(LINE)
+        assert start(config) >= 3
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.utime(path),
+        in_place,
+        lambda path: path.with_name("new").write_text(TEXT.lower()) and replace_with_times(path),
+        lambda path: (in_place(path), os.utime(path, ns=(0, 0))),
+    ],
+    ids=["touched", "in place", "replaced, with its mtime", "in place, with its mtime"],
+)
+def test_a_change_is_found(change, settings):
+    config = settings(TEXT)
+    path = Path(config.path)
+    os.utime(path, ns=(0, 0))
+    before = prepare_all(config)[""].sha256
+    assert start(config) == 0
+    change(path)
+    assert start(config) >= 2
+    assert (prepare_all(config)[""].sha256 == before) == (path.read_text() == TEXT)
+
+
+def replace_with_times(path: Path) -> None:
+    """Put the new file in the place of the old one, with its modification time."""
+    new = path.with_name("new")
+    times = path.stat().st_mtime_ns
+    os.utime(new, ns=(times, times))
+    os.replace(new, path)
+
+
+def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkeypatch):
+    """Within two seconds of a write another one might not change its times."""
+    config = settings(TEXT)
+    first = prepare_all(config)
+    status = os.stat(config.path)
+    assert start(config) == 1
+    in_place(Path(config.path))
+    real = os.stat
+    same = lambda path, **options: status if path == Path(config.path) else real(path, **options)  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", same)
+        assert prepare_all(config)[""].sha256 != first[""].sha256
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now() + LATER_NS)
+    assert (start(config) >= 1, start(config)) == (True, 0)
+
+
+@pytest.mark.usefixtures("later")
+def test_tokens_that_were_written_to_are_encoded_again(settings):
+    config = settings(TEXT)
+    first = prepare_all(config)
+    tokens = Path(first[""].directory) / "tokens.bin"
+    content = tokens.read_bytes()
+    in_place(tokens)
+    assert prepare_all(config) == first
+    assert tokens.read_bytes() == content
+    os.utime(tokens)  # as a copy of the cache
+    assert start(config) == 1
+
+
+@pytest.mark.parametrize("form", ["text", "documents", "rows", "splits"])
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_the_cache_says_where_tokens_come_from(form, tokenizer, settings, tmp_path):
+    """sources.bin has the first token of each document, and of what a split cuts off of one."""
+    if tokenizer == "bpe":
+        pytest.importorskip("tokenizers")
+    names = ["a.txt", "b.txt", "c.txt"]
+    texts = [f"größer {name} " * 30 + "end" for name in names]
+    if form == "rows":
+        texts = [f"größer {i}" for i in range(90)]
+        rows = [f'{{"text": "{text}"}}\n' for text in texts]
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(rows))
+    else:
+        path = make_directory(
+            tmp_path / "texts", {n: t.encode() for n, t in zip(names, texts, strict=True)}
+        )
+    config = settings(path, tokenizer=tokenizer, end_token=form == "documents", train_split=0.7)
+    if form == "splits":
+        config = replace(config, split_paths={"test": str(tmp_path / "texts/b.txt")})
+    encoded = prepare_all(config)[""]
+    directory = Path(encoded.directory)
+    files = json.loads((directory / "meta.json").read_text())["entry"]["files"]
+    tokens = np.fromfile(directory / "tokens.bin", encoded.dtype)
+    table = np.fromfile(directory / "sources.bin", np.int64).reshape(-1, 4)
+    sizes = tokenizer_from_state(encoded.tokenizer).token_sizes
+    assert (np.diff(table[:, 0]) >= 0).all()
+    begins = table[:, 0].tolist()
+    for (begin, file, number, byte), end in zip(table, [*begins[1:], len(tokens)], strict=True):
+        text = texts[number - 1] if form == "rows" else Path(files[file]).read_text()
+        rest = text.encode()[byte:]
+        decoded = tokenizer_from_state(encoded.tokenizer).decode(tokens[begin:end].tolist())
+        if tokenizer != "bpe":
+            assert (rest + b"\n").startswith(decoded.encode())
+        else:  # whose tokens may begin before a document, and end after it
+            assert decoded.encode().strip()[:3] in rest[: sizes[tokens[begin]] + 3]
+    documents = {(file, number) for _, file, number, _ in table.tolist()}
+    assert len(documents) == len(texts) + (form == "splits")
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A web server of one text with an ETag; `loads` counts the downloads."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        content = TEXT.encode()
+        etag = '"1"'
+        loads = 0
+
+        def do_HEAD(self):
+            self.send_response(200)
+            self.send_header("ETag", self.etag)
+            self.send_header("Content-Length", str(len(self.content)))
+            self.end_headers()
+
+        def do_GET(self):
+            Handler.loads += 1
+            self.do_HEAD()
+            self.wfile.write(self.content)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.02,))
+        thread.start()
+        Handler.url = f"http://127.0.0.1:{web.server_port}/text.txt"
+        yield Handler
+        web.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("later")
+def test_a_download_is_kept_while_its_etag_is_the_same(settings, server):
+    config = settings("", path=server.url)
+    first = prepare_all(config)
+    assert (start(config), server.loads) == (0, 1)
+
+    prepare_all(replace(config, verify="always"))
+    assert server.loads == 2
+
+    server.content = TEXT.upper().encode()
+    server.etag = '"2"'
+    changed = prepare_all(config)
+    assert changed[""].sha256 != first[""].sha256
+    assert server.loads == 3
+
+    server.etag = 'W/"2"'  # a weak ETag is not of the bytes; the same bytes are not encoded again
+    known = prepare_all(config)
+    assert start(config) == 2  # to compare the downloads
+    assert (prepare_all(config), server.loads) == (known, 6)
+
+
+READER = """
+from mingpt_ddp.registry import DataConfig, register
+
+@register("data", "own", DataConfig, files=lambda config: [config.path])
+def own(config):
+    with open("calls", "a") as file:
+        file.write(".")
+    yield open(config.path).read()
+"""
+
+
+@pytest.mark.usefixtures("later")
+def test_a_reader_that_names_its_files_is_called_again_once_they_change(
+    settings, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "mine.py"
+    config = replace(settings(TEXT), reader="own")
+
+    def calls(content: str) -> int:
+        """Return how often a new process calls the reader."""
+        code.write_text(content)
+        monkeypatch.setattr(builders, "_files", {})
+        builders.BUILDERS["data"].pop("own", None)
+        builders._configs("data").pop("own", None)
+        builders.run_file(code, "data.code")
+        Path("calls").write_text("")
+        prepare_all(config)
+        return len(Path("calls").read_text())
+
+    try:
+        assert calls(READER) == 2
+        assert calls(READER) == 0
+        assert calls(READER + "# other\n") == 2
+        in_place(Path(config.path))
+        assert calls(READER + "# other\n") == 2
+        unknown = READER.replace(", files=lambda config: [config.path]", "")
+        assert (calls(unknown), calls(unknown)) == (2, 1)
+        with pytest.raises(DataError, match="there is no such file"):
+            calls(READER.replace("[config.path]", "['nowhere']"))
+    finally:
+        builders.BUILDERS["data"].pop("own", None)
+        builders._configs("data").pop("own", None)
+    with pytest.raises(ValueError, match="only a reader of text has files"):
+        builders.register("model", "own", builders.ModelConfig, files=lambda config: [])
