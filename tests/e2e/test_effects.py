@@ -31,7 +31,6 @@ OTHERS = {
     "data.cache_dir": ["data.cache_dir={tmp}/cache"],
     "data.verify": ["data.verify=always"],
     "data.val_paths": ["data.val_paths={{other: {texts}/other.txt}}"],
-    "data.max_expansion": ["data.max_expansion=2"],
     "data.num_workers": ["data.num_workers=1"],
     "data.pin_memory": ["data.pin_memory=false"],
     "ddp.strategy": ["ddp.strategy=ddp"],

@@ -11,8 +11,19 @@ from launching import WITH_DIGITS, call, hashes, python_main
 from make_recorded_runs import DATA, RUNS, STEPS, command, train_losses
 
 # By run: the word of its command that is refused now, and what the command needs now.
-RETIRED = {"csv": "tracker=csv", "devices": "model.devices=2", "digits": "data=digits"}
-ADDED = {"digits": [WITH_DIGITS, "data=digits"], "moved": ["run.resume=first/run"]}
+RETIRED = {
+    "csv": "tracker=csv",
+    "devices": "model.devices=2",
+    "digits": "data=digits",
+    "zip": "data.path=text.zip",
+    "tar": "data.path=text.tar.gz",
+}
+ADDED = {
+    "digits": [WITH_DIGITS, "data=digits"],
+    "moved": ["run.resume=first/run"],
+    "zip": ["data.path=zip://**::text.zip"],
+    "tar": ["data.path=tar://**::text.tar.gz"],
+}
 
 
 @pytest.fixture

@@ -14,14 +14,12 @@ import socket
 import stat
 import tarfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMAT2 = ROOT / "tests" / "data" / "format2"
-BOMB_BYTES = 160 << 20  # of zeros or lines, of a small archive
 HOSTILE = "hostile"  # the directory of the files that are hostile as a whole
 LINE = b"to be or not\n"
 PHRASES = ["the king", "a horse", "what light", "to be", "or not"]
@@ -96,13 +94,6 @@ def tensors(header: bytes, data: bytes = b"") -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-BOMBS: dict[str, Callable[[], bytes]] = {
-    "bomb.gz": lambda: gzip.compress(LINE * (BOMB_BYTES // len(LINE))),
-    "bomb.zip": lambda: zipped({"a.txt": LINE * (BOMB_BYTES // len(LINE))}),
-    "bomb.tar.gz": lambda: gzip.compress(
-        tarred((tar_member("a.txt"), LINE * (BOMB_BYTES // len(LINE))))
-    ),
-}
 SPECIAL = (
     "fifo",
     "directory",
@@ -120,12 +111,12 @@ SPECIAL = (
 
 def names() -> list[str]:
     """Return the names of all hostile files, and of one that is missing."""
-    return [*contents(), *BOMBS, *SPECIAL, "missing"]
+    return [*contents(), *SPECIAL, "missing"]
 
 
 @functools.cache
 def contents() -> dict[str, bytes]:
-    """Return the regular files among the hostile ones, by name, without the bombs."""
+    """Return the regular files among the hostile ones, by name."""
     aliases = "\n".join(
         [
             "a0: &a0 [x, x]",
@@ -191,8 +182,6 @@ def make_hostile(directory: Path) -> None:
     directory.mkdir()
     for name, content in contents().items():
         (directory / name).write_bytes(content)
-    for name, bomb in BOMBS.items():
-        (directory / name).write_bytes(bomb())
     os.mkfifo(directory / "fifo")
     (directory / "directory").mkdir()
     targets = {

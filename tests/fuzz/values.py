@@ -90,7 +90,7 @@ WORDS = (
 # Not blockcache and simplecache, whose directories fsspec leaves in TMPDIR.
 URLS = """
 foo://bar http://127.0.0.1:9/x https://[ http://127.0.0.1:99999/x :// file:// file:/// data:,a memory://x memory://
-zip://a.txt::good.zip tar://a::b a::b :: reference://x dir://x ftp://127.0.0.1:9/x
+zip://a.txt::good.zip zip://**::good.zip zip://**::hostile/up.zip zip://**::hostile/half.zip tar://**::hostile/links.tar tar://**::hostile/bad_sparse.tar tar://a::b a::b :: reference://x dir://x ftp://127.0.0.1:9/x
 sftp://127.0.0.1:9/x github://a:b@/x local://good.txt filecache://x gs://b/x hf://b/x s3://
 s3://bucket/x http://user:secret@127.0.0.1:9/ git://x jupyter://x libarchive://x smb://127.0.0.1:9/x dask://x root://
 webhdfs://127.0.0.1:9/x

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +18,6 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
-from mingpt_ddp.distributed.group.shared_locks import check_shared_locks
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError, RunError, TrainingError, UserError
 from mingpt_ddp.metrics.meters import Meter
@@ -86,21 +81,6 @@ def name_nodes(runtime: Runtime, size: int) -> list[Any]:
     """Return the outcome of a call on the first rank of each node, whose values differ."""
     name = f"node {runtime.group.rank}" + "." * size
     return outcome_of(lambda: runtime.group.run_on_each_node(lambda: name))[:2]
-
-
-def lock_on_two_nodes(runtime: Runtime) -> list[Any]:
-    """Check a directory whose locks hold between the nodes, and one where they do not."""
-    temporary = Path(tempfile.gettempdir())
-    outcomes = []
-    flock = fcntl.flock
-    for works in (True, False):
-        if not works and runtime.group.rank == 2:
-            fcntl.flock = lambda file, operation: None
-        check = partial(check_shared_locks, runtime.group, temporary / "none", "data.cache_dir")
-        outcomes.append(outcome_of(check)[:2])
-        fcntl.flock = flock
-    left = runtime.group.run_on_rank_zero(lambda: len([*temporary.glob(".partial-*/.lock")]))
-    return [*outcomes, left]
 
 
 def prepare_longer_than_the_timeout(runtime: Runtime) -> list[Any]:
@@ -233,7 +213,6 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         runtime, DataError("node 2 has no disk"), worker=2, per_node=True
     )
     observed["different nodes"] = [name_nodes(runtime, size) for size in (0, 1000)]
-    observed["locks"] = lock_on_two_nodes(runtime)
     meter = Meter(runtime, 1, "tokens")
     for loss in (1.0, 2.0):
         meter.record({"loss": torch.tensor(loss * (rank + 1))}, torch.tensor(0.0), 0.0)
@@ -384,15 +363,6 @@ def test_an_error_on_another_node_is_raised_on_every_rank(observed):
 
 def test_preparing_may_take_longer_than_a_collective(observed):
     assert observed["prepared"] == [[0, PREPARING, STARTING]] * WORLD
-
-
-def test_locks_that_do_not_hold_between_nodes_are_refused(observed):
-    where = f"data.cache_dir={Path(tempfile.gettempdir()) / 'none'}"
-    message = (
-        f"config error: {where} is shared by rank 0 and rank 2, but locks there do not hold "
-        "between nodes; choose a directory on a disk of each node"
-    )
-    assert observed["locks"] == [[["value", None], ["ConfigError", message], 0]] * WORLD
 
 
 def test_a_meter_sums_over_all_ranks(observed):

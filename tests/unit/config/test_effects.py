@@ -226,12 +226,12 @@ def test_a_replay_takes_what_decides_the_bits(tmp_path):
         "trainer.patience",
     ):
         values = with_value(values, key, 7)
-    for key in ("trainer.compile", "trainer.ema", "ddp.bucket_cap_mb", "data.max_expansion"):
+    for key in ("trainer.compile", "trainer.ema", "ddp.bucket_cap_mb"):
         values = with_value(values, key, 0.5)
     write_config(tmp_path / "recorded", values)
     kept = yaml.safe_load((tmp_path / "recorded" / "config.yaml").read_text())
     assert kept["trainer"]["compile"] == kept["trainer"]["ema"] == 0.5
-    assert kept["ddp"]["bucket_cap_mb"] == kept["data"]["max_expansion"] == 0.5
+    assert kept["ddp"]["bucket_cap_mb"] == 0.5
     assert {*kept["trainer"]} & {"log_every", "patience", "eval_every"} == set()
     assert (kept["tracker"], kept["snapshot"]) == ({}, {})
 
