@@ -241,6 +241,16 @@ def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if (group, key) not in retired_keys}
 
 
+def without_unknown(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration without the keys that this version does not know."""
+    known = {}
+    for group, values in config.items():
+        classes = GROUPS[group][1].values() if group in GROUPS else ()
+        names = {name for cls in classes for name in field_types(cls)}
+        known[group] = {key: value for key, value in values.items() if key in names}
+    return known
+
+
 def build_group(group: str, values: Any) -> Any:
     """Return one group of the configuration, typed.
 

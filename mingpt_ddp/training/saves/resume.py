@@ -15,6 +15,7 @@ from mingpt_ddp.config.config import (
     flatten,
     from_mapping,
     named_keys,
+    without_unknown,
 )
 from mingpt_ddp.config.validation import NotRegisteredError, build
 from mingpt_ddp.data.dataloader import BatchPlan
@@ -155,7 +156,7 @@ def _recorded_settings(step: int, state: Any, config: Config) -> dict[str, Any]:
         One of INVALID: it is not the state of this step of a run.
     """
     # ddp may differ, even in its keys
-    recorded = {**state["config"], "ddp": config.to_dict()["ddp"]}
+    recorded = {**without_unknown(state["config"]), "ddp": config.to_dict()["ddp"]}
     # So may the schedule, which the user's code may have registered.
     recorded["optimizer"] = {
         **recorded["optimizer"],
