@@ -13,6 +13,7 @@ from typing import Any
 
 from mingpt_ddp.config.keys.components import GIVEN_SPLITS, DataConfig, Form
 from mingpt_ddp.data.dataset import EncodedText, RecordedText
+from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode import encode, is_divided
 from mingpt_ddp.data.text.text import Text, sha256_of_all
 from mingpt_ddp.data.text.text_cache import Entry, TextCache
@@ -22,7 +23,6 @@ from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
     with_end,
 )
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
-from mingpt_ddp.data.tokens.locate import locate
 from mingpt_ddp.errors import DataError, UserError
 
 log = logging.getLogger(__name__)
@@ -98,9 +98,12 @@ def _prepare_all(
     tokenizer = tokenizer_from_state(text.tokenizer)
     for name, path in (config.val_paths or {}).items():
         one = replace(config, path=path, truncate=1.0, **ONE_TEXT)
-        kept = None if is_new else text.form
         try:
-            encoded[name] = Texts(one, tokenizer, cache, kept, path, text.form).encoded()
+            if is_new:
+                texts = Texts(one, tokenizer, cache, None, path, text.form)
+            else:
+                texts = _kept(one, tokenizer, cache, text.form, path)
+            encoded[name] = texts.encoded()
         except DataError as error:
             raise DataError(f"data.val_paths.{name}: {error.args[0]}") from error
     return encoded
@@ -120,15 +123,27 @@ def _recorded_text(
     config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache, recorded: RecordedText
 ) -> EncodedText | None:
     """Return the text of a snapshot, in the format of its first start, or None if it is another."""
-    texts = Texts(config, tokenizer, cache)
-    entry = cache.find(texts.directory)
-    if entry is None or (entry.text.sha256, entry.text.form) != (recorded.sha256, recorded.form):
-        texts = Texts(config, tokenizer, cache, recorded.form)
-    texts.kept = recorded.form
+    texts = _kept(config, tokenizer, cache, recorded.form)
     with suppress(DataError):  # of other texts, which are looked at as new ones
         if texts.sha256() == recorded.sha256:
             return texts.encoded()
     return None
+
+
+def _kept(
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    cache: TextCache,
+    form: Form,
+    source: str = "",
+) -> "Texts":
+    """Return texts to read in the format of a snapshot. The cache may have them by a new start."""
+    texts = Texts(config, tokenizer, cache, source=source)
+    entry = cache.find(texts.directory)
+    if entry is None or entry.text.form != form:
+        return Texts(config, tokenizer, cache, form, source)
+    texts.kept = form
+    return texts
 
 
 class Texts:
@@ -194,10 +209,9 @@ class Texts:
         return self._sha256
 
     def _look(self, text: Text) -> None:
-        is_main = not self._form and text.split in ("", "train")
-        is_one_text = is_main and self.config.split_paths is None and self.kept is None
+        is_given = self.config.split_paths is not None or self._form != ""
         with _errors_of_reading(text.source):
-            text.look(self.kept, checks_splits=is_one_text)
+            text.look(self.kept, checks_splits=self.kept is None and not is_given)
         form = self._form or self.texts[0].form
         if text.form != form:
             raise DataError(

@@ -153,9 +153,14 @@ def _cut(pieces: Iterator[Piece], parts: list[list[TextRange]]) -> Iterator[Cut]
             byte = 0
         for split, part in ranges:
             if position < part.end and part.begin < end:
-                text = piece.text[max(0, part.begin - position) : part.end - position]
-                size = len(text.replace(END, "").encode())
-                yield Cut(split, piece._replace(text=text), byte, size)
+                inside = piece
+                if position < part.begin or part.end < end:
+                    text = piece.text[max(0, part.begin - position) : part.end - position]
+                    inside = piece._replace(text=text)
+                size = len(inside.text)
+                if not inside.text.isascii():
+                    size = len(inside.text.replace(END, "").encode())
+                yield Cut(split, inside, byte, size)
                 byte += size
         position = end
 

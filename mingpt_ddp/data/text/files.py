@@ -101,28 +101,23 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
         DataError: has the words that give each split by itself.
     """
     top = os.path.commonpath([file.parent for file in files])
-    names: dict[str, list[str]] = {}
-    words: dict[str, str] = {}
+    if "://" in path:
+        first, *chain = path.split("::")
+        base = first.partition("*")[0].rpartition("/")[0]
+    else:
+        base, chain = min(top, os.path.relpath(top), key=len), []
+    names: dict[str, str] = {}  # the first of each split
+    globs: dict[str, str] = {}
     for file in files:
-        name = file.relative_to(top).as_posix()
-        if word := _split_word(PurePosixPath(name)):
+        name = PurePosixPath(file.relative_to(top).as_posix())
+        if word := _split_word(name):
             split = SPLITS[word.lower()]
-            names.setdefault(split, []).append(name)
-            words[split] = word
+            last = f"{word}/**" if word in name.parts else f"*{word}*"
+            names.setdefault(split, str(name))
+            globs.setdefault(split, "::".join([f"{base}/**/{last}", *chain]))
     if len(names) < 2:
         return
-    globs = {}
-    for split, of_split in names.items():
-        if "://" in path:
-            first, *chain = path.split("::")
-            base = first.partition("*")[0].rpartition("/")[0]
-            is_directory = f"{words[split]}/" in of_split[0]
-            last = f"{words[split]}/**" if is_directory else f"*{words[split]}*"
-            globs[split] = "::".join([f"{base}/**/{last}", *chain])
-        else:
-            directory = min(top, os.path.relpath(top), key=len)
-            globs[split] = os.path.normpath(os.path.join(directory, _glob_of(of_split)))
-    shown = ", ".join(repr(of_split[0]) for of_split in names.values())
+    shown = ", ".join(map(repr, names.values()))
     train = globs.pop("train", "...")
     given = ", ".join(f'{split}: "{each}"' for split, each in globs.items())
     raise DataError(
@@ -139,20 +134,3 @@ def _split_word(name: PurePosixPath) -> str:
             return part
     match = NAMED.search(name.name)
     return match[1] if match else ""
-
-
-def _glob_of(names: list[str]) -> str:
-    """Return a glob of files by what their names have in common."""
-    if len(names) == 1:
-        return names[0]
-    begin = _common_begin(names)
-    end = _common_begin([name[::-1] for name in names])[::-1]
-    if any("/" in name[len(begin) :] for name in names):
-        begin = "/".join([*begin.split("/")[:-1], "**", ""])
-        end = PurePosixPath(end).suffix
-    return f"{begin}*{end}"
-
-
-def _common_begin(names: list[str]) -> str:
-    same = [len({*letters}) == 1 for letters in zip(*names, strict=False)]
-    return names[0][: [*same, False].index(False)]

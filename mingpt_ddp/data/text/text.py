@@ -4,14 +4,13 @@ import codecs
 import hashlib
 import io
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code, reader_of
+from mingpt_ddp.config.builders import reader_of
 from mingpt_ddp.config.keys.components import DataConfig, Form
 from mingpt_ddp.data.digests import digest_of, status_of
 from mingpt_ddp.data.file_kinds import (
@@ -19,30 +18,23 @@ from mingpt_ddp.data.file_kinds import (
     DAMAGES,
     HEAD_BYTES,
     NOT_UTF8,
-    READ,
-    TAR,
     TEXT,
-    ZIP,
-    Kind,
     decompressed,
-    is_utf8,
     kind_of,
-    kind_of_file,
 )
 from mingpt_ddp.data.text.files import BUILTIN, check_splits, files_of, is_one_file
+from mingpt_ddp.data.text.formats import format_of_file, refuse_holes, select_files, shown
 from mingpt_ddp.data.text.parquet import parquet_table
 from mingpt_ddp.data.text.records import choose_column, csv_table, json_table
+from mingpt_ddp.data.text.sources import HashedFile, python_docs, read_by_user_code
 from mingpt_ddp.data.text.text_cache import TextCache, sha256_of_file
 from mingpt_ddp.data.tokenizers.tokenizer import CODE_POINTS
 from mingpt_ddp.data.tokenizers.tokenizer_base import END, code_points
-from mingpt_ddp.data.tokens.token_files import TOKEN_SUFFIXES, TokenFile, find_tokens
+from mingpt_ddp.data.tokens.token_files import TokenFile, find_tokens
 from mingpt_ddp.errors import DataError, counted
 
 CHUNK_BYTES = HEAD_BYTES
 TABLES = {"jsonl": json_table, "csv": csv_table, "parquet": parquet_table}
-MAX_GROUPS = 5  # groups of files in a line of the log
-MAX_NAMES = 3  # names of a group
-MAX_NAME = 100  # characters
 
 
 class Piece(NamedTuple):
@@ -77,6 +69,7 @@ class Text:
         self.source = source
         self.split = split
         self.files = files_of(config, source, cache)
+        self._top = os.path.commonpath([each.parent for each in self.files]) if self.files else ""
         self._status = None if self.files is None else status_of(self.files)
         self._is_file = config.reader is None and config.path != BUILTIN
         self._is_several = self._is_file and not is_one_file(config)
@@ -109,13 +102,10 @@ class Text:
 
     def name(self, path: Path) -> str:
         """Return a file's name in messages."""
-        assert self.files is not None
-        return os.path.relpath(path, os.path.commonpath([each.parent for each in self.files]))
+        return os.path.relpath(path, self._top)
 
     def _where(self, path: Path) -> str:
         return f"{self.source}: {self.name(path)}" if self._is_several else self.source
-
-    # The format
 
     def look(self, kept: Form | None, checks_splits: bool) -> None:
         """Decide the format, and leave out files of other formats.
@@ -132,13 +122,15 @@ class Text:
         assert self.files is not None
         form = kept or self.config.format
         if form in ("auto", "text"):
-            _refuse_holes(self.files)
+            refuse_holes(self.files)
         if self._is_several:
-            self._select(self.files, form, is_new=kept is None)
+            selection = select_files(self.files, form, self.config, self.source, kept is None)
+            self.form, self.files = selection.form, selection.files
+            self.skipped = selection.skipped
             if checks_splits:
                 check_splits(self.source, str(self.config.path), self.files)
         else:
-            self._decide(self.files[0], form)
+            self.form = format_of_file(self.files[0], form, self.config, self.source)
         if self.form == "tokens":
             self.tokens = find_tokens([*map(str, self.files)], self.source, self.config.dtype)
         if self.config.column is not None and self.form in ("text", "tokens"):
@@ -146,85 +138,6 @@ class Text:
                 f"data.column={self.config.column} needs a table; {self.source} is read as "
                 f"{self.form}"
             )
-
-    def _decide(self, path: Path, form: Form) -> None:
-        """Decide the format of a single file."""
-        if form not in ("auto", "text"):
-            self.form = form
-            return
-        kind = kind_of_file(path)
-        if kind in (ZIP, TAR) or (form == "auto" and kind.form is None and kind != NOT_UTF8):
-            raise kind.refusal(self.source, str(self.config.path), "text")
-        if form == "auto" and kind == TEXT and path.suffix == ".json" and path.stat().st_size:
-            raise DataError(
-                f"{self.source} is neither lines of JSON objects nor an array of them; {READ}, "
-                "or set data.format=text to read it as it is"
-            )
-        self.form = kind.form or "text"
-        if form == "text":
-            self.form = form
-
-    def _select(self, files: list[Path], form: Form, is_new: bool) -> None:
-        """Keep the files of one format among several: that of most bytes, or the one given."""
-        if form == "tokens":
-            self.form = form
-            self.files = [path for path in files if path.name.endswith(TOKEN_SUFFIXES)]
-            if not self.files:
-                raise DataError(f"{self.source} has no files that end with .bin or .npy")
-            return
-        kinds: dict[Path, Kind] = {}
-        sizes = {path: path.stat().st_size for path in files}
-        bytes_of: Counter[Form] = Counter()
-        for path in files:
-            kinds[path] = kind_of_file(path)
-            if readable := kinds[path].form:
-                bytes_of[readable] += sizes[path]
-        if form == "auto":
-            forms = [each for each in get_args(Form) if each in bytes_of]
-            form = max(forms, key=bytes_of.__getitem__, default="text")
-        self.form = form
-        skipped: dict[str, list[Path]] = defaultdict(list)
-        self.files = []
-        for path in filter(sizes.__getitem__, files):
-            is_read = kinds[path].form == form
-            if self.config.format == "text":
-                is_read = _is_utf8_file(path)
-            (self.files if is_read else skipped[kinds[path].name]).append(path)
-        left_out = [path for paths in skipped.values() for path in paths]
-        size = sum(sizes[path] for path in left_out)
-        total = size + sum(sizes[path] for path in self.files)
-        advice = ""
-        if left_out:
-            advice = f"; {kinds[max(left_out, key=sizes.__getitem__)].advice}"
-            self.skipped = f"skipped {self._shown(skipped, files)}"
-        if not self.files:
-            what = "texts" if form == "text" else f"files of data.format={form}"
-            raise DataError(
-                ": ".join(filter(None, [f"{self.source} has no {what}", self.skipped])) + advice
-            )
-        if 2 * size > total and is_new and self.config.format == "auto":
-            raise DataError(
-                f"{self.source} is mostly not {form}: {self.skipped}, {size:,} of {total:,} bytes; "
-                f"name its texts alone by a glob{advice.replace(';', ', or', 1)}"
-            )
-
-    def _shown(self, groups: dict[str, list[Path]], files: list[Path]) -> str:
-        """Return groups of files, the largest first, as in `2 .txt ('a.txt', 'b.txt')`."""
-        top = os.path.commonpath([each.parent for each in files])
-        texts = []
-        ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-        for group, paths in ordered[:MAX_GROUPS]:
-            names = [os.path.relpath(path, top) for path in paths[:MAX_NAMES]]
-            shown = [
-                repr(name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}...") for name in names
-            ]
-            shown += ["..."] * (len(paths) > MAX_NAMES)
-            texts.append(f"{len(paths):,} {group} ({', '.join(shown)})")
-        if len(ordered) > MAX_GROUPS:
-            texts.append(f"{len(ordered) - MAX_GROUPS:,} more kinds")
-        return ", ".join(texts)
-
-    # What is read
 
     def measure(self) -> None:
         """Read the text once: hash it, and count its characters.
@@ -268,7 +181,7 @@ class Text:
         ends = self.config.end_token
         for index, path in enumerate(files):
             last = ""
-            raw = path and (io.FileIO if self._is_several else _HashedFile)(path)
+            raw = path and (io.FileIO if self._is_several else HashedFile)(path)
             for text in self._decoded(path, raw, stream):
                 yield Piece(index, 0, text)
                 last = text
@@ -277,7 +190,7 @@ class Text:
                 stream.update(b"\n")
             if ends and last:
                 yield Piece(index, 0, END)
-            if isinstance(raw, _HashedFile):
+            if isinstance(raw, HashedFile):
                 hashes.append(raw.finish())
             elif (ends and last) or path is None:
                 hashes.append(stream.hexdigest())
@@ -315,7 +228,9 @@ class Text:
     def _chunks(self, raw: Any, where: str) -> Iterator[bytes]:
         """Yield the bytes of a text, decompressed, and an empty chunk at the end."""
         if raw is None:
-            pieces = _python_docs() if self.config.reader is None else _read(self.config, where)
+            pieces: Iterable[bytes] = [python_docs().encode()]
+            if self.config.reader is not None:
+                pieces = read_by_user_code(self.config, where)
             yield from filter(None, pieces)
         else:
             try:
@@ -336,7 +251,7 @@ class Text:
         for index, path in enumerate(self.files):
             where = self._where(path)
             try:
-                raw = _HashedFile(path)
+                raw = HashedFile(path)
                 if self.form == "parquet":  # which is not read from its begin to its end
                     raw.drain()
                     raw.seek(0)
@@ -367,59 +282,10 @@ class Text:
         if self.config.reader is not None:
             line = f"{self.source}: read with data.reader={self.config.reader}"
         if self._is_several and self.files:
-            groups: dict[str, list[Path]] = defaultdict(list)
-            for path in self.files:
-                suffix = path.suffix[:MAX_NAME]
-                groups[suffix if suffix.isprintable() and suffix else "without a suffix"].append(
-                    path
-                )
             size = sum(path.stat().st_size for path in self.files)
             files = f"{counted(len(self.files), 'file')} of {counted(size, 'byte')}"
-            line = f"{line}, {files}: {self._shown(groups, self.files)}"
+            line = f"{line}, {files} {shown(self.files, self.files)}"
         self.read = f"{line}{rows}"
-
-
-class _HashedFile(io.RawIOBase):
-    """A file that is hashed while it is read from its begin to its end."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = io.FileIO(path)
-        self._digest: Any = hashlib.sha256()
-        self._hash = ""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return bool(self._hash)
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer) or 0
-        if not self._hash:
-            self._digest.update(buffer[:count])
-        return count
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def drain(self) -> None:
-        """Read what is left of the file."""
-        while piece := self._file.read(CHUNK_BYTES):
-            self._digest.update(piece)
-        self._hash = self._digest.hexdigest()
-
-    def finish(self) -> str:
-        """Return the SHA-256 of the whole file, and close it; `close` only closes this object.
-
-        A decompressor may have closed it.
-        """
-        if not self._hash:
-            self.drain()
-        self._file.close()
-        return self._hash
 
 
 def combined(hashes: list[Any]) -> str:
@@ -444,61 +310,3 @@ def gathered(pieces: Iterator[Piece]) -> Iterator[str]:
             texts = []
             size = 0
     yield "".join(texts)
-
-
-def python_docs() -> str:
-    """Return the language reference that CPython's help() shows.
-
-    It has 460,000 to 600,000 characters, by Python version.
-    """
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def _python_docs() -> Iterator[bytes]:
-    yield python_docs().encode()
-
-
-def _read(config: DataConfig, source: str) -> Iterator[bytes]:
-    """Yield the pieces of a user's reader as UTF-8.
-
-    Raises:
-        CodeError: the reader raised an exception; names its line.
-        DataError: the reader yields something other than text, or cannot read its source.
-    """
-    name = f"data.reader={config.reader}"
-    with attribute_errors_to_user_code():
-        try:
-            for piece in BUILDERS["data"][str(config.reader)](config):
-                try:
-                    yield piece.encode()
-                except (AttributeError, UnicodeEncodeError) as error:
-                    raise DataError(f"{name} must yield text: {error}") from error
-        except OSError as error:
-            text = "its text" if config.path is None else source
-            raise DataError(f"{name} cannot read {text}: {error}") from error
-
-
-def _is_utf8_file(path: Path) -> bool:
-    with open(path, "rb") as raw:
-        try:
-            return is_utf8(decompressed(raw).read(HEAD_BYTES))
-        except DAMAGES:  # which are reported when it is read
-            return True
-
-
-def _refuse_holes(files: list[Path]) -> None:
-    """Refuse a text with holes, which may claim a terabyte and read as NUL bytes.
-
-    Raises:
-        DataError: names the file.
-    """
-    for path in files:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < size:
-                raise DataError(
-                    f"{path} has holes, as an unfinished download does, and is not text; "
-                    "copy it again"
-                )

@@ -21,7 +21,7 @@ from mingpt_ddp.config import builders
 from mingpt_ddp.data import download
 from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.text import text as text_module
-from mingpt_ddp.data.text.text import python_docs
+from mingpt_ddp.data.text.sources import python_docs
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import prepare
 

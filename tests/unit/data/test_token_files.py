@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mingpt_ddp.data import locate_tokens
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
-from mingpt_ddp.data.tokens import locate
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare
 
@@ -198,7 +198,7 @@ def test_ids_are_looked_at_once(ids, monkeypatch):
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 10**10)  # later than the file
     encoded = prepare(config)
-    monkeypatch.setattr(locate, "find_largest", None)  # a call would fail
+    monkeypatch.setattr(locate_tokens, "find_largest", None)  # a call would fail
     assert prepare(config) == encoded
     with pytest.raises(TypeError):
         prepare(replace(config, vocab_size=50000))

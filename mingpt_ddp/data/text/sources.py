@@ -1,0 +1,88 @@
+"""The bytes of a text: of a file that is hashed meanwhile, of a user's reader, or built in."""
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.data.file_kinds import HEAD_BYTES
+from mingpt_ddp.errors import DataError
+
+CHUNK_BYTES = HEAD_BYTES
+
+
+class HashedFile(io.RawIOBase):
+    """A file that is hashed while it is read from its begin to its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = io.FileIO(path)
+        self._digest: Any = hashlib.sha256()
+        self._hash = ""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._hash)
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._file.readinto(buffer) or 0
+        if not self._hash:
+            self._digest.update(buffer[:count])
+        return count
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def drain(self) -> None:
+        """Read what is left of the file."""
+        while piece := self._file.read(CHUNK_BYTES):
+            self._digest.update(piece)
+        self._hash = self._digest.hexdigest()
+
+    def finish(self) -> str:
+        """Return the SHA-256 of the whole file, and close it; `close` only closes this object.
+
+        A decompressor may have closed it.
+        """
+        if not self._hash:
+            self.drain()
+        self._file.close()
+        return self._hash
+
+
+def python_docs() -> str:
+    """Return the language reference that CPython's help() shows.
+
+    It has 460,000 to 600,000 characters, by Python version.
+    """
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def read_by_user_code(config: DataConfig, source: str) -> Iterator[bytes]:
+    """Yield the pieces of a user's reader as UTF-8.
+
+    Raises:
+        CodeError: the reader raised an exception; names its line.
+        DataError: the reader yields something other than text, or cannot read its source.
+    """
+    name = f"data.reader={config.reader}"
+    with attribute_errors_to_user_code():
+        try:
+            for piece in BUILDERS["data"][str(config.reader)](config):
+                try:
+                    yield piece.encode()
+                except (AttributeError, UnicodeEncodeError) as error:
+                    raise DataError(f"{name} must yield text: {error}") from error
+        except OSError as error:
+            text = "its text" if config.path is None else source
+            raise DataError(f"{name} cannot read {text}: {error}") from error
