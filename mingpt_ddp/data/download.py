@@ -31,6 +31,8 @@ def open_filesystem(url: str) -> tuple[Any, str, bool]:
     options: dict[str, Any] = {}
     if url.startswith(("http://", "https://")):
         options["client_kwargs"] = {"trust_env": True}  # use proxies
+    if "::" in url:  # an archive that fsspec keeps open may be another one by now
+        options["skip_instance_cache"] = True
     if url.startswith("tar://") and url.endswith(".tgz"):  # whose name fsspec does not know
         options["tar"] = {"compression": "gzip"}
     fs, name = fsspec.core.url_to_fs(url, **options)
@@ -65,24 +67,23 @@ def download(url: str, cache: Path, sha256: str | None, again: bool) -> tuple[li
         if target.exists() and not again:
             return [target], False
     fs, name, _ = open_filesystem(url)
-    found: dict[str, dict[str, Any]] = {name: {}}
-    if is_remote_glob(url):
-        found = {at: info for at, info in fs.glob(name, detail=True).items() if _is_text(at, info)}
+    fs.invalidate_cache()
     archive = url.rpartition("::")[2] if "::" in url else ""
     archive_version = _version_of(archive) if archive else None
-    paths = []
+    targets = {}
+    if is_remote_glob(url):
+        for at, info in sorted(fs.glob(name, detail=True).items()):
+            version = archive_version or _version_in(info)
+            if _is_text(at, info):
+                targets[at] = version, _target(url, at, version, cache)
+    else:
+        version = sha256 or archive_version or _version_of(url)
+        targets[name] = version, _target(url, url, version, cache)
     is_new = False
-    for at in sorted(found):
-        if len(found) == 1 and not is_remote_glob(url):
-            version = sha256 or archive_version or _version_of(url)
-            target = _target(url, url, version, cache)
-        else:
-            version = archive_version or _version_in(found[at])
-            target = _target(url, at, version, cache)
-        paths.append(target)
+    for at, (version, target) in targets.items():
         if version is None or again or not target.exists():
             is_new = _fetch(fs, at, target) or is_new
-    return paths, is_new
+    return [target for _, target in targets.values()], is_new
 
 
 def _is_text(name: str, info: dict[str, Any]) -> bool:

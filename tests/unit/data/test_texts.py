@@ -47,6 +47,8 @@ def test_texts_are_joined_in_the_order_of_their_names(settings, tmp_path):
     assert text_of(settings("", path=f"{forms[0]}/**/*.txt")) == "first\nsecond\n"
     assert text_of(settings("", path=f"zip://**/*.txt::{tmp_path}/x.zip")) == "first\nsecond\n"
     assert text_of(settings("", path=f"zip://b/2.txt::{tmp_path}/x.zip")) == "second\n"
+    make_zip(tmp_path / "x.zip", {**FILES, "b/2.txt": b"another\n"})
+    assert text_of(settings("", path=f"zip://b/*.txt::{tmp_path}/x.zip")) == "another\n"
     (tmp_path / "texts/b/2.txt").write_bytes(gzip.compress(b"\xef\xbb\xbfsecond"))
     assert text_of(settings(tmp_path / "texts")) == JOINED
 
