@@ -63,24 +63,12 @@ def prepare_all(
 def sha256_of_text(config: DataConfig) -> str:
     """Return the SHA-256 of a training text as a new run records it, without encoding the text.
 
+    The text is not read if the cache has its tokens by the same configuration.
+
     Raises:
         ConfigError, DataError: As `prepare_all`.
     """
     return Texts(config, given_tokenizer(config), TextCache(config)).sha256()
-
-
-def sha256_of_text(config: DataConfig) -> str:
-    """Return the SHA-256 of a training text as a new run records it, without encoding the text.
-
-    A large file that an earlier start has read is not read again.
-
-    Raises:
-        ConfigError, DataError: As `prepare_all`.
-    """
-    cache = TextCache(config)
-    texts = _open_all(config, cache, form=None, by_name=config.split_paths is None)
-    cache.keep_records()
-    return sha256_of_all(texts)
 
 
 def _prepare_all(
