@@ -48,7 +48,7 @@ def _open_store(url: str) -> SnapshotStore:
 
 
 def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
-    """Refuse to start a run anew while the store of its last start has snapshots.
+    """Refuse to start a run from the beginning while the store of its last start has snapshots.
 
     Args:
         store: The store of the run, which has none.
