@@ -14,7 +14,7 @@ from typing import IO, Any
 from mingpt_ddp.config.config import Config, flatten, without_removed
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
-from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of
+from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, delete_if_unused, is_lock_of
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
@@ -107,12 +107,10 @@ class RunDirectory:
                 symbolic link where a run writes.
         """
         self.path = path
-        entries: list[Path] = []
-        if os.path.isdir(path):
-            entries = [*path.glob("*"), *path.glob("tensorboard/*")]
-        if path / SWEEP in entries:
+        found = [*path.glob("*"), *path.glob("tensorboard/*")] if os.path.isdir(path) else []
+        if path / SWEEP in found:
             raise RunError(f"{path} is the directory of a sweep; choose another run.name")
-        for entry in entries:
+        for entry in found:
             if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
                 raise RunError(
                     f"{entry} is a symbolic link, which a run does not follow; remove it"
@@ -180,16 +178,13 @@ class RunDirectory:
                 )
 
     def release(self) -> None:
-        """Release all locks and leases; delete new directories in which nothing else is.
-
-        A start that was refused leaves nothing behind.
-        """
+        """Release all locks and leases; delete new directories that hold nothing else."""
         for lease in self.leases.values():
             lease.release()
-        for path, lock in self._locks.items():
-            is_new = path in self._created and is_lock_of(path, lock)
-            if is_new and all(map(_is_of_lock, path.iterdir())):
-                _delete_files(path, OF_LOCK)
+        while self._locks:
+            path, lock = self._locks.popitem()
+            if path in self._created:
+                delete_if_unused(path, lock, OF_LOCK)
             lock.close()
         for path in self._created:
             with contextlib.suppress(OSError):  # it is not empty
@@ -236,10 +231,6 @@ class RunDirectory:
         """Write result.json."""
         self.check()
         _write(self.path / RESULT, dump_json(result, indent=2))
-
-
-def _is_of_lock(path: Path) -> bool:
-    return any(map(path.match, OF_LOCK))
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.distributed.device.compile import compile_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.step_clock import StepClock
+from mingpt_ddp.distributed.strategies.sync_batchnorm import check_batchnorm, synchronize
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import SupportsSeveralDevices, move_model
 from mingpt_ddp.models.dtensor import local_tensor
@@ -30,13 +31,9 @@ from mingpt_ddp.optim.muon import DividesWork
 from mingpt_ddp.torch_internals import for_each
 
 T = TypeVar("T")
-# Attribute of a user's batch normalization: True if its statistics are those of all ranks. With
-# ddp.sync_batchnorm=true, training on CPUs sets it. The dry run on rank zero alone does not.
-OVER_ALL_RANKS = "over_all_ranks"
 STATE = ("weights", "optimizer", "average", "gradients")  # of a rank, besides activations
 # What the ranks divide of it, by ddp.strategy; with the others each has all.
 DIVIDED = {"zero1": ("optimizer",), "fsdp": STATE, "hsdp": STATE}
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 WARMUP_PASSES = 2  # after these DDP does not rebuild its buckets
 
 
@@ -98,15 +95,8 @@ class Strategy:
                 f"{type(model).__name__} has a method to_devices, for several devices of a rank, "
                 "which needs ddp.strategy=ddp and ddp.reduction=fast; set both, or remove it"
             )
-        if not self.ddp.sync_batchnorm or self.device.type == "cuda" or self.group.world_size == 1:
-            return
-        for name, module in model.named_modules():
-            if isinstance(module, BATCH_NORMS) and not hasattr(module, OVER_ALL_RANKS):
-                raise ConfigError(
-                    f"ddp.sync_batchnorm=true needs GPUs for {name}, a {type(module).__name__} of "
-                    "torch; on CPUs use the class BatchNorm of examples/digits/digits.py, or set "
-                    "ddp.sync_batchnorm=false"
-                )
+        if self.ddp.sync_batchnorm and self.device.type == "cpu" and self.group.world_size > 1:
+            check_batchnorm(model)
 
     def prepare(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return the model on the device, with batch normalization over all ranks if requested.
@@ -121,12 +111,7 @@ class Strategy:
     def _synchronize_batchnorm(self, model: nn.Module) -> nn.Module:
         if not self.ddp.sync_batchnorm:
             return model
-        if self.device.type == "cuda":
-            return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
-        for module in model.modules():
-            if hasattr(module, OVER_ALL_RANKS):
-                setattr(module, OVER_ALL_RANKS, True)
-        return model
+        return synchronize(model, self.device)
 
     def configure(self, optimizer: Optimizer) -> None:
         """Let an optimizer divide its work over the ranks, if all update all parameters."""
