@@ -27,6 +27,7 @@ class EncodedText:
     # Numbers of tokens by split and source; []: the configuration splits.
     parts: list[list[int]] = field(default_factory=list)
     form: Form = "text"  # in which the source was read, as data.format; never auto
+    notes: list[str] = field(default_factory=list)  # for the log: how each text is read
     # The files with the tokens of these parts; []: tokens.bin has them.
     files: list[TokenFile] = field(default_factory=list)
 

@@ -4,7 +4,6 @@
 `Text.look` decides the format, `Text.measure` hashes and counts, and `encode` writes the tokens.
 """
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +23,6 @@ from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
 )
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.errors import DataError, UserError
-
-log = logging.getLogger(__name__)
 
 # Keys of data for one of several texts.
 ONE_TEXT: dict[str, Any] = dict.fromkeys(("sources", "val_paths", "split_paths", "sha256"))
@@ -218,10 +215,6 @@ class Texts:
             with self.cache.locked():
                 entry = self.found() or self._add()
         self._check_sha256(entry.text.sha256)
-        for line in entry.skipped:
-            log.warning("%s", line)
-        for line in entry.read:
-            log.info("%s", line)
         return entry.text
 
     def _add(self) -> Entry:
@@ -237,14 +230,11 @@ class Texts:
             return entry
         with self.cache.adding(self.directory, sha256) as directory:
             make = locate if self.texts[0].form == "tokens" else encode
-            text = make(self.texts, self.config, self.tokenizer, directory)
-            entry = Entry(
-                text=replace(text, directory=str(self.directory)),
-                is_settled=is_settled,
-                files=[name for text in self.texts for name in text.names()],
-                read=[text.read for text in self.texts],
-                skipped=[f"{text.source}: {text.skipped}" for text in self.texts if text.skipped],
-            )
+            encoded = make(self.texts, self.config, self.tokenizer, directory)
+            files = [name for text in self.texts for name in text.names()]
+            notes = [note for text in self.texts for note in text.notes()]
+            encoded = replace(encoded, directory=str(self.directory), notes=notes)
+            entry = Entry(encoded, is_settled, files)
             self.cache.write(entry, directory)
         return entry
 

@@ -97,6 +97,7 @@ class LanguageModel(Task):
         source = "data.sources" if config.data.sources else config.data.source
         described = group.prepare_on_each_node(encode, f"reading and encoding {source}")
         texts = {name: build(EncodedText, text, "") for name, text in described.items()}
+        self._notes = [note for text in texts.values() for note in text.notes]
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)
         self.sha256 = self.text.sha256
@@ -155,6 +156,9 @@ class LanguageModel(Task):
         """Return what the loss is the mean of; the end of a document is no character."""
         tokenizer = self.dataset.tokenizer
         return UNITS[tokenizer.name] if tokenizer.end is None else "token"
+
+    def data_notes(self) -> list[str]:
+        return self._notes
 
     def describe_data(self) -> str:
         splits = {

@@ -121,6 +121,10 @@ class Task:
         on_gpu = device.type == "cuda"
         return SampleSplit(dataset, self.config.data, on_gpu, samples)
 
+    def data_notes(self) -> list[str]:
+        """Return further lines about the data for the log."""
+        return []
+
     def describe_data(self) -> str:
         """Return a line about the data for the log."""
         sizes = []

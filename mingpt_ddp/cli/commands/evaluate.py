@@ -18,7 +18,9 @@ The metrics are printed as JSON.
 
 import contextlib
 import json
+import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mingpt_ddp.tasks.task import Task
+
+log = logging.getLogger(__name__)
 
 OF_TOKENS = ("tokenizer", "vocab_size", "end_token", "block_size")  # keys of data
 OF_TEXTS = ("path", "sources", "val_paths", "split_paths")  # keys of data with URLs
@@ -120,6 +124,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, dict[str, float]]:
             if not metrics:
                 raise DataError(f"the data of {url} has no {config.split} split")
             measured[url] = metrics
+    for line in tasks[first].data_notes():
+        runtime.group.env.call_on_rank_zero(partial(log.info, "%s", line))
     runtime.close()
     return measured
 

@@ -59,7 +59,6 @@ class Text:
         files: The files that are read, or None if a user's reader does not say which. `look` leaves
             out those of other formats.
         form: The format, as data.format. It is never auto once `look` has been called.
-        read, skipped: Lines for the log. They are complete once the text has been read.
         sha256: Set by `measure`, as are `length` in characters and `characters`.
         read_sha256: SHA-256 of what `pieces` has read to its end.
     """
@@ -74,7 +73,7 @@ class Text:
         self._is_file = config.reader is None and config.path != BUILTIN
         self._is_several = self._is_file and not is_one_file(config)
         self.form: Form = "text"
-        self.read = self.skipped = ""
+        self._read = self._skipped = ""  # for the log
         self.sha256 = self.read_sha256 = ""
         self.length = 0
         self.characters = np.zeros(0, np.int64)  # distinct code points
@@ -99,6 +98,11 @@ class Text:
     def names(self) -> list[str]:
         """Return the files by the index that pieces have."""
         return [*map(str, self.files)] if self._is_file and self.files else [self.source]
+
+    def notes(self) -> list[str]:
+        """Return lines for the log: what is skipped, and how the text that was read is read."""
+        skipped = [f"{self.source}: {self._skipped}"] if self._skipped else []
+        return [*skipped, self._read]
 
     def name(self, path: Path) -> str:
         """Return a file's name in messages."""
@@ -126,7 +130,7 @@ class Text:
         if self._is_several:
             selection = select_files(self.files, form, self.config, self.source, kept is None)
             self.form, self.files = selection.form, selection.files
-            self.skipped = selection.skipped
+            self._skipped = selection.skipped
             if checks_splits:
                 check_splits(self.source, str(self.config.path), self.files)
         else:
@@ -285,7 +289,7 @@ class Text:
             size = sum(path.stat().st_size for path in self.files)
             files = f"{counted(len(self.files), 'file')} of {counted(size, 'byte')}"
             line = f"{line}, {files} {shown(self.files, self.files)}"
-        self.read = f"{line}{rows}"
+        self._read = f"{line}{rows}"
 
 
 def combined(hashes: list[Any]) -> str:

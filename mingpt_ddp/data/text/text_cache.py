@@ -49,15 +49,12 @@ class Entry:
         is_settled: No later write can have left the status of the files alone, because all were two
             seconds old when they were last read.
         files: Names of the files that sources.bin numbers.
-        read, skipped: Lines of the log: how each text is read, and what is skipped.
         tokens_status: Of tokens.bin when it was written.
     """
 
     text: EncodedText
     is_settled: bool
     files: list[str]
-    read: list[str]
-    skipped: list[str]
     tokens_status: list[int] = field(default_factory=list)
 
 

@@ -44,7 +44,8 @@ def log_start(
     step = length.state.step
     steps = length.steps
     log.info("run %s", directory)
-    log.info("%s", task.describe_data())
+    for line in [*task.data_notes(), task.describe_data()]:
+        log.info("%s", line)
     devices = f"{runtime.group.world_size} x {runtime.device.type} in {runtime.precision}"
     log.info(
         "%s: %.2fM parameters, on %s", config.model.name, count_parameters(model) / 1e6, devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import tarfile
 import zipfile
 from pathlib import Path
@@ -17,7 +18,11 @@ from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 
 
 def prepare(config: DataConfig, cache: TextCache | None = None) -> EncodedText:
-    return prepare_all(config, cache=cache)[""]
+    """Encode a text, and log what a run logs when it starts."""
+    encoded = prepare_all(config, cache=cache)[""]
+    for line in encoded.notes:
+        logging.getLogger("mingpt_ddp").info("%s", line)
+    return encoded
 
 
 def text_of(config: DataConfig) -> str:

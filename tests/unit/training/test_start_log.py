@@ -298,7 +298,7 @@ def test_the_age_of_a_process():
 def test_the_optimizer_and_its_rates_are_named(words, expected, log_lines, tmp_path):
     """Muon's rate is of another size than AdamW's."""
     config = from_mapping(configure("model=gpt_nano", "trainer.device=cpu", *words))
-    task = SimpleNamespace(config=config, describe_data=lambda: "data")
+    task = SimpleNamespace(config=config, data_notes=list, describe_data=lambda: "data")
     runtime = SimpleNamespace(
         group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
     )
