@@ -54,6 +54,7 @@ class LanguageModel(Task):
 
     unit = "tokens"
     comparable = ("bits_per_byte", "bits_per_char")  # between tokenizers
+    _notes: tuple[str, ...] = ()  # on how the texts are read, for the log
     _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
     _lengths: "_TokenLengths | None" = None  # of the tokenizer, once it is needed
 
@@ -97,7 +98,7 @@ class LanguageModel(Task):
         source = "data.sources" if config.data.sources else config.data.source
         described = group.prepare_on_each_node(encode, f"reading and encoding {source}")
         texts = {name: build(EncodedText, text, "") for name, text in described.items()}
-        self._notes = [note for text in texts.values() for note in text.notes]
+        self._notes = tuple(note for text in texts.values() for note in text.notes)
         self.text = texts.pop("")
         self.dataset = TextDataset(self.text, config.data)
         self.sha256 = self.text.sha256
@@ -158,7 +159,7 @@ class LanguageModel(Task):
         return UNITS[tokenizer.name] if tokenizer.end is None else "token"
 
     def data_notes(self) -> list[str]:
-        return self._notes
+        return [*self._notes]
 
     def describe_data(self) -> str:
         splits = {

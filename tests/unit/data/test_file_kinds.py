@@ -339,7 +339,8 @@ def test_a_run_goes_on_with_its_texts(settings, tmp_path):
         recorded = RecordedText(texts[""].sha256)
         again = prepare_all(replace(auto, format=form), recorded=recorded)
         for name, text in texts.items():
-            assert replace(again[name], directory=text.directory) == text
+            same = {"directory": text.directory, "notes": text.notes}
+            assert replace(again[name], **same) == text
     data = settings(JSONL, tokenizer="byte")
     known = prepare(replace(data, format="text"))
     again = prepare_all(data, recorded=RecordedText(known.sha256))[""]
