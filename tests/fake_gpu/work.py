@@ -126,10 +126,11 @@ def log(run: FakeRun) -> None:
 
 def stage(run: FakeRun) -> None:
     """Copy a snapshot to the host, as the snapshot thread does."""
-    plan = ShardPlan(run.runtime, [])
+    store: Any = SimpleNamespace(storage=None)
+    plan = ShardPlan(run.runtime, store)
     plan._writers = [0]
     files = plan.own_files(run.trainable.tensors())
-    save = AsyncSave(run.runtime, [], {}, Capture(2, {**files}), lambda store: None, Ledger(Path()))
+    save = AsyncSave(run.runtime, store, {}, Capture(2, {**files}), lambda: None, Ledger(Path()))
     save._stage()
     assert save.staged.is_set()
 

@@ -313,7 +313,7 @@ def test_prune_refuses_while_a_lease_is_alive(run, call, monkeypatch):
         ),
         (
             ["export", "x", "to=y", "format=zip"],
-            "config error: format='zip' must be 'safetensors', ",
+            "config error: format='zip' must be 'safetensors' or 'hf'",
         ),
         (
             ["export", "\x1b[2J", "to=y"],

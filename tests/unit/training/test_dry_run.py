@@ -421,6 +421,7 @@ def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, mon
     preflight(Scaled)
     fsdp = object.__new__(FSDPStrategy)
     fsdp.name = "fsdp"
+    fsdp.ddp = runtime.strategy.ddp
     monkeypatch.setattr(runtime, "strategy", fsdp)
     with pytest.raises(
         ConfigError, match=r"cannot split temperature, a scalar; give it one element, or use zero1"

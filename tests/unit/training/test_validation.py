@@ -48,6 +48,7 @@ def validation_of(
     config = SimpleNamespace(
         trainer=SimpleNamespace(min_delta=0.25, patience=patience),
         snapshot=SimpleNamespace(keep_best=keep_best),
+        sweep=SimpleNamespace(metric=None),
     )
     average = SimpleNamespace(decay=decay, applied=applied)
     run = SimpleNamespace(
