@@ -1,5 +1,6 @@
 """Files at fsspec URLs: read, or downloaded once into the user's cache."""
 
+import contextlib
 import filecmp
 import os
 import tempfile
@@ -123,12 +124,17 @@ def _version_in(info: dict[str, Any]) -> Any:
 def _fetch(fs: Any, name: str, target: Path) -> bool:
     """Download a file, atomically. Return False if the same bytes were there: they stay."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as directory:
-        part = Path(directory) / "download"
-        fs.get_file(name, str(part))
-        if target.exists() and filecmp.cmp(part, target, shallow=False):
-            return False
-        os.replace(part, target)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as folder:
+            part = Path(folder) / "download"
+            fs.get_file(name, str(part))
+            if target.exists() and filecmp.cmp(part, target, shallow=False):
+                return False
+            os.replace(part, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.removedirs(target.parent)  # as far as they are empty
+        raise
     return True
 
 

@@ -348,7 +348,7 @@ CASES = [
     ),
     (
         text_file("docs.jsonl"),
-        "data error: data.path=docs.jsonl has several columns of strings: id, text; choose one, as",
+        "data error: data.path=docs.jsonl has several columns of text; its columns are id, text: ",
     ),
     (
         "data=text_file data.sources=[[good.txt,1],[docs.jsonl,1]]",
@@ -356,7 +356,7 @@ CASES = [
     ),
     (
         text_file("shards"),
-        "data error: data.path=shards is mostly no text: skipped 1 PNG ('a.png'), ",
+        "data error: data.path=shards is mostly not text: skipped 1 binary data with NUL bytes, ",
     ),
     (text_file("nowhere.txt"), "data error: data.path=nowhere.txt: there is no such file"),
     (text_file("/dev/null"), "data error: data.path=/dev/null is not a regular file"),
@@ -380,8 +380,8 @@ CASES = [
         text_file("same.txt"),
         "data error: data.path=same.txt has one distinct character; there is nothing to learn",
     ),
-    (text_file("not.gz"), "data error: data.path=not.gz is not a whole compressed file"),
-    (text_file("half.gz"), "data error: data.path=half.gz is not a whole compressed file"),
+    (text_file("not.gz"), "data error: data.path=not.gz is damaged or cut off: "),
+    (text_file("half.gz"), "data error: data.path=half.gz is damaged or cut off: "),
     (
         text_file("good.txt") + f" data.sha256={OTHER_SHA}",
         "data error: data.path=good.txt has SHA-256 ",
