@@ -70,7 +70,9 @@ def test_an_archive_is_refused_with_the_words_that_read_it(name, cwd):
     [word] = ADDED[name]
     key, _, value = word.partition("=")
     assert done.stdout.endswith(f"not text; name the files in it: '{key}=\"{value}\"'\n")
-    assert hashes(cwd) == before
+    after = hashes(cwd)
+    after.pop("outputs/run/.lock", None)  # left by the lock, which is released
+    assert after == before
 
 
 @pytest.mark.parametrize("name", ["study"])
