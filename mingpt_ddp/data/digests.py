@@ -16,8 +16,8 @@ def digest_of(values: Any) -> str:
 def status_of(files: Iterable[Path]) -> list[list[Any]]:
     """Return the path, size, modification time, change time and inode of each file.
 
-    A write to a file changes them, if the clock of its file system has moved on since the last one.
-    The device is left out: its number may be another one after each mount.
+    A write to a file changes them, if the clock of its file system has moved on since the last
+    write. The number of the device is left out, because it may change with each mount.
     """
     status = []
     for path in files:

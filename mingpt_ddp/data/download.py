@@ -32,9 +32,9 @@ def open_filesystem(url: str) -> tuple[Any, str, bool]:
     options: dict[str, Any] = {}
     if url.startswith(("http://", "https://")):
         options["client_kwargs"] = {"trust_env": True}  # use proxies
-    if "::" in url:  # an archive that fsspec keeps open may be another one by now
+    if "::" in url:  # fsspec would reuse an open archive, which may have been replaced
         options["skip_instance_cache"] = True
-    if url.startswith("tar://") and url.endswith(".tgz"):  # whose name fsspec does not know
+    if url.startswith("tar://") and url.endswith(".tgz"):  # a suffix that fsspec does not know
         options["tar"] = {"compression": "gzip"}
     fs, name = fsspec.core.url_to_fs(url, **options)
     is_local = "file" in fs.protocol or "local" in fs.protocol
@@ -54,7 +54,8 @@ def is_remote_glob(url: str) -> bool:
 def download(url: str, cache: Path, sha256: str | None, again: bool) -> tuple[list[Path], bool]:
     """Download the files of a URL unless they are there, and return where they are.
 
-    A file keeps its name, behind the digest of its URL and version. So a changed file is another.
+    A file keeps its name, after a digest of its URL and version. A changed file therefore gets
+    another name.
 
     Args:
         sha256: Expected SHA-256 of a single file. If it is there, the network is not asked.
@@ -93,7 +94,7 @@ def _is_text(name: str, info: dict[str, Any]) -> bool:
 
 
 def _target(url: str, name: str, version: Any, cache: Path) -> Path:
-    """Return where a file is put. Its directories may say its split, its suffix its format."""
+    """Return where to put a file. Keep directories and suffix: they may say split and format."""
     first = next((part for part in name.split("::") if "://" in part), name)
     parts = PurePosixPath(first.partition("?")[0]).parts
     directories = [part for part in parts[:-1] if part not in ("/", "..")] if name != url else []
@@ -116,13 +117,15 @@ def _version_of(url: str) -> Any:
 def _version_in(info: dict[str, Any]) -> Any:
     for field in VERSIONS:
         version = str(info.get(field) or "")
-        if version and not version.startswith("W/"):  # a weak one may stay when bytes change
+        if version and not version.startswith(
+            "W/"
+        ):  # a weak ETag may stay the same when bytes change
             return [field, version]
     return None
 
 
 def _fetch(fs: Any, name: str, target: Path) -> bool:
-    """Download a file, atomically. Return False if the same bytes were there: they stay."""
+    """Download a file, atomically. Keep the old file and return False if the bytes are the same."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent, ignore_cleanup_errors=True) as folder:

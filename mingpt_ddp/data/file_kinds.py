@@ -45,7 +45,7 @@ class Kind:
     form: Form | None = None  # the data.format that reads it
 
     def refusal(self, source: str, path: str, wanted: str) -> DataError:
-        """Return the error of a file that is not what is wanted."""
+        """Return the error that refuses a file of this format. `wanted` names the expected one."""
         advice = self.advice.replace("FILE", path)
         return DataError(f"{source} looks like {self.name}, not {wanted}; {advice}")
 
@@ -90,18 +90,18 @@ SPLITS = {"train": "train", "test": "test"} | dict.fromkeys(
 
 
 def _all_streams(opened: Callable[[Any], Any], file: Any) -> Any:
-    """Let a bad stream after a good one raise; the standard library takes it for the end."""
+    """Open a compressed file so that a bad stream after a good one raises, and is not the end."""
     decompressing = opened(file)
     decompressing._buffer.raw._trailing_error = ()
     return decompressing
 
 
 def _zstd(file: Any) -> Any:
-    """Return a zstd file, decompressed; other libraries take one that is cut off for a whole."""
+    """Decompress a zstd file by pyarrow. Other libraries do not notice a file that is cut off."""
     return import_pyarrow("zstd").CompressedInputStream(file, "zstd")
 
 
-DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by how a compressed file begins
+DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by the first bytes of a compressed file
     rb"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     rb"\x28\xb5\x2f\xfd": _zstd,
     rb"\xfd7zXZ\0": lambda file: _all_streams(lzma.LZMAFile, file),
@@ -144,15 +144,15 @@ def kind_of_file(path: Path) -> Kind:
     try:
         with open(path, "rb") as raw, decompressed(raw) as file:
             return kind_of(file.read(HEAD_BYTES))
-    except DAMAGES:  # which are reported when it is read
+    except DAMAGES:  # damage is reported when the file is read
         return TEXT
 
 
 def kind_of(head: bytes) -> Kind:
-    """Return the format of content: TEXT if it is UTF-8 and nothing else.
+    """Return the format of content: TEXT if it is UTF-8 and in no other format.
 
     Args:
-        head: its first HEAD_BYTES, decompressed; fewer: it is the whole content.
+        head: The first HEAD_BYTES, decompressed. If it is shorter, it is the whole content.
     """
     text = _decoded(head, "utf-8")
     controls = len(head) - len(head.translate(None, CONTROLS))

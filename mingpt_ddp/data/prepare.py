@@ -1,7 +1,8 @@
 """From `data.path` to token files: find texts in the cache, or read and encode them once.
 
-`files_of` says which files there are. If the cache has a directory for them, no file is read. Else
-`Text.look` decides the format, `Text.measure` hashes and counts, and `encode` writes the tokens.
+`files_of` lists the files of a text. If the cache has a directory for them, no file is read. Else
+`Text.look` decides the format, `Text.measure` hashes the text and counts its characters, and
+`encode` writes the tokens.
 """
 
 import time
@@ -41,8 +42,9 @@ def prepare_all(
 
     Args:
         tokenizer: The one of a snapshot, or None for the one of `data.tokenizer`.
-        cache: Notes what is added. None: the cache of `data.cache_dir`.
-        recorded: The text of a snapshot, which goes on with its texts, whatever they look like.
+        cache: Notes what this call adds. None opens the cache of `data.cache_dir`.
+        recorded: The text of the snapshot that the run resumes from, if it has one. Its texts are
+            read whatever they look like.
 
     Raises:
         ConfigError: the tokenizer needs a library that is not installed.
@@ -60,7 +62,7 @@ def prepare_all(
 def sha256_of_text(config: DataConfig) -> str:
     """Return the SHA-256 of a training text as a new run records it, without encoding the text.
 
-    The text is not read if the cache has its tokens by the same configuration.
+    The text is not read if the cache has its tokens, encoded with the same settings.
 
     Raises:
         ConfigError, DataError: As `prepare_all`.
@@ -107,9 +109,9 @@ def _check_val_paths(config: DataConfig) -> None:
 def _recorded_text(
     config: DataConfig, tokenizer: Tokenizer | None, cache: TextCache, recorded: RecordedText
 ) -> EncodedText | None:
-    """Return the text of a snapshot, in the format of its first start, or None if it is another."""
+    """Return the text of a snapshot in the format of its first start. None if it has changed."""
     texts = _kept(config, tokenizer, cache, recorded.form)
-    with suppress(DataError):  # of other texts, which are looked at as new ones
+    with suppress(DataError):  # raised for a changed text, which is then read as a new one
         if texts.sha256() == recorded.sha256:
             return texts.encoded()
     return None
@@ -122,7 +124,10 @@ def _kept(
     form: Form,
     source: str = "",
 ) -> "Texts":
-    """Return texts to read in the format of a snapshot. The cache may have them by a new start."""
+    """Return texts to read in the format of a snapshot.
+
+    Use the directory that a new run with the same texts has made, if it has this format.
+    """
     texts = Texts(config, tokenizer, cache, source=source)
     entry = cache.find(texts.directory)
     if entry is None or entry.text.form != form:
@@ -146,9 +151,10 @@ class Texts:
         """
         Args:
             tokenizer: None if it is learnt from the text.
-            kept: The format of a snapshot, which goes on with its texts, whatever they look like.
-            source: Name of the text in messages. "": its key and value.
-            form: The format of the training text, if this is another one.
+            kept: The format in a snapshot, or None for a new run. The texts are then read in it,
+                whatever they look like.
+            source: Name of the text in messages. "" for its key and value.
+            form: The format that the training text has, if this is a further validation text.
         """
         self.config = config
         self.cache = cache
@@ -161,7 +167,7 @@ class Texts:
         if config.sources is None:
             self.texts.append(_open(config, source or config.source, split, cache))
         for path, weight in config.sources or ():
-            # Build one source only: each configuration is validated, of thousands.
+            # Give each config one source only: it validates all, and there may be thousands.
             one = replace(config, path=path, sources=[(path, weight)])
             self.texts.append(_open(one, one.source, split, cache))
         for name in sorted(given, reverse=True):  # val, test
@@ -176,12 +182,12 @@ class Texts:
         self._sha256 = ""
 
     def found(self) -> Entry | None:
-        """Return what the cache has of these texts, if no text need be read to know that."""
+        """Return the entry of these texts in the cache. None if the texts must be read first."""
         entry = self.cache.find(self.directory)
         return entry if entry and entry.is_settled and not self.cache.reads_all else None
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the texts, which are read for it unless the cache knows it."""
+        """Return the SHA-256 of the texts. Read them unless the cache knows it."""
         if entry := self.found():
             return entry.text.sha256
         if not self._sha256:
@@ -205,7 +211,7 @@ class Texts:
             )
 
     def encoded(self) -> EncodedText:
-        """Return the encoding in the cache; one process makes it, the others wait for it.
+        """Return the encoded texts in the cache. One process encodes them; the others wait.
 
         Raises:
             DataError: As `prepare_all`.
@@ -256,7 +262,7 @@ def _open(config: DataConfig, source: str, split: str, cache: TextCache) -> Text
 
 @contextmanager
 def _errors_of_reading(source: str) -> Iterator[None]:
-    """Turn what file systems raise into one line; exceptions differ by protocol."""
+    """Turn an exception of a file system into one line. Its type depends on the protocol."""
     try:
         yield
     except FileNotFoundError as error:

@@ -17,7 +17,7 @@ def derive_seed(*keys: int | str) -> int:
 
 def seed_everything(*keys: int | str) -> None:
     """Seed torch's global generators, on the CPU and on every GPU in use, from keys."""
-    import torch  # which takes seconds, and not all that reads texts needs it
+    import torch  # it takes seconds, and some code that reads texts does not need it
 
     seed = derive_seed(*keys)
     torch.default_generator.manual_seed(seed)

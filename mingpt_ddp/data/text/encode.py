@@ -30,7 +30,7 @@ COPIED_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class TextRange:
-    """The characters, or tokens, begin .. end - 1 of a text."""
+    """A range of a text: its characters, or tokens, from begin to end - 1."""
 
     text: Text
     begin: int
@@ -38,11 +38,11 @@ class TextRange:
 
 
 class Cut(NamedTuple):
-    """What one split has of a piece.
+    """The share of a piece that belongs to one split.
 
     Attributes:
-        byte: Where it begins in its document, in UTF-8.
-        size: Bytes of it.
+        byte: Where the share begins in its document, as an offset in UTF-8.
+        size: Its length in bytes.
     """
 
     split: int
@@ -65,9 +65,9 @@ def encode(
 ) -> EncodedText:
     """Write the tokens of measured texts to a directory, all training parts first.
 
-    sources.bin says where tokens come from, in rows of four int64: from this token on, the text is
-    that of this file (`Entry.files`), line or row (0: the file is one document), and byte of that
-    document in UTF-8.
+    sources.bin says where tokens come from. Each row has four int64: the number of a token, and
+    where the text begins from this token on: the file (an index of `Entry.files`), the line or row
+    (0 if the file is one document), and the byte of that document in UTF-8.
 
     Raises:
         DataError: A text cannot be encoded, or has changed since it was measured.
@@ -137,7 +137,7 @@ def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]
 
 
 def _cut(pieces: Iterator[Piece], parts: list[list[TextRange]]) -> Iterator[Cut]:
-    """Yield what each split has of the pieces of a text.
+    """Divide the pieces of a text: yield the share of each split.
 
     Args:
         parts: At most one part of the text for each split, in the order of the text.
@@ -172,10 +172,10 @@ def _write(
     files: tuple[IO[bytes], IO[bytes]],
     first_file: int,
 ) -> int:
-    """Write the tokens of one part of a text, and where they come from; return their number.
+    """Write the tokens of one part of a text, and where they come from. Return their number.
 
     Args:
-        files: Of tokens and of sources.
+        files: The files of tokens and of sources.
         first_file: Number of the text's first file.
     """
     tokens_file, sources_file = files
@@ -227,10 +227,10 @@ def _append(tokens: list[IO[bytes]], sources: list[IO[bytes]], itemsize: int) ->
 def divide(texts: list[Text], lengths: list[int], config: DataConfig) -> list[list[TextRange]]:
     """Return the training, the validation and the test parts of all texts.
 
-    `data.truncate` shortens those to train on.
+    `data.truncate` shortens the training parts.
 
     Raises:
-        DataError: nothing is left of them.
+        DataError: Nothing is left to train on.
     """
     splits: dict[str, list[TextRange]] = {"train": [], "val": [], "test": []}
     is_left = False

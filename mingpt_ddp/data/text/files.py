@@ -18,7 +18,7 @@ NAMED = re.compile(rf"(?:^|[-_.])({'|'.join(SPLITS)})[-_.]", re.IGNORECASE)
 
 
 def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | None:
-    """Return the files of a text, in the order in which they are read: that of their names.
+    """Return the files of a text, sorted by name, which is the order in which they are read.
 
     Files at a URL are downloaded into the cache first. Hidden files of a directory are left out.
 
@@ -45,7 +45,7 @@ def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | 
     if os.path.isfile(name):
         return [Path(name)]
     if os.path.isdir(name):
-        if os.path.realpath(name) == os.sep:  # files without end, as in /proc
+        if os.path.realpath(name) == os.sep:  # it has endless files, as in /proc
             raise DataError(f"{source} is the root of the file system; name a directory of texts")
         root = Path(name)
         names = [
@@ -66,7 +66,7 @@ def files_of(config: DataConfig, source: str, cache: TextCache) -> list[Path] | 
 
 
 def is_one_file(config: DataConfig) -> bool:
-    """Return True if the path is one of a file, False for a directory or a glob of files."""
+    """Return True if the path names a single file, False for a directory or a glob."""
     path = str(config.path)
     name = _local_name(path)
     return not is_remote_glob(path) if name is None else os.path.isfile(name)
@@ -84,7 +84,7 @@ def _files_of_reader(config: DataConfig) -> list[Path] | None:
     """Return the files that a user's reader says it reads.
 
     Raises:
-        CodeError: its function raised an exception; names its line.
+        CodeError: The reader's `files` raised an exception. The error names its line.
     """
     known = reader_of(str(config.reader))
     files: Callable[[DataConfig], object] | None = known[0].files if known else None
@@ -98,7 +98,7 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
     """Refuse files that are named for several splits.
 
     Raises:
-        DataError: has the words that give each split by itself.
+        DataError: It has the words to type that name each split.
     """
     top = os.path.commonpath([file.parent for file in files])
     if "://" in path:
@@ -106,7 +106,7 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
         base = first.partition("*")[0].rpartition("/")[0]
     else:
         base, chain = min(top, os.path.relpath(top), key=len), []
-    names: dict[str, str] = {}  # the first of each split
+    names: dict[str, str] = {}  # the first file of each split
     globs: dict[str, str] = {}
     for file in files:
         name = PurePosixPath(file.relative_to(top).as_posix())
@@ -128,7 +128,7 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
 
 
 def _split_word(name: PurePosixPath) -> str:
-    """Return the name of a split that a directory of a file has, or the file, or ""."""
+    """Return the split that a file, or a directory above it, is named for. "" if there is none."""
     for part in name.parts[:-1]:
         if part.lower() in SPLITS:
             return part

@@ -1,4 +1,4 @@
-"""The format of a text: of a single file, or of most of several files."""
+"""Decide the format of a text: that of its single file, or of most bytes of several files."""
 
 import os
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ MAX_NAME = 100  # characters
 
 @dataclass(frozen=True)
 class Selection:
-    """The files that are read in one format, and which are skipped, for the log."""
+    """The files that are read in one format, and a line for the log that names skipped files."""
 
     form: Form
     files: list[Path]
@@ -43,7 +43,7 @@ def format_of_file(path: Path, form: Form, config: DataConfig, source: str) -> F
         source: Name of the text in messages.
 
     Raises:
-        DataError: The file is not a text; says what to do.
+        DataError: The file is not a text. The error says what to do.
     """
     if form not in ("auto", "text"):
         return form
@@ -63,10 +63,10 @@ def format_of_file(path: Path, form: Form, config: DataConfig, source: str) -> F
 def select_files(
     files: list[Path], form: Form, config: DataConfig, source: str, is_new: bool
 ) -> Selection:
-    """Keep the files of one format among several: the given one, or that of most bytes.
+    """Keep the files of one format: the given one, or the one that most bytes have.
 
     Raises:
-        DataError: No file has it, or those of a new run that do not have most of the bytes.
+        DataError: No file has it; or, in a new run, its files do not have most of the bytes.
     """
     if form == "tokens":
         tokens = [path for path in files if path.name.endswith(TOKEN_SUFFIXES)]
@@ -124,15 +124,15 @@ def _is_utf8_file(path: Path) -> bool:
     with open(path, "rb") as raw:
         try:
             return is_utf8(decompressed(raw).read(HEAD_BYTES))
-        except DAMAGES:  # which are reported when it is read
+        except DAMAGES:  # damage is reported when the file is read
             return True
 
 
 def refuse_holes(files: list[Path]) -> None:
-    """Refuse a text with holes, which may claim a terabyte and read as NUL bytes.
+    """Refuse a sparse file: its holes read as NUL bytes, of which there may be a terabyte.
 
     Raises:
-        DataError: names the file.
+        DataError: It names the file.
     """
     for path in files:
         with open(path, "rb") as file:

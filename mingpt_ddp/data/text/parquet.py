@@ -9,7 +9,7 @@ from mingpt_ddp.data.file_kinds import import_pyarrow
 from mingpt_ddp.data.text.records import Table
 from mingpt_ddp.errors import DataError
 
-# The most rows, and about the most bytes of them, that are in memory together.
+# Limits of a batch in memory: the number of rows, and roughly their bytes.
 BATCH_ROWS = 1024
 BATCH_BYTES = 1 << 24
 BUFFER_BYTES = 1 << 20
@@ -40,7 +40,7 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
             others[field.name] = str(field.type)
 
     def batches(column: str) -> Iterator[Any]:
-        # A dictionary is smaller than its texts, but slow and large if no text is repeated.
+        # A dictionary saves memory if texts repeat. Otherwise it is slow and large.
         rows, repeated = opened(), opened(read_dictionary=[column])
         for i in range(rows.num_row_groups):
             size, count = _size_of(rows.metadata.row_group(i), column)
@@ -56,7 +56,9 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
             for batch in batches(column):
                 texts = batch.column(column)
                 texts.validate(full=True)  # pyarrow trusts offsets, and that text is UTF-8
-                for text in texts:  # one at a time: a dictionary may have each text once
+                for (
+                    text
+                ) in texts:  # decode one at a time, since a dictionary stores a repeated text once
                     row += 1
                     yield row, text.as_py()
         except damages as error:
@@ -66,7 +68,7 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
 
 
 def _size_of(group: Any, column: str) -> tuple[int, int]:
-    """Return the bytes of a column in a row group, decompressed, and the rows of the group."""
+    """Return the decompressed size of a column in a row group, and the group's number of rows."""
     columns = map(group.column, range(group.num_columns))
     [size] = [each.total_uncompressed_size for each in columns if each.path_in_schema == column]
     return size, group.num_rows

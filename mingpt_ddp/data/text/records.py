@@ -15,12 +15,16 @@ from mingpt_ddp.errors import DataError, counted
 
 MAX_RECORD = 1 << 29  # bytes of a line
 MAX_ARRAY = 1 << 28  # bytes of a JSON array
-csv.field_size_limit(MAX_RECORD)  # of this process; 128 KiB by default
-HEAD_ROWS = 100  # which are looked at for columns of strings
+csv.field_size_limit(MAX_RECORD)  # for this whole process; the default is 128 KiB
+HEAD_ROWS = 100  # rows in which to look for columns of strings
 HEAD_CHARS = 1 << 20
 DELIMITERS = ",\t;"
 AS_TEXT = "to read it as it is, set data.format=text"
-TYPES = {dict: "objects", list: "arrays", bool: "booleans"}  # of JSON; others are numbers
+TYPES = {
+    dict: "objects",
+    list: "arrays",
+    bool: "booleans",
+}  # names of JSON types; all others are numbers
 Row: TypeAlias = tuple[int, dict[str, Any]]  # its number, and its values by column
 
 
@@ -29,8 +33,8 @@ class Table:
     """The rows of a file.
 
     Attributes:
-        strings: the columns of strings.
-        types: what the other columns hold.
+        strings: Names of the columns of strings.
+        types: The type of each other column, in plural.
         values: Iterates over the number of each row, and its value in a column or None.
     """
 
@@ -46,7 +50,7 @@ def choose_column(table: Table, column: str | None, where: str) -> str:
         column: `data.column`.
 
     Raises:
-        DataError: there is no such column, or there are several of strings.
+        DataError: There is no such column; or none is named, and not exactly one holds strings.
     """
     if column in table.strings:
         return str(column)
@@ -89,10 +93,10 @@ def csv_table(file: io.BufferedReader, where: str) -> Table:
 
 
 def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit: str) -> Table:
-    """Return rows as a table: a column has strings if one of its first values is a text.
+    """Return rows as a table. A column is one of strings if one of its first values is a text.
 
     Args:
-        unit: what a row is in the file.
+        unit: Name of a row in error messages, such as `line`.
     """
     head: list[Row] = []
     size = 0
@@ -116,7 +120,7 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
             if not (value is None or _is_text(value)):
                 raise DataError(
                     f"{where} {unit} {number}: {column} is one of "
-                    f"{TYPES.get(type(value), 'numbers')}, no string"
+                    f"{TYPES.get(type(value), 'numbers')}, not a string"
                 )
             if value and _has_surrogate(value):
                 raise DataError(
@@ -135,9 +139,9 @@ def _table(rows: Iterator[Row], is_text: Callable[[Any], bool], where: str, unit
 
 
 def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
-    """Yield the rows after the header, which have as many fields.
+    """Yield the rows after the header. Each must have as many fields as the header.
 
-    The separator is the one of DELIMITERS that the header has most often.
+    The separator is the one of DELIMITERS that is most frequent in the header.
     """
     lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
     reader: csv.DictReader[str] | None = None
@@ -166,7 +170,7 @@ def _csv_rows(file: io.BufferedReader, where: str) -> Iterator[Row]:
         line = reader.line_num if reader else 0
         raise DataError(f"{where} is not UTF-8 after line {line}; {NOT_UTF8.advice}") from error
     finally:
-        lines.detach()  # else it would close the file, which is read on to be hashed
+        lines.detach()  # or it would close the file, which must be read to its end to be hashed
 
 
 def _is_text(value: object) -> bool:
@@ -174,7 +178,7 @@ def _is_text(value: object) -> bool:
 
 
 def _has_surrogate(text: str) -> bool:
-    """Return whether UTF-8 cannot hold a text; JSON can, by an escape."""
+    """Return True if UTF-8 cannot hold a text, though JSON can by an escape."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -183,7 +187,7 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _is_word(cell: str) -> bool:
-    """Return whether a cell has something that is no number."""
+    """Return True if a cell holds something that is not a number."""
     try:
         float(cell or 0)
     except ValueError:
@@ -195,7 +199,7 @@ def _text_lines(file: io.BufferedReader, where: str) -> Iterator[str]:
     """Yield lines with their ends.
 
     Raises:
-        DataError: one is not UTF-8, or too long.
+        DataError: A line is not UTF-8, or is too long.
     """
     number = 0
     while line := file.readline(MAX_RECORD + 1):
@@ -228,7 +232,7 @@ def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:
 
 
 def _array(file: io.BufferedReader, where: str) -> Iterator[Row]:
-    """Yield the objects of an array, which is read as a whole."""
+    """Yield the objects of a JSON array. It is read into memory as a whole."""
     content = file.read(MAX_ARRAY + 1)
     if len(content) > MAX_ARRAY:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The bytes of a text: of a file that is hashed meanwhile, of a user's reader, or built in."""
+"""Read the bytes of a text: from a file, which is hashed too, a user's reader, or Python itself."""
 
 import hashlib
 import io
@@ -16,7 +16,7 @@ CHUNK_BYTES = HEAD_BYTES
 
 
 class HashedFile(io.RawIOBase):
-    """A file that is hashed while it is read from its begin to its end."""
+    """A file that is hashed while it is read from beginning to end."""
 
     def __init__(self, path: Path) -> None:
         self._file = io.FileIO(path)
@@ -48,9 +48,9 @@ class HashedFile(io.RawIOBase):
         self._hash = self._digest.hexdigest()
 
     def finish(self) -> str:
-        """Return the SHA-256 of the whole file, and close it; `close` only closes this object.
+        """Return the SHA-256 of the whole file, and close the file.
 
-        A decompressor may have closed it.
+        `close` closes this object alone, because a decompressor may call it too early.
         """
         if not self._hash:
             self.drain()
@@ -72,8 +72,8 @@ def read_by_user_code(config: DataConfig, source: str) -> Iterator[bytes]:
     """Yield the pieces of a user's reader as UTF-8.
 
     Raises:
-        CodeError: the reader raised an exception; names its line.
-        DataError: the reader yields something other than text, or cannot read its source.
+        CodeError: The reader raised an exception. The error names its line.
+        DataError: The reader yields something other than text, or cannot read its source.
     """
     name = f"data.reader={config.reader}"
     with attribute_errors_to_user_code():

@@ -55,12 +55,12 @@ class Text:
 
     Attributes:
         source: Name of the text in log and error messages.
-        split: The split that is all of the text, or "" if the text is divided.
+        split: The split that the whole text belongs to, or "" if the text is divided.
         files: The files that are read, or None if a user's reader does not say which. `look` leaves
             out those of other formats.
         form: The format, as data.format. It is never auto once `look` has been called.
-        sha256: Set by `measure`, as are `length` in characters and `characters`.
-        read_sha256: SHA-256 of what `pieces` has read to its end.
+        sha256: Set by `measure`, with `length` (number of characters) and `characters`.
+        read_sha256: SHA-256 of the text as `pieces` has read it to the end.
     """
 
     def __init__(self, config: DataConfig, source: str, split: str, cache: TextCache) -> None:
@@ -96,11 +96,11 @@ class Text:
         return max((max(times) for _, _, *times, _ in self._status), default=0)
 
     def names(self) -> list[str]:
-        """Return the files by the index that pieces have."""
+        """Return the files in the order of `Piece.file`."""
         return [*map(str, self.files)] if self._is_file and self.files else [self.source]
 
     def notes(self) -> list[str]:
-        """Return lines for the log: what is skipped, and how the text that was read is read."""
+        """Return lines for the log: which files were skipped, and how the text was read."""
         skipped = [f"{self.source}: {self._skipped}"] if self._skipped else []
         return [*skipped, self._read]
 
@@ -115,11 +115,12 @@ class Text:
         """Decide the format, and leave out files of other formats.
 
         Args:
-            kept: The format of a snapshot, which goes on with its text, whatever it looks like.
+            kept: The format in a snapshot, or None for a new run. The text is then read in it,
+                whatever it looks like.
             checks_splits: Refuse files that are named for several splits.
 
         Raises:
-            DataError: There is no text, or something that is not text; says what to do.
+            DataError: There is no text, or a file that is not text. The error says what to do.
         """
         if not self._is_file:
             return
@@ -146,7 +147,7 @@ class Text:
     def measure(self) -> None:
         """Read the text once: hash it, and count its characters.
 
-        The end of a document counts as one character, so that all tokenizers divide a text alike.
+        The end of a document counts as one character, so that all tokenizers split a text alike.
 
         Raises:
             DataError: It cannot be read, or it is empty.
@@ -173,7 +174,7 @@ class Text:
         """Yield the text, with END or a line feed after each document that needs one.
 
         Raises:
-            DataError: Names the file, and the line, row or byte that cannot be read.
+            DataError: A file cannot be read. The error names the file and the line, row or byte.
         """
         return self._texts() if self.form == "text" else self._records()
 
@@ -216,7 +217,7 @@ class Text:
                 kind = kind_of(chunk) if at_start else TEXT
                 if kind not in (TEXT, BINARY, NOT_UTF8):
                     raise kind.refusal(where, str(self.config.path), "text") from error
-                # What the decoder was given ends where the chunk ends.
+                # The bytes in the decoder end where this chunk ends.
                 at = position - len(error.object) + error.start
                 raise DataError(f"{where} is not UTF-8 at byte {at}; {NOT_UTF8.advice}") from error
             if not self._is_file:
@@ -247,7 +248,7 @@ class Text:
         yield b""
 
     def _records(self) -> Iterator[Piece]:
-        """Yield the texts of all rows but those that are null or empty."""
+        """Yield the texts of all rows that are not null or empty."""
         assert self.files is not None
         hashes = []
         column = self.config.column
@@ -256,12 +257,12 @@ class Text:
             where = self._where(path)
             try:
                 raw = HashedFile(path)
-                if self.form == "parquet":  # which is not read from its begin to its end
+                if self.form == "parquet":  # these files are not read from beginning to end
                     raw.drain()
                     raw.seek(0)
                 with io.BufferedReader(raw, HEAD_BYTES) as buffered:
                     table = TABLES[self.form](decompressed(buffered), where)
-                    if index == 0 or self.form != "jsonl":  # whose rows may lack the key
+                    if index == 0 or self.form != "jsonl":  # rows of JSON Lines may lack the key
                         column = choose_column(table, column, where)
                     for number, text in table.values(str(column)):
                         if not text:
@@ -281,7 +282,7 @@ class Text:
         self._describe(f", {counted(n_texts, 'text')} of data.column={column}{skipped}")
 
     def _describe(self, rows: str) -> None:
-        """Write the line for the log."""
+        """Compose the line for the log."""
         line = f"{self.source}: read with data.format={self.form}"
         if self.config.reader is not None:
             line = f"{self.source}: read with data.reader={self.config.reader}"
@@ -293,17 +294,17 @@ class Text:
 
 
 def combined(hashes: list[Any]) -> str:
-    """Return the SHA-256 of several files or documents, or the one of a single one."""
+    """Combine the SHA-256 of several files or documents. A single one is returned as it is."""
     return str(hashes[0]) if len(hashes) == 1 else digest_of(hashes)
 
 
 def sha256_of_all(texts: list[Text]) -> str:
-    """Return the SHA-256 of texts together, and of the splits that they are."""
+    """Combine the SHA-256 of texts with the splits that they belong to."""
     return combined([{text.split: text.sha256} if text.split else text.sha256 for text in texts])
 
 
 def gathered(pieces: Iterator[Piece]) -> Iterator[str]:
-    """Join short pieces, so that what follows costs little for each of them."""
+    """Join short pieces, so that the next steps have less overhead for each of them."""
     texts: list[str] = []
     size = 0
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""The cache of encoded texts on this machine, by what the file system says about their files.
+"""The cache of encoded texts on this machine.
 
-The name of a directory is the digest of all that decides its tokens: the files' paths, sizes, times
-and inodes, how they are read, the tokenizer and the splits. A start that finds it reads no text.
-It is built under a private name and renamed when it is complete.
+The name of a directory is a digest of everything that decides its tokens: the files' paths, sizes,
+times and inodes, the options to read them, the tokenizer and the splits. A start that finds the
+directory reads no text. A directory is built under a private name and renamed once it is complete.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ FORMAT = 5
 TOKENS, META = "tokens.bin", "meta.json"
 KEPT_SECONDS = 60.0  # a text that took longer to encode stays, even if its run is refused
 LEFTOVER_SECONDS = 86_400.0  # age of an unfinished directory whose process has been killed
-MAX_META_BYTES = 1 << 28  # of meta.json, with the tokenizer and the names of the files
+MAX_META_BYTES = 1 << 28  # size of meta.json, which has the tokenizer and the files' names
 CHUNK_BYTES = 1 << 20
-# What untrusted JSON of another shape raises.
+# Exceptions that untrusted JSON of another shape raises.
 INVALID = (ValueError, TypeError, LookupError, AttributeError, RecursionError, UserError)
 
 
@@ -45,11 +45,11 @@ class Entry:
     """A directory of the cache.
 
     Attributes:
-        text: Its directory is left out of meta.json.
-        is_settled: No later write can have left the status of the files alone, because all were two
-            seconds old when they were last read.
-        files: Names of the files that sources.bin numbers.
-        tokens_status: Of tokens.bin when it was written.
+        text: The encoded text. meta.json leaves out its directory.
+        is_settled: True if the files were two seconds old when they were last read. Any later write
+            has then changed their status.
+        files: Names of the files, by their number in sources.bin.
+        tokens_status: Status of tokens.bin when it was written.
     """
 
     text: EncodedText
@@ -97,10 +97,11 @@ class TextCache:
 
     @contextlib.contextmanager
     def adding(self, directory: Path, sha256: str) -> Iterator[Path]:
-        """Let the caller fill a private directory, then give it its name.
+        """Let the caller fill a private directory, then rename it to its final name.
 
         Args:
-            sha256: The text's. If another node has been faster, its directory stays.
+            sha256: SHA-256 of the text. If another node was faster with this text, its directory
+                stays.
         """
         begin = time.monotonic()
         self._remove_leftovers()
@@ -110,7 +111,7 @@ class TextCache:
             yield Path(name)
             known = self.find(directory)
             if known is None or known.text.sha256 != sha256:
-                shutil.rmtree(directory, ignore_errors=True)  # damaged, or of another text
+                shutil.rmtree(directory, ignore_errors=True)  # it is damaged, or has another text
                 os.replace(name, directory)
         sync_directory(self.root)
         if time.monotonic() - begin < KEPT_SECONDS:
@@ -126,7 +127,7 @@ class TextCache:
         atomic_write(directory / META, json.dumps(content).encode())
 
     def settle(self, entry: Entry) -> None:
-        """Note that the files have been read again when they were old enough."""
+        """Record that the files were old enough when they were read again."""
         with contextlib.suppress(OSError):
             self.write(replace(entry, is_settled=True), Path(entry.text.directory))
 
@@ -143,7 +144,7 @@ class TextCache:
         return files
 
     def forget(self, files: list[Path]) -> None:
-        """Delete downloads that are not what was expected."""
+        """Delete downloads that have an unexpected SHA-256."""
         for path in files:
             if path.is_relative_to(self.root / DOWNLOADS):
                 path.unlink(missing_ok=True)
@@ -186,7 +187,7 @@ class TextCache:
                 else:
                     path.unlink(missing_ok=True)
                     with contextlib.suppress(OSError):
-                        os.removedirs(path.parent)  # as far as they are empty
+                        os.removedirs(path.parent)  # deletes empty parents only
             if self._missing and {*os.listdir(self.root)} <= {LOCK}:
                 (self.root / LOCK).unlink()
                 for path in self._missing:

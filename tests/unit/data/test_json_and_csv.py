@@ -138,7 +138,7 @@ NESTED = b'{"messages": [{"content": "a"}], "n": 1}\n'
         ),
         (LINES + b"{oops}\n", {}, r"text.txt line 401 is not JSON: Expecting property name"),
         (LINES + b'["a"]\n', {}, r"text.txt line 401 is not a JSON object"),
-        (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, no string"),
+        (LINES + b'{"text": 5}\n', {}, r"line 401: text is one of numbers, not a string"),
         (LINES + b'{"text": "\xe4"}\n', {}, r"line 401 is not UTF-8 at byte 10"),
         (LINES + b'{"text": "\\ud800"}\n', {}, r"line 401: text has half of a surrogate pair"),
         (json.dumps(ROWS).encode()[:-9], {}, r"text.txt is cut off or not JSON: Unterminated"),
