@@ -74,8 +74,8 @@ def sweep(
         nproc: local processes that train each job together, as in `train`.
 
     Returns:
-        The `rows` of what the end of the sweep reports: of its directory, if `run.name` is set.
-        Those of the best setting by `sweep.metric` come first.
+        The `rows` of the jobs that the table at the end of the sweep shows: all jobs in the sweep's
+        directory, if `run.name` is set. The best setting by `sweep.metric` comes first.
 
     Raises:
         JobError: jobs have failed; it names them, and `rows` has the others.
@@ -302,10 +302,10 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def rows(*directories: str | os.PathLike[str], metric: str | None = None) -> list[dict[str, Any]]:
-    """Return a row for each job: those of the setting with the best mean first.
+    """Return a row for each job. The jobs of the setting with the best mean come first.
 
-    The mean is over all seeds of a setting, as in the table of a report. Settings without a mean,
-    since no job is complete or a seed has diverged, come last.
+    The mean is over all seeds of a setting, as in the table of a report. A setting has no mean if
+    none of its jobs is complete, or if a seed has diverged; such settings come last.
     A row has `name`, `directory`, `status`, `seed` and `code`; by dotted key the other parameters
     in which the jobs differ; `step` and `val_loss`, the last ones of a job that is not complete;
     and the other numbers of result.json. What is unknown or not finite is None.

@@ -165,7 +165,7 @@ def find_version(name: str, commit: str, words: list[str]) -> Version:
 
 def _read(directory: Path, files: list[Path], has_package: bool) -> Code:
     """Return the code of a version as it is now."""
-    # By their paths in the version, so that the same files elsewhere are the same code.
+    # The keys are paths within the version, so that the same files elsewhere are the same code.
     hashes = {os.path.relpath(file, directory): hash_file(file) for file in files}
     package = directory / PACKAGE.name if has_package else None
     return read_code(hashes, [file.parent for file in files], package)

@@ -192,7 +192,7 @@ def _check(cfg: DictConfig) -> tuple[Config, DistEnv]:
     """Return the configuration of this job and the environment of this process, both checked."""
     config = checked_config(cfg)
     check_machine(config)
-    if not hydra_utils.is_multirun():  # complete jobs of a sweep need no text
+    if not hydra_utils.is_multirun():  # a sweep may have complete jobs only, which need no text
         check_text(config)
     env = read_env(config.ddp.local_workers or 1)
     ignored = sorted(key for key in hydra_utils.typed_keys() if key.startswith("sweep."))

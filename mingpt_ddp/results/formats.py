@@ -116,7 +116,7 @@ def command_line(job: Job) -> str:
     Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
     start, run.name included: they continue the job, or repeat it under another run.name.
     """
-    # The overrides may have the sweep's run.name, which is another run.
+    # The overrides may have the run.name of the sweep, which would be another run.
     if "run.name" not in job.config:
         return NO_COMMAND
     overrides = _read_record(job.directory, "overrides")
@@ -126,13 +126,13 @@ def command_line(job: Job) -> str:
             words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
         words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
     else:
-        # Remove these presets, whose keys differ.
+        # Remove the presets of these groups, because each preset has other keys.
         words = ["~model", "~optimizer"]
         words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
     name = job.config["run.name"]
     named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
-    # The overrides of a job have the sweep's run.name, those of local workers the user's and the
-    # directory's.
+    # The overrides of a job have the run.name of the sweep. The overrides of local workers have the
+    # run.name that the user typed and the one of the directory.
     if isinstance(name, str) and ("/" in name or len(named) > 1):
         words = [word for word in words if word not in named]
         words.append(f"run.name={hydra_value(name)}")
@@ -140,7 +140,7 @@ def command_line(job: Job) -> str:
 
 
 def compare_command(directories: Iterable[Path], objective: Objective) -> str:
-    """Return what a user types to compare the runs in these directories."""
+    """Return the command that compares the runs in these directories."""
     words = [*map(str, directories), "compare"]
     if objective.note:
         words.append(f"metric={objective.metric}")

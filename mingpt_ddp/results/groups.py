@@ -52,7 +52,7 @@ class Group:
 
     @property
     def status(self) -> str:
-        """The statuses of the jobs, each once; marked if a user's file has changed since."""
+        """The statuses of the jobs, each once. Results of old code are marked."""
         marked = (f"{job.status}, old code" if job.is_edited else job.status for job in self.jobs)
         return ", ".join(dict.fromkeys(marked))
 
@@ -97,7 +97,7 @@ class Group:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The same, as numbers of which the lower is the better."""
+        """The objective of the complete jobs as a cost: lower is better."""
         return {seed: self.ranked_by.cost(value) for seed, value in self.by_seed.items()}
 
     @cached_property
@@ -141,8 +141,8 @@ class Group:
     def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate:
         """Return the estimate of a measurement over the seeds of the jobs that have one.
 
-        If a seed has diverged, only their number is known: the mean of the others would be the mean
-        of a selection.
+        If a seed has diverged, the estimate has the number of seeds but no mean, because the other
+        seeds are a selection.
         """
         values = [*means_by_seed(self.jobs, measure).values()]
         return Estimate(len(values)) if self.diverged else estimate(values)
@@ -152,12 +152,12 @@ G = TypeVar("G", bound=Group)
 
 
 def replicates(jobs: Iterable[Job]) -> list[Group]:
-    """Group the jobs that differ in `run.seed` alone; sort by mean, those without one last.
+    """Group the jobs that differ in `run.seed` alone. Sort by mean; groups without one come last.
 
     Keys that change at most the last bits of a result (where files are, how ranks share the work,
-    what is logged) do not count, unless they have been swept: jobs of the same recipe differ in
-    them for two seeds at least. Jobs of another text, or of another version of the user's files,
-    are a group of their own, as by the keys `text` and `code`.
+    what is logged) do not separate groups, unless they have been swept: then jobs of one recipe
+    differ in them for two seeds or more. Jobs that were trained on another text, or by another
+    version of the user's files, are a group of their own, with the parameter `text` or `code`.
     """
     jobs = [*jobs]
     swept = _swept(jobs)
@@ -172,12 +172,11 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
 
 
 def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
-    """Divide jobs of one recipe by their text, and by the user's code; yield what differs.
+    """Divide jobs of one recipe by their text and by the user's code. Yield the keys that differ.
 
-    A job that has recorded neither, as one that is not complete, is with the others if these are
-    all the same.
+    A job that is not complete may have recorded neither. It joins the others if they all have the
+    same text and code.
     """
-
     are_accepted = accept_code(jobs)
 
     def inputs(job: Job) -> tuple[str | None, str] | None:
@@ -209,7 +208,7 @@ def text_of(job: Job) -> str | None:
 
 
 def accept_code(jobs: Iterable[Job]) -> bool:
-    """Return True if a job has run.accept_code=true: results of different code count as one."""
+    """Return True if a job has run.accept_code=true, so that the code does not separate jobs."""
     return any(job.config.get(ACCEPT_CODE) is True for job in jobs)
 
 
@@ -224,10 +223,10 @@ def singles(jobs: Iterable[Job]) -> list[Group]:
 
 
 def best_group(groups: Sequence[G]) -> G | None:
-    """Return the group with the best mean objective; None if no group has a mean.
+    """Return the group with the best mean objective. Return None if no group has a mean.
 
-    The mean over the seeds that all of `rivals_of` have counts if there are MIN_PAIRS such seeds,
-    else the mean over all seeds of each.
+    If the groups that `rivals_of` returns share MIN_PAIRS seeds or more, their means over the
+    shared seeds decide. Otherwise the mean over all seeds of each group decides.
 
     Args:
         groups: sorted as `replicates` returns them.
@@ -241,10 +240,10 @@ def best_group(groups: Sequence[G]) -> G | None:
 
 
 def rivals_of(groups: Sequence[G]) -> list[G]:
-    """Return the groups of which one is the best.
+    """Return the groups that may be the best one.
 
-    They have a mean, which excludes groups with a diverged seed. If groups have two complete seeds
-    or more, it is one of these.
+    A group with a diverged seed has no mean and may not. If any group has two complete seeds or
+    more, only such groups may.
     """
     ranked = [group for group in groups if group.objective is not None]
     return [group for group in ranked if group.complete > 1] or ranked

@@ -40,7 +40,7 @@ TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
 def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
-    """Return what ranks the jobs, if not the loss, and why their results do not compare.
+    """Return notes: by what the jobs are ranked, if not by loss, and why results do not compare.
 
     Args:
         are_versions: The settings are versions of the code.
@@ -85,7 +85,7 @@ def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
 
 
 def _code_notes(jobs: list[Job]) -> list[str]:
-    """Return in what the code differs that has trained the jobs."""
+    """Return notes on differences of the code that has trained the jobs."""
     contents = dict[str, set[str]]()
     packages = dict[str, str]()  # by SHA-256
     for record in filter(None, [recorded_code(job.result) for job in jobs]):
@@ -191,7 +191,7 @@ def _different_data(jobs: list[Job]) -> list[str]:
     else:
         keys -= {"data.sha256"}
     if len(texts) == 1 and None not in texts:
-        keys -= {"data.path"}  # the same content
+        keys -= {"data.path"}  # the path does not matter if the content is the same
     if len({_form(job) for job in jobs} - {"auto"}) < 2:
         keys -= {"data.format"}
     return [key for key in DATA_KEYS if key in keys]

@@ -34,14 +34,14 @@ WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
 class Objective:
     """The number by which jobs are ranked."""
 
-    series: str  # its key in result.json and metrics.jsonl
+    series: str  # key of the number in result.json and metrics.jsonl
     title: str
     column: str
     maximize: bool = False  # True: higher values are better
 
     @property
     def metric(self) -> str:
-        """The same as `sweep.metric`."""
+        """The objective as a value of `sweep.metric`."""
         return f"{'-' * self.maximize}{self.series}"
 
     @property
@@ -50,11 +50,11 @@ class Objective:
 
     @property
     def note(self) -> str:
-        """Say which values are better, of a metric that the user has named; "" of the others."""
+        """Say which values are better if the user has named this metric, else ""."""
         return "" if self in STANDARD.values() else f"{self.better} is better"
 
     def cost(self, value: float) -> float:
-        """Return a number that is lower for better values, and turns back into the value."""
+        """Turn a value into a cost, of which lower is better, or a cost into its value."""
         return -value if self.maximize else value
 
     def recorded_in(self, result: Mapping[str, Any]) -> Any:
@@ -62,7 +62,7 @@ class Objective:
         return result.get(self.series, result.get(self.series.removeprefix("val_")))
 
     def value(self, result: Mapping[str, Any]) -> float:
-        """Return the value in a result.json; if there is none, the worst one, infinity."""
+        """Return the value in a result.json. If there is none, return the worst one (infinite)."""
         value = finite(self.recorded_in(result))
         return self.cost(math.inf) if value is None else value
 
@@ -81,7 +81,7 @@ def objective_named(metric: str | None) -> Objective:
 
 
 def default_objective(units: Iterable[Hashable]) -> Objective:
-    """Return what jobs are ranked by where the user names nothing.
+    """Return the objective of jobs if the user names none.
 
     Args:
         units: what `loss_unit` returns for each job.

@@ -63,8 +63,7 @@ def report(
         directories: runs, or parents of runs one or two levels below.
         page: the HTML file to write.
         metric: as for `read_jobs`.
-        edited: as of `read_results`.
-        accept_code: as of `read_results`.
+        edited, accept_code: As for `read_results`.
 
     Raises:
         RunError: one of the directories holds no run, no run has the metric, or the page cannot be

@@ -26,9 +26,10 @@ def json_report(results: Results) -> str:
 
 
 def job_rows(directories: Sequence[Path], metric: str | None = None) -> list[dict[str, Any]]:
-    """Return a row for each job: its entry in the document, flat, with what the jobs differ in.
+    """Return a flat row for each job: its entry in the document, and the keys that differ by job.
 
-    All rows have the same keys. Replicates follow each other, those with the best mean first.
+    All rows have the same keys. Replicates follow each other. The setting with the best mean comes
+    first.
 
     Args:
         metric: as for `read_jobs`.

@@ -59,7 +59,7 @@ class Results:
 
     @property
     def best(self) -> Group | None:
-        """The best group, as `best_group` says."""
+        """The best group, as `best_group` chooses it."""
         return best_group(self.groups)
 
 
@@ -105,7 +105,7 @@ def read_results(
 def read_with_failures(
     directories: Sequence[Path], metric: str | None = None, accept_code: bool = False
 ) -> tuple[list[Job], list[Failure]]:
-    """Read the jobs in these directories, best first, and what their sweeps say of failed ones.
+    """Read the jobs in these directories, best first, and why jobs of their sweeps have failed.
 
     Args:
         metric: as for `read_jobs`.

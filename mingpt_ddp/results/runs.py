@@ -53,7 +53,7 @@ class Job:
     history: MetricsHistory
     notes: list[str]  # which files cannot be read
     ranked_by: Objective = LOSS
-    is_edited: bool = False  # a user's file has changed since
+    is_edited: bool = False  # a user's file has changed since the job was trained
 
     @cached_property
     def objective(self) -> float | None:
@@ -98,7 +98,7 @@ class Job:
 
     @cached_property
     def code(self) -> str:
-        """Digits that identify the user's files that trained it, or several versions; "": none."""
+        """Digits that identify the user's files that trained it, by version. "" if none did."""
         record = recorded_code(self.result)
         earlier = [str(each)[:8] for each in record.get("earlier", [])]
         return "+".join(filter(None, [*earlier, user_code(record)]))
@@ -112,14 +112,14 @@ class Job:
 def read_jobs(
     directories: list[Path], metric: str | None = None, accept_code: bool = False
 ) -> list[Job]:
-    """Read the jobs in these directories; sort them by objective, those without one last.
+    """Read the jobs in these directories. Sort them by objective; jobs without one come last.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
-        metric: The objective, as `sweep.metric` names it. By default it is the metric of the
-            sweeps that the jobs belong to, if all have the same, or else the validation loss. It
-            is bits per byte if the tokenizers of the jobs differ.
-        accept_code: Take all of them as runs with run.accept_code=true.
+        metric: The objective, as `sweep.metric` names it. None takes the metric of the sweeps that
+            the jobs belong to, if it is the same in all, or else the validation loss (bits per byte
+            if the tokenizers of the jobs differ).
+        accept_code: Read all jobs as if they had run.accept_code=true.
 
     Raises:
         RunError: one of them is not a directory, or contains no run; or no run has the metric.
@@ -159,7 +159,7 @@ def read_jobs(
 
 
 def _numbers(job: Job) -> list[str]:
-    """List what may be a metric of a job: the numbers of its result, or else what it has logged."""
+    """List the names of a job's possible metrics: those in its result, or else those it logged."""
     names = [str(key) for key, value in job.result.items() if number(value) is not None]
     return names or [name for name in job.history.columns if name.startswith(("val_", "train_"))]
 
@@ -261,7 +261,8 @@ def _read(path: Path, name: str) -> Job:
 def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
     """Return "running" if a process holds the lock of the directory, else how the run has ended.
 
-    A complete run may be continued with larger limits: its result is then that of an earlier end.
+    If a complete run is continued with larger limits, its result is still the one of the earlier
+    end.
     """
     locked = is_locked(path)
     if locked:

@@ -1,4 +1,4 @@
-"""Whether the result of a complete job still counts: the text is the same, and the user's code."""
+"""Decide if the result of a complete job still counts: have its text and code stayed the same?"""
 
 import json
 import logging
@@ -15,16 +15,18 @@ from mingpt_ddp.storage.run_directory import read_result, recorded_config
 
 log = logging.getLogger(__name__)
 
-OF_WINDOWS = ("block_size", "stride")  # keys of data that do not change what the text is
+OF_WINDOWS = ("block_size", "stride")  # keys of data that do not change the text
 
 
 @dataclass
 class KeptResults:
-    """The checks of the results of a sweep's complete jobs. On rank zero."""
+    """Checks the results of a sweep's complete jobs, on rank zero."""
 
-    edited: dict[Path, list[str]] = field(default_factory=dict)  # files of old code, by run
+    edited: dict[Path, list[str]] = field(
+        default_factory=dict
+    )  # the user's files that have changed, by run directory
     accepts: bool = False  # run.accept_code
-    _named: set[str] = field(default_factory=set)  # files that the log has named
+    _named: set[str] = field(default_factory=set)  # changed files that the log has named
     _texts: dict[str, str] = field(default_factory=dict)  # SHA-256 by the keys of the text
 
     def check(self, directory: Path, config: Config) -> None:
@@ -34,7 +36,7 @@ class KeptResults:
             config: The configuration of the job, or of another job of the sweep.
 
         Raises:
-            DataError: The text is another one now, or cannot be read.
+            DataError: The text has changed, or cannot be read.
         """
         self.accepts = config.run.accept_code
         result = read_result(directory)
@@ -71,7 +73,9 @@ class KeptResults:
             )
 
     def _sha256_of(self, data: DataConfig) -> str:
-        from mingpt_ddp.data.prepare import sha256_of_text  # not at the start of each command
+        from mingpt_ddp.data.prepare import (
+            sha256_of_text,
+        )  # it takes long to import, and few commands need it
 
         keys = {key: value for key, value in asdict(data).items() if key not in OF_WINDOWS}
         name = json.dumps(keys, sort_keys=True, default=str)
@@ -81,7 +85,7 @@ class KeptResults:
 
 
 def _data_of(directory: Path, data: Any) -> Any:
-    """Return the data of a job, of which a search knows the recorded configuration alone."""
+    """Return the group `data` of a job. A search has only recorded configurations of jobs."""
     recorded = (recorded_config(directory) or {}).get("data")
     if not isinstance(data, DataConfig) or not isinstance(recorded, dict):
         return data

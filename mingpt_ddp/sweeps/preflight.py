@@ -116,7 +116,7 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
 
 
 def _keep(sweep: Sweep, metric: str | None) -> None:
-    """Write what the sweep keeps between its starts.
+    """Write the records that the sweep keeps between its starts.
 
     Args:
         metric: from the command line.
@@ -130,7 +130,7 @@ def _keep(sweep: Sweep, metric: str | None) -> None:
 
 def _constant(overrides: list[Override]) -> str:
     """Return the keys that do not vary, as a list for Hydra."""
-    keys = ["'sweep.metric'"]  # which `_start` may add
+    keys = ["'sweep.metric'"]  # `_start` may add this key
     for override in overrides:
         if not override.is_sweep_override():
             keys.append(repr(hydra_utils.key_of(str(override.input_line))))

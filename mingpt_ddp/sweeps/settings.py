@@ -113,7 +113,7 @@ def _check_lock_step(settings: SweepConfig) -> None:
 
 
 def _check_metric(config: Config) -> None:
-    """Check that the jobs measure `sweep.metric`: of user code only they themselves know."""
+    """Check that the jobs measure `sweep.metric`. For user code, only the jobs can check it."""
     settings = config.sweep
     if settings.metric is None:
         return

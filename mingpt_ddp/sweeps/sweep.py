@@ -183,7 +183,9 @@ class Sweep:
 
         try:
             name, value, failure = run_on_rank_zero(known)
-        except DataError as error:  # of another text: no other job would compare, so end the sweep
+        except (
+            DataError
+        ) as error:  # the text has changed, so no other job would compare: end the sweep
             ProcessExit().user_error(error)
         config = with_run_name(config, name)
         directory = Path(config.run.root, name)

@@ -48,7 +48,7 @@ def run_jobs(
     if sweep.slots:
         Scheduler(sweep, source, partial(compose, context, config)).run()
         return
-    if sweep.is_remote:  # Ctrl-C also ends the processes that run the jobs
+    if sweep.is_remote:  # so that Ctrl-C also ends the processes that run the jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config

@@ -52,7 +52,7 @@ from mingpt_ddp.errors import LONGEST_LINE, ConfigError, command
 from mingpt_ddp.storage.run_directory import recorded_config
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 
-# A run that a stranger wrote could send files to itself.
+# A stranger who wrote the run could use these keys to be sent files.
 LEFT_OUT = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
 NAMES = ("run.root", "run.name")  # from the directory itself
 

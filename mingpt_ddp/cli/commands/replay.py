@@ -71,7 +71,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
         words: more of the command line that trains.
         follow: as for `find_steps`.
     """
-    raise_interrupts()  # the training ends, and its directory is deleted
+    raise_interrupts()  # so that the training ends and its directory is deleted
     recorded = RecordedRun.read(url, follow)
     interval = choose_interval(recorded, steps, words)
     environment = interval.state["environment"]

@@ -20,10 +20,10 @@ changed. The page of one directory is its report.html, that of several is report
 plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
-deviation and the number of seeds, the best mean first. The best has the best mean over the seeds that all rows with two
-seeds have, if there are three such seeds, else over all of its seeds. Seeds that another version of your files has trained are
-another row, unless accept_code=true (or a run had run.accept_code=true).
-A row with a diverged seed, whose loss is not finite, has no mean, is last, and is never the best.
+deviation and the number of seeds, the best mean first. If all rows with two seeds or more share at least three seeds, the best
+row has the best mean over the shared seeds; otherwise it has the best mean over all of its seeds. Seeds that another version of
+your files has trained are another row, unless you add accept_code=true (or a run had run.accept_code=true).
+A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
 
 The JSON document has "objective", "better" (lower or higher), "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
 with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
@@ -33,9 +33,9 @@ Without metric=, jobs are ranked by the sweep.metric of their sweep; else by the
 their tokenizers differ.
 
 `compare` takes jobs that differ in run.seed alone as one setting, and compares the best setting with each other one:
-how much better its mean is, with the 95% interval. Where three seeds and most of all are in both settings, it compares
-seed by seed (paired t-test), else the means (Welch's). A verdict says what was tested: seeds without a pair are left out,
-and a note names the table's order if it contradicts that. With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
+how much better its mean is, with the 95% interval. If both settings share three seeds or more, and these are most of their
+seeds, it compares seed by seed (paired t-test), else the means (Welch's). A verdict covers the tested seeds alone: seeds
+without a pair are left out, and a note says so if the order of the table contradicts the verdict. With more than two settings p is corrected for all pairs (Holm). Needs two seeds of each (-m run.seed=1,2,3).
 """  # noqa: E501
 
 import os
@@ -93,7 +93,7 @@ def _command(config: ReportConfig) -> int:
     as_json = config.format == "json"
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
     if WATCH in words:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # ends the watch with the report
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # so that Ctrl-C ends the watch
         echo(watch(directories, page_path(directories), config.metric))
     elif COMPARE in words:
         echo(verdict(directories, as_json, config.metric, config.accept_code))

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def _end_server() -> None:
-    """End the fork server, which imports torch before it would notice that this process has."""
+    """End the fork server. It notices the end of this process only after it has imported torch."""
     if pid := server_pid():
         kill(pid)
     delete_socket_directory()

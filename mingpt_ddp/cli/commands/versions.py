@@ -87,7 +87,7 @@ def main() -> None:
         if text := answer(__doc__, sys.argv[1:]):
             echo(text)
             return
-        raise_interrupts()  # the job ends too
+        raise_interrupts()  # so that the running job ends too
         sys.exit(_command(sys.argv[1:]))
 
 
@@ -198,9 +198,9 @@ def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
 
 
 def _text_sha256(data: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a text as it is now; "" if only the code of the version can read it.
+    """Return the SHA-256 of a text as it is now. Return "" if only the version's code can read it.
 
-    Of what a reader reads it is the SHA-256 of its files.
+    With data.reader, this is the SHA-256 of the files that the reader reads.
     """
     from mingpt_ddp.data.prepare import sha256_of_text
 
@@ -258,8 +258,7 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
 def _check_code(trial: Trial) -> None:
     """Check that a job was trained by the code that its version has now.
 
-    The user's files that are no part of a version, as those of a library of yours, must be as they
-    were.
+    Files of the user outside of the version, such as a library, must not have changed either.
 
     Raises:
         RunError: It was trained by other code.

@@ -1,4 +1,4 @@
-"""Compare settings, each with the results of several seeds: one of them with each other one."""
+"""Compare one setting with each other one. Each has the results of several seeds."""
 
 import math
 from collections import Counter
@@ -37,22 +37,23 @@ class Setting(Group):
 
 @dataclass
 class Comparison:
-    """The reference against another setting. This is where a verdict is made.
+    """The reference against another setting. Every verdict is made here.
 
-    What is said of them has the sign of the tested difference. Means over other seeds have no part.
+    The tested difference alone decides which setting is called better. Means over other seeds do
+    not count.
     """
 
     reference: Setting
     other: Setting
-    # Of the costs, other - reference: positive if the reference is better. None if nothing can be
-    # said.
+    # Cost of the other setting minus cost of the reference: positive if the reference is better.
+    # None if nothing can be said.
     difference: Difference | None
-    why: str | None  # nothing can be said
-    p: float = 1.0  # of the difference, corrected for all pairs of settings
+    why: str | None  # why nothing can be said
+    p: float = 1.0  # p-value of the difference, corrected for all pairs of settings
 
     @property
     def in_order(self) -> tuple[Setting, Setting]:
-        """Both settings. First the better one over the tested seeds."""
+        """Both settings. The one that is better over the tested seeds comes first."""
         if self.difference is not None and self.difference.difference < 0:
             return self.other, self.reference
         return self.reference, self.other
@@ -93,14 +94,15 @@ def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
 def compare(settings: Sequence[Setting]) -> list[Comparison]:
     """Compare the best setting, as `best_group` chooses it, with each other one.
 
-    The data choose which setting is the best, so that each pair of settings has been compared: the
-    p-values are corrected for all pairs of those with two seeds, not only for those with the best.
+    The data choose the best setting, which in effect compares every pair. The p-values are
+    therefore corrected for all pairs of settings with two seeds, not only for those with the best.
 
     Args:
         settings: as `settings_of` returns them.
 
     Returns:
-        A comparison for each other setting; none if no setting has a mean over two seeds.
+        A comparison for each other setting. The list is empty if no setting has a mean over two
+        seeds.
     """
     best = best_group(settings)
     if best is None or best.complete < 2:

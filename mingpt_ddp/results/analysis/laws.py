@@ -76,7 +76,7 @@ class Scaling:
 
 
 def scalings(groups: list[Group]) -> list[Scaling]:
-    """Return the laws of all axes, at most MOST of each; every swept number is one.
+    """Return the laws of all axes, at most MOST of each. Every swept number is an axis.
 
     Only losses have laws.
 

@@ -80,11 +80,11 @@ def to_text(
 
 
 def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
-    """Return what a comparison shows of the best setting and each other one; [] of one setting.
+    """Compare the best setting with each other one, in sentences. [] if there is one setting only.
 
     Args:
         groups: as `replicates` returns them.
-        most: comparisons that have a sentence.
+        most: Number of comparisons that get a sentence. A last line says how to see the others.
     """
     settings = settings_of(groups, directories)
     if len(settings) < 2:
@@ -149,7 +149,7 @@ def _objective(jobs: list[Job]) -> str:
 
 
 def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
-    """Return what the comparison of so many pairs leaves out, or takes together."""
+    """Return notes on what the comparison of so many pairs leaves out or takes together."""
     jobs = [job for setting in settings for job in setting.jobs]
     notes = pooling_notes(replicates(jobs))
     for job in jobs:

@@ -93,12 +93,12 @@ def points(
 
 
 def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
-    """Return the mark of each row: its colour is its objective, between the best and the worst.
+    """Return the mark of each row. Its colour shows the objective between the best and the worst.
 
-    The objective of an outlier is drawn as the worst of the others, and as a triangle.
+    An outlier is a triangle with the colour of the worst other row.
 
     Args:
-        names: of the parameters, by key.
+        names: Names of the parameters, by key.
     """
     objective = groups[0].ranked_by
     objectives = known(group.objective for group in groups)

@@ -78,7 +78,7 @@ def difference(one: Values, other: Values) -> Difference:
     are normally distributed.
 
     Args:
-        one, other: for which `why_incomparable` returns None.
+        one, other: Results by seed, for which `why_incomparable` returns None.
     """
     from scipy import stats
 

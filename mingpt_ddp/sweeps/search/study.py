@@ -55,11 +55,11 @@ class Study:
         """Read the journal and check that this command continues it; write nothing.
 
         Args:
-            space: that of a search, or the values of each key of a grid.
-            fixed: values as of JSON that all trials share and that must stay the same.
+            space: The space of a search, or the values of each key of a grid.
+            fixed: JSON values that all trials share and that must stay the same.
 
         Raises:
-            ConfigError: a setting is invalid, or belongs to another study; the journal is gone.
+            ConfigError: A setting is invalid or belongs to another study, or the journal is gone.
             RunError: the journal is damaged.
         """
         sampler_settings(settings)  # checks them
@@ -154,7 +154,7 @@ class Study:
         """Record the end of a complete or pruned trial.
 
         Args:
-            value: of the metric, finite, if it is complete.
+            value: Finite value of the metric if the trial is complete.
             job: the name of its directory.
         """
         trial = self.trial(number)

@@ -106,7 +106,7 @@ def _number(result: Mapping[str, Any], objective: Objective) -> float:
     """Return the objective in a result.json.
 
     Raises:
-        RunError: there is none.
+        RunError: It has no such number.
     """
     value = finite(objective.recorded_in(result))
     if value is not None:
