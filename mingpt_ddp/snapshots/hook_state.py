@@ -1,8 +1,8 @@
-"""The state of hooks of the user that act, as named tensors of a snapshot.
+"""The state of the user's hooks, as named tensors of a snapshot.
 
-A state is a flat dictionary of tensors, numbers and text. The name of a tensor in the snapshot is a
-JSON list of the hook's name and the key. The list of the hook's name alone has the numbers and
-texts, as JSON text, in which null stands for a tensor.
+A state is a flat dictionary of tensors, numbers and text. Each tensor is stored under a JSON list
+of the hook's name and its key. The numbers and texts are stored as one JSON text, under a list of
+the hook's name alone; null in it stands for a tensor.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ LEAST_BYTES = 64
 
 
 def pack_state(name: str, state: Any) -> dict[str, Tensor]:
-    """Return the state of a hook as named tensors; those in it are not copied.
+    """Return the state of a hook as named tensors. The tensors in the state are not copied.
 
     Raises:
         CodeError: The state is not a flat dictionary of tensors, numbers and text.
@@ -47,7 +47,7 @@ def pack_state(name: str, state: Any) -> dict[str, Tensor]:
         text = json.dumps(plain).encode()
     except ValueError as error:  # a number of more than 4300 digits
         raise CodeError(f"state_dict() cannot be saved as JSON: {error}") from error
-    # a longer number or text should need no new staging buffers
+    # Round the size up, so that a longer number or text needs no new staging buffers.
     size = max(LEAST_BYTES, 1 << (len(text) - 1).bit_length())
     tensors[json.dumps([name])] = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8)
     return tensors

@@ -70,7 +70,7 @@ class SnapshotManager:
         """
         Args:
             store: The snapshots of the run.
-            directory: The run directory, which has the ledger.
+            directory: The run directory. The ledger is in it.
         """
         self.config = config
         self.runtime = runtime

@@ -22,13 +22,13 @@ class SnapshotStore(StoreReader):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._lease: Lease | None = None  # ownership on an object store, which has no file locks
-        # Under a lease: the committed steps that this run has found or written.
+        # Under a lease: committed steps that this run has found at its start or has written.
         self._known: set[int] = set()
         # It raises RunError if a locked directory is gone.
         self.check_owner: Callable[[], None] = lambda: None
 
     def hold(self, lease: Lease) -> None:
-        """Write under a lease, and note which snapshots are committed when it begins.
+        """Write under a lease from now on, and note which snapshots are committed already.
 
         Raises:
             StorageUnavailableError, SnapshotError: the URL cannot be read.
@@ -43,7 +43,7 @@ class SnapshotStore(StoreReader):
         self._known = {step for step, known in zip(steps, are_committed, strict=True) if known}
 
     def check_lease(self) -> None:
-        """Ask an object store who owns it.
+        """Check in an object store that this run still owns it.
 
         Raises:
             RunError: another process has taken over the lease.
@@ -135,7 +135,7 @@ class SnapshotStore(StoreReader):
         self._known.discard(step)
 
     def clear(self, step: int) -> None:
-        """Delete a snapshot or the files of a failed save, and ask nobody.
+        """Delete a snapshot or the files of a failed save, without checking the lease.
 
         The manifest goes first, so that a partial deletion uncommits the snapshot.
         """

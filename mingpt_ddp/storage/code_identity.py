@@ -1,13 +1,13 @@
-"""Which code trains: the user's files as they were loaded, the package, changes in checkouts.
+"""Identify the code that trains: the user's files as they were loaded, the package, and checkouts.
 
-The record of it, in every state.json and in result.json:
+Every state.json and result.json has this record:
 
     {"files": {"recipe/mine.py": "3f2a91..."},
      "package": {"sha256": "91bc4d...", "commit": "0ffcaf..."},
      "commits": {"my_project": "5d1e07...-dirty"}, "patch": "code.patch", "earlier": []}
 
 The paths of the user's files are relative to the working directory. `earlier` identifies other
-code of the user that has trained the run before.
+versions of the user's files that have trained the run before.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git, no_filters
 from mingpt_ddp.storage.storage import read_regular
 
 PATCH = "code.patch"
-MAX_CODE_BYTES = 1 << 24  # of a file
+MAX_CODE_BYTES = 1 << 24  # size of a Python file
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
 COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # by SHA-1 or SHA-256
-GIT_S = 5.0  # for all questions to git
-READ_S = 60.0  # for all that is read, in seconds
-SHOWN = 5  # files that a message names
+GIT_S = 5.0  # time limit in seconds for all commands of git together
+READ_S = 60.0  # time limit in seconds for reading the code
+SHOWN = 5  # number of files that a message names
 LONGEST = 400  # characters of a description
 DIFF = (
     *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/"),
@@ -94,7 +94,7 @@ def start_reading(roots: Iterable[Path]) -> Callable[[], Code]:
         roots: The user's files that the run begins with.
 
     Returns:
-        A function that waits for the thread, but not for ever: a disk may be lost.
+        A function that waits for the thread, but at most READ_S, because a disk may be lost.
     """
     pool = ThreadPoolExecutor(1, "code")
     reading = pool.submit(lambda: read_code(_by_name(loaded_files(roots))))
@@ -116,12 +116,12 @@ def read_code(
     folders: Iterable[Path] | None = None,
     package: Path | None = None,
 ) -> Code:
-    """Return code with its commits and changes.
+    """Add commits and uncommitted changes to the user's files and the package.
 
     Args:
         files: The SHA-256 of the user's files, by path.
-        folders: Where these files are. None if their paths say it.
-        package: The package of another checkout, as it is now. None for that of this process.
+        folders: The folders of these files. None if their paths tell them.
+        package: The package in another checkout. None for the package of this process.
     """
     if folders is None:
         folders = [Path(name).resolve().parent for name in files]
@@ -135,7 +135,7 @@ def read_code(
         try:
             checkout = read_checkout(root, name)
         except (OSError, subprocess.SubprocessError):
-            continue  # without git, with a slow one, or with another user's checkout
+            continue  # there is no git, it is slow, or the checkout belongs to another user
         if root == of_package:
             package_commit = checkout.commit
         else:
@@ -153,7 +153,7 @@ def read_code(
 
 
 def with_loaded_files(record: Mapping[str, Any], roots: Iterable[Path]) -> dict[str, Any]:
-    """Return a record of a run of this process with the files that are loaded by now."""
+    """Update the record of a run of this process with the files that are loaded by now."""
     if not record:
         return {}
     return {**record, "files": {**record["files"], **_by_name(loaded_files(roots))}}
@@ -187,7 +187,7 @@ def describe(code: Mapping[str, Any]) -> str:
 
 
 def user_code(code: Mapping[str, Any]) -> str:
-    """Return digits that identify the content of the user's files in a record; "" without any."""
+    """Return digits that identify the content of the user's files in a record, or "" if none."""
     files = code.get("files")
     return _sha256(json.dumps(sorted(files.values())).encode())[:8] if files else ""
 
@@ -199,13 +199,13 @@ def package_of(code: Mapping[str, Any]) -> str:
 
 
 def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None) -> list[str]:
-    """List the user's files of an untrusted record whose content is another one now.
+    """List the user's files in an untrusted record whose content has changed.
 
-    A file that this process has loaded counts as it was then. Any other is hashed, and is not
-    imported. A missing file has changed.
+    A file that this process has loaded counts with the content that was loaded. Any other file is
+    hashed, and not imported. A missing file has changed.
 
     Args:
-        now: The files of another record of now, by path. They count, under any name.
+        now: The files in a current record. A file that was only renamed has not changed.
     """
     same = {*(now or {}).values()}
     changed = []
@@ -216,7 +216,7 @@ def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None)
 
 
 def describe_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Say in which of the user's files, and in which package, two records differ; "" in none."""
+    """Name the user's files, and the package, that differ between two records. "" if none do."""
     if not before or not now:
         return ""
     words = []
@@ -272,8 +272,10 @@ def _loaded_package() -> str:
 def hash_package(package: Path) -> str:
     """Return one SHA-256 of all Python files of a package."""
     hashes = {}
-    for name in sorted(glob("**/*.py", root_dir=package, recursive=True)):  # also in conf, a link
-        with contextlib.suppress(OSError):  # it is being replaced
+    for name in sorted(
+        glob("**/*.py", root_dir=package, recursive=True)
+    ):  # includes conf, which may be a link
+        with contextlib.suppress(OSError):  # the file is being replaced
             hashes[name] = hash_file(package / name)
     return _sha256(json.dumps(hashes).encode())
 

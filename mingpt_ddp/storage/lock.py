@@ -120,10 +120,10 @@ def is_lock_of(directory: Path, lock: IO[str]) -> bool:
 
 
 def delete_if_unused(directory: Path, lock: IO[str], own_files: tuple[str, ...]) -> None:
-    """Delete the lock of a locked directory, and what belongs to it, if there is nothing else.
+    """Delete the lock of a locked directory and its files, if the directory holds nothing else.
 
     Args:
-        own_files: patterns of the names that belong to the lock.
+        own_files: Patterns for the names of files that belong to the lock.
     """
     if not is_lock_of(directory, lock):
         return

@@ -126,7 +126,7 @@ class RunDirectory:
         _delete_files(path, PARTIAL_FILES)
 
     def _lock(self, path: Path, wait_s: float, **names: str) -> None:
-        """Lock a directory; note which directories that creates."""
+        """Lock a directory. Note which directories this creates."""
         self._created += [each for each in (path, *path.parents) if not os.path.exists(each)]
         self._locks[path] = acquire_lock(path, wait_s, **names)
 
@@ -202,9 +202,9 @@ class RunDirectory:
         The first is config.yaml, those of later starts are config.<n>.yaml.
 
         Args:
-            hydra_files: contents of files in .hydra, by name.
-            files: contents of other files, by name.
-            private: contents of files that nobody else may read, by name.
+            hydra_files: Contents of files in .hydra, by name.
+            files: Contents of other files, by name.
+            private: Contents of files that only this user may read, by name.
         """
         for name, content in (files or {}).items():
             _write(self.path / name, content)

@@ -1,6 +1,6 @@
 """The directory in which multiprocessing makes its sockets.
 
-It is locked while its process lives. SIGKILL leaves it, and the next start deletes it.
+It is locked while its process lives. After SIGKILL it stays, until the next start deletes it.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from mingpt_ddp.linux import read_boot_id
 
-LONGEST_TMPDIR = 60  # bytes: the path of a socket is 43 longer, and has at most 103
+LONGEST_TMPDIR = 60  # bytes; the path of a socket is 43 bytes longer and may have 103
 
 
 def make_socket_directory() -> None:
@@ -24,19 +24,19 @@ def make_socket_directory() -> None:
     there are deleted.
     """
     config = _config()
-    if config.get("tempdir"):  # of this process, or of the launcher
+    if config.get("tempdir"):  # this process or its launcher has made one
         return
     parent = tempfile.gettempdir()
     if len(os.fsencode(parent)) > LONGEST_TMPDIR:
         parent = "/tmp"
-    # Directories of other machines, which may share this one, have other locks.
+    # Other machines may share this directory. Their locks cannot be seen here.
     prefix = f"mingpt-{read_boot_id()[:8]}-"
     for path in Path(parent).glob(f"{prefix}*"):
         _delete_if_abandoned(path)
     directory = tempfile.mkdtemp(prefix=prefix, dir=parent)
     while not _lock(directory):
         directory = tempfile.mkdtemp(prefix=prefix, dir=parent)
-    config["tempdir"] = directory  # where multiprocessing looks for it
+    config["tempdir"] = directory  # multiprocessing reads this key
     util.Finalize(None, delete_socket_directory, exitpriority=-100)
 
 
@@ -53,21 +53,23 @@ def _config() -> dict[str, Any]:
 
 
 def _lock(directory: str) -> bool:
-    """Lock a new directory until this process ends; return False if another start deletes it."""
+    """Lock a new directory until this process ends. Return False if another start deletes it."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return False
-    except OSError:  # a file system without locks: no start can lock it to delete it
+    except OSError:  # without locks in this file system, no other start can lock it and delete it
         pass
     return os.path.exists(directory)
 
 
 def _delete_if_abandoned(path: Path) -> None:
     """Delete the directory of a process of this user that has ended."""
-    with contextlib.suppress(OSError):  # another user's, a link, or locked by a process that lives
+    with contextlib.suppress(
+        OSError
+    ):  # it is another user's, a link, or locked by a living process
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():

@@ -28,7 +28,7 @@ class Failure:
 
 
 def recorded_metric(directory: Path) -> str | None:
-    """Return `sweep.metric` of the latest start of the sweep in a directory; None by default.
+    """Return the `sweep.metric` of the latest start of a sweep. None stands for the default.
 
     The file is untrusted.
     """
@@ -99,9 +99,9 @@ def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
 
 
 class SweepFile:
-    """The metric, the cores and threads of a job, as JSON, and a line for each failure of one.
+    """The metric, the cores and threads of a job, as JSON, and a line for each failed job.
 
-    Another number of jobs at a time must not change the threads, and with them the last bits.
+    The threads are kept, so that another number of concurrent jobs does not change the last bits.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -123,7 +123,7 @@ class SweepFile:
         self._write("cores", cores)
 
     def keep_metric(self, metric: str | None) -> None:
-        """Keep the metric by which reports rank the jobs. None is the default."""
+        """Record the metric by which reports rank the jobs. None stands for the default."""
         if metric != self._values.get("metric"):
             self._write("metric", metric)
 

@@ -69,7 +69,7 @@ def check_text(config: Config) -> None:
     """Refuse a local text that does not exist, before torch is imported.
 
     Raises:
-        DataError: names `data.path`.
+        DataError: It names `data.path`.
     """
     path = getattr(config.data, "path", None)
     if not path or getattr(config.data, "reader", None):
@@ -80,7 +80,7 @@ def check_text(config: Config) -> None:
         os.stat(fsspec.core.url_to_fs(path)[1])
     except FileNotFoundError as error:
         raise DataError(f"data.path={path}: there is no such file") from error
-    except (OSError, ValueError):  # reported where the text is read
+    except (OSError, ValueError):  # the error is reported where the text is read
         pass
 
 

@@ -31,7 +31,7 @@ def check_metric(metric: str | None, metrics: Mapping[str, float]) -> None:
     """Refuse a `sweep.metric` of the validation split that an evaluation has not measured.
 
     Raises:
-        ConfigError: names what it has measured.
+        ConfigError: It names the metrics that the evaluation has measured.
     """
     name = (metric or "").removeprefix("-")
     names = [f"val_{each}" for each in metrics]

@@ -71,7 +71,7 @@ def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
     result["goodput"] = state.goodput
     result["world_size"] = state.world_size
     result["data"] = recorded_data(task.state())
-    # Hooks may have imported files late.
+    # Hooks may have imported files after the start.
     code = run.code if run.is_complete else with_loaded_files(run.code, code_roots())
     if code:
         result["code"] = code

@@ -46,7 +46,7 @@ class TrainState(Progress):
     """The train state of a run, which all its parts share: its progress, and what survives it."""
 
     world_size: int = 1  # of the last attempt that trained
-    wasted_seconds: float = 0.0  # since the first start: starts, pauses and lost work
+    wasted_seconds: float = 0.0  # starts, pauses and lost work since the first start
     consecutive_skips: int = 0  # up to this step
     skipped_steps: list[int] = field(default_factory=list)  # skipped after a rollback
     run_id: str = ""  # random, of rank zero: the run in trackers, over all attempts
@@ -58,7 +58,7 @@ class TrainState(Progress):
         """The fraction of the time since the first start that is kept progress, 0 to 1."""
         kept = self.wall_seconds - self.stall_seconds
         total = self.wall_seconds + self.wasted_seconds
-        # A clock may go back between two attempts.
+        # The clock may be set back between two attempts.
         return min(1.0, max(0.0, kept / max(total, 1e-9)))
 
     def begin_attempt(self, elapsed_s: float, first_start: float | None, is_own: bool) -> None:

@@ -210,7 +210,9 @@ class Trainer:
         skips = self.state.consecutive_skips
         policy = self.run.config.trainer.on_nonfinite
         if policy == "stop" or skips > MAX_CONSECUTIVE_SKIPS:
-            if not math.isfinite(loss_and_norm):  # the last record tells reports that it diverged
+            if not math.isfinite(
+                loss_and_norm
+            ):  # reports learn from the last record that the run diverged
                 self.metrics.log_values(step, {"train/loss": math.nan})
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as did the {skips - 1} before it"

@@ -15,7 +15,7 @@ from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.storage.remote.remote_errors import redact
 from mingpt_ddp.storage.storage import Content
 
-MAX_NAME = 200  # characters of the data's name in a model card
+MAX_NAME = 200  # characters of the data's name that a model card shows
 
 
 def export_files(

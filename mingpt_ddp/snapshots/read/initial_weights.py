@@ -29,7 +29,7 @@ from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
 
-PICKLES = ("model.pt", "pytorch_model.bin")  # their usual names; never read
+PICKLES = ("model.pt", "pytorch_model.bin")  # usual names of pickle files, which are never read
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,10 @@ def refuse_other_location(store: SnapshotStore, directory: Path) -> None:
     """Refuse to start a run from the beginning while the store of its last start has snapshots.
 
     Args:
-        store: The store of the run, which has none.
+        store: The store of the run, which has no snapshots.
 
     Raises:
-        SnapshotError: It names the other location, which also may not be readable here.
+        SnapshotError: The other store has snapshots, or cannot be read. The error names it.
     """
     for url in candidate_urls(str(directory)):
         if url in (store.url, str(directory)):

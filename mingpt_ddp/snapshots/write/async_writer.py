@@ -121,9 +121,9 @@ class AsyncSave(threading.Thread):
             self.duration_s = time.monotonic() - self.started_at
 
     def _note_failure(self, error: OSError) -> None:
-        """Keep the error of the store, and free a full disk of the files of this save."""
+        """Keep the error of the store. Delete the files of this save, in case the disk is full."""
         self.failure = error
-        if self.store.storage.local:  # an object store that fails would fail the deletion too
+        if self.store.storage.local:  # on an object store that fails, the deletion would fail too
             with contextlib.suppress(OSError):
                 self.runtime.group.env.call_on_rank_zero(partial(self.store.clear, self.step))
 
@@ -153,7 +153,7 @@ class AsyncSave(threading.Thread):
         contents: dict[str, memoryview | bytes] = {}
         for name, content in files.items():
             staged = content if isinstance(content, bytes) else self.buffers[name].content
-            if kind_of(name) == HOOKS:  # the same on all ranks
+            if kind_of(name) == HOOKS:  # hooks have the same state on all ranks
                 write = partial(contents.__setitem__, name, staged)
                 self.runtime.group.env.call_on_rank_zero(write)
             else:
@@ -179,7 +179,7 @@ class AsyncSave(threading.Thread):
         """Hash what was staged.
 
         Args:
-            staged: what each rank has described.
+            staged: Descriptions of the staged tensors, one from each rank.
 
         Raises:
             CodeError: The state of a hook differs between the ranks.

@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 def apply_retention(
     snapshot: SnapshotConfig, store: SnapshotStore, newest: int, best: int | None
 ) -> None:
-    """Delete what a store need not keep once it has the snapshot of step `newest`.
+    """Delete the snapshots that are no longer kept once the one of step `newest` is committed.
 
     If another process has taken over the store, log that and delete nothing: the next save ends the
     run.

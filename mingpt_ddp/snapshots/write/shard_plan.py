@@ -74,9 +74,9 @@ class ShardPlan:
         self._writers: list[int] = []  # ranks; [] until they are known
 
     def own_files(self, tensors: TensorsByKind) -> dict[str, dict[str, Tensor]]:
-        """Return what this rank writes of the tensors, by file and name. A collective.
+        """Return the tensors that this rank writes, by file and name. A collective.
 
-        Every rank gets the state of hooks, which rank zero alone writes: the others compare it.
+        Every rank gets the state of hooks. Rank zero alone writes it; the others compare it.
         """
         strategy = self.strategy
         joined = {kind: strategy.join_tensors(named) for kind, named in tensors.items()}

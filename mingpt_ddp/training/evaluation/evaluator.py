@@ -33,8 +33,8 @@ class Evaluator:
         The metrics of a further split `val_<other>` are named <other>_<metric>.
 
         Args:
-            name: `val` or `test`. Its further splits are measured with it. If the data has no
-                such split, {} is returned.
+            name: `val` or `test`. Its further splits are measured with it. Without such a split
+                {} is returned.
 
         Raises:
             ConfigError: The first evaluation does not fit into memory.

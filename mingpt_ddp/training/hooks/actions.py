@@ -116,13 +116,14 @@ class Actions:
             if action.has_state and action.name in names:
                 raise CodeError(f"{action.label}: another hook has this name; choose another one")
             names.add(action.name)
-        # The dry run notes what hooks leave: called before those of an event, without a hook, and
-        # after each; with the event's arguments and the hook's metrics.
+        # The dry run sets this function to note the effect of each hook. It gets the arguments of
+        # the event and the hook's metrics. It is called after each hook of an event, and once
+        # before the first one, with None as the hook.
         self.watch: Watch = lambda event, action, values, metrics: None
-        # Storages of the latest step's gradients.
+        # Memory of the most recent step's gradients.
         self._gradients: list[weakref.ref[torch.UntypedStorage]] = []
         self._before: dict[str, Tensor] | None = None  # the state before the latest step
-        self._is_lost = False  # the state, with a step that was discarded
+        self._is_lost = False  # True if the state was lost with a discarded step
 
     # State.
 
@@ -139,7 +140,7 @@ class Actions:
         return tensors
 
     def tensors(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
-        """Return the state as a kind of tensors of a snapshot; {} if no hook has some.
+        """Return the state as tensors of a snapshot, by kind. Return {} if no hook has state.
 
         Raises:
             CodeError: A state cannot be saved, or it shares memory with a weight or gradient, which
@@ -216,10 +217,10 @@ class Actions:
     def change_gradients(
         self, step: int, model: nn.Module, taken: Iterable[str] = ()
     ) -> dict[str, Tensor]:
-        """Let the hooks change the gradients in place; return this rank's shares of metrics.
+        """Let the hooks change the gradients in place. Return this rank's shares of their metrics.
 
         Args:
-            taken: Shares that the step has already; a hook must not return one of their names.
+            taken: Metrics of the step so far. A hook must not return one of these names.
         """
         parameters = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
         if self.have_state:
@@ -234,10 +235,10 @@ class Actions:
     def change_weights(
         self, step: int, model: nn.Module, taken: Iterable[str] = ()
     ) -> dict[str, Tensor]:
-        """Let the hooks change the weights in place; return this rank's shares of metrics.
+        """Let the hooks change the weights in place. Return this rank's shares of their metrics.
 
         Args:
-            taken: as in `change_gradients`.
+            taken: As in `change_gradients`.
         """
         if not self.at("update"):
             return {}
@@ -264,7 +265,8 @@ class Actions:
             taken: names of the task's metrics.
 
         Raises:
-            CodeError: a hook raises an exception, or returns a metric that is none or is taken.
+            CodeError: A hook raises an exception, or returns something that is not a metric, or a
+                metric whose name is taken.
             TrainingError: A rank has metrics with other names.
         """
         if not self.at("evaluation"):
@@ -286,13 +288,14 @@ class Actions:
         return [action for action in self.actions if action.event == event]
 
     def _call(self, event: str, step: int, taken: set[str], *values: Any) -> dict[str, Mean]:
-        """Call the hooks of an event, each with random numbers of its own; return their metrics.
+        """Call the hooks of an event, each with random numbers of its own. Return their metrics.
 
         Args:
-            taken: names of other metrics.
+            taken: Names of other metrics.
 
         Raises:
-            CodeError: one raises an exception, or returns what is no metric or another one's.
+            CodeError: A hook raises an exception, or returns something that is not a metric, or a
+                metric whose name is taken.
         """
         group = self.runtime.group
         before = group.heartbeat

@@ -2,12 +2,11 @@
 
 All times are in seconds.
 
-The model: failures are a Poisson process, one in `mtbf_s` on average, also during restarts. That is
-snapshot.mtbf_hours.
-Training runs for an interval, loses `cost_s` to a snapshot, and continues. A
-failure loses all training since the start of the last durable snapshot. When a snapshot becomes
-durable and how long a restart takes do not change the best interval: benchmarks/availability.py has
-the formula. What the threads of a save take of the cores is not measured.
+The model: failures are a Poisson process, with one failure in `mtbf_s` (snapshot.mtbf_hours) on
+average, also during restarts. Training runs for an interval, loses `cost_s` to a snapshot, and
+continues. A failure loses all training since the start of the last durable snapshot. The best
+interval depends neither on the time until a snapshot becomes durable nor on the time of a restart:
+benchmarks/availability.py has the formula. The CPU time of the threads of a save is not measured.
 """
 
 import contextlib

@@ -67,21 +67,21 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
 
 @dataclass(frozen=True)
 class Trial:
-    """What all trial steps share."""
+    """The run, its task and its data, which all trial steps share."""
 
     runtime: Runtime
     task: Task
     loader: Loader
 
     def few(self, batch: list[MicroBatch]) -> list[Any]:
-        """Return parts of a step's micro-batches that suffice for trial steps, on the device."""
+        """Return small parts of a step's micro-batches, on the device. They suffice for trials."""
         task = self.task
         few = batch[:DRY_RUN_MICRO_BATCHES]
         return [task.trial_batch(self.runtime.to_device(micro.batch)) for micro in few]
 
     @property
     def is_exact(self) -> bool:
-        """Return True if the same step has the same bits. On a GPU the order of sums varies."""
+        """Return True if a repeated step has the same bits. On a GPU the order of sums varies."""
         is_cpu = self.runtime.device.type == "cpu"
         return is_cpu or bool(self.task.config.trainer.deterministic)
 
@@ -91,17 +91,18 @@ def check_resumes_exactly(
 ) -> list[Effect]:
     """Train some steps, restore the state before the last, and compare the last bit for bit.
 
-    It runs twice: in the objects that took the first steps, and in fresh ones with their restored
-    state. Three steps come before it: what an optimizer does at every second one differs then, if
-    the optimizer counts by itself. The hooks that act are called as in training. Those of
-    evaluations are called after the third step, and after the last one if one of them has state.
+    The last step runs twice: in the objects that took the first steps, and in fresh ones with the
+    restored state. It follows an odd number of steps, three: an optimizer that acts at every second
+    step, and keeps its own count, then acts differently in fresh objects. Hooks are called as in
+    training. Hooks of evaluations are called after the third step, and again after the last step if
+    one of them has state.
 
     Args:
         batch: the micro-batches of one rank in a step, on the CPU.
         val_metrics: names of the task's metrics of the validation split.
 
     Returns:
-        What each call of a hook has left, to compare between ranks.
+        The effect of each call of a hook, to compare between ranks.
 
     Raises:
         CodeError: the code raises, returns the wrong type or shape, or does not resume exactly.
@@ -176,8 +177,8 @@ def _check_model(runtime: Runtime, task: Task, batch: Any, part: Any) -> list[st
     Return the names of the task's metrics of the validation split.
 
     Args:
-        batch: of one micro-batch, on the device.
-        part: of it, for trial steps.
+        batch: The batch of one micro-batch, on the device.
+        part: The part of it that trial steps use.
     """
     config = task.config
     trainable = build_trainable(runtime.alone(), task)
@@ -288,7 +289,9 @@ class _DryRun:
         plan = BatchPlan(len(few), 1, world_size=1)
         length = RunLength(task.config, loader.steps_per_epoch)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable, length)
-        self.gradients: _GradientCheck | None = None  # which several ranks would wait for
+        self.gradients: _GradientCheck | None = (
+            None  # set if several ranks would wait for a missing gradient
+        )
         if trial.runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
             self.gradients = _GradientCheck(self.trainable.model, task.config, len(few))
 
@@ -296,7 +299,7 @@ class _DryRun:
         """Take an optimizer step and return its loss."""
         self._step = step
         for gradient in self._old_gradients:
-            gradient.zero_()  # DDP reuses their memory: a hook must not rely on it
+            gradient.zero_()  # as DDP, which reuses this memory: a hook must not rely on it
         self._old_gradients.clear()
         losses = self.train_step.passes(step)
         if self.gradients is not None:
@@ -309,7 +312,7 @@ class _DryRun:
         return losses["loss"]
 
     def evaluate(self, step: int, again: bool = False) -> None:
-        """Call the hooks of evaluations; again only if one has state: they may take long."""
+        """Call the hooks of evaluations. They may be slow: repeat them only if one has state."""
         actions = self.trainable.actions
         if not again or any(each.has_state for each in actions.at("evaluation")):
             actions.evaluate(step, self.trainable.model, self.task, self.val_metrics)

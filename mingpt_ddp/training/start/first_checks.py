@@ -1,4 +1,4 @@
-"""What the snapshot that a run resumes from has recorded, and the batch that follows from it."""
+"""Read the records of the snapshot that a run resumes from, and set the batch size by them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,17 +39,17 @@ class Recorded:
 def read_recorded(
     store: SnapshotStore, directory: Path, source: str | None, group: ProcessGroup
 ) -> Recorded | None:
-    """Read what the snapshot that the run resumes from has recorded; None without one.
+    """Read the records of the snapshot that the run resumes from. Return None if there is none.
 
     A collective.
 
     Args:
-        store: of the run's snapshots.
-        directory: of the run.
-        source: as `RunConfig.source`.
+        store: Store of the run's snapshots.
+        directory: Directory of the run.
+        source: As `RunConfig.source`.
 
     Raises:
-        SnapshotError: another version wrote it, in another format, or its batch is not one.
+        SnapshotError: It has the format of another version, or records an invalid batch.
         StorageUnavailableError: the store does not respond.
     """
 

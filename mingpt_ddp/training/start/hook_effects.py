@@ -1,4 +1,4 @@
-"""What the hooks that act leave in the dry run: the same when a step is repeated, on every rank."""
+"""Compare the effects of hooks in the dry run: of a step and its repetition, and of all ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
@@ -22,13 +22,13 @@ OTHER_RESULT = (
 
 
 class Effect(TypedDict):
-    """What a call of a hook has left on a rank: JSON values."""
+    """The effect of a call of a hook on a rank, as JSON values."""
 
-    label: str  # of the hook; "" for what the first hook of an event gets
+    label: str  # label of the hook; "" for the input of the first hook of an event
     step: int
     metrics: list[str]
-    sha256: str  # of the gradients or weights, and of the hook's state; "" if bits may vary
-    sha256_of_metrics: str  # of this rank's shares
+    sha256: str  # hash of gradients or weights and the hook's state; "" if bits may vary
+    sha256_of_metrics: str  # hash of this rank's shares of the metrics
 
 
 def effect_of(
@@ -38,12 +38,12 @@ def effect_of(
     metrics: Mapping[str, Mean],
     is_exact: bool,
 ) -> Effect:
-    """Describe what a hook has left, or what the first one gets.
+    """Describe the effect of a hook, or the input of the first hook of an event.
 
     Args:
         action: The hook that was called. None before the first one.
         changed: The gradients or weights.
-        is_exact: False where the bits of a step may vary: then there are no hashes.
+        is_exact: False if the bits of a step may vary. Then there are no hashes.
     """
     state = action.state() if action else {}
     values: dict[str, Tensor] = {}
@@ -60,7 +60,7 @@ def effect_of(
 
 
 def refuse_divided_state(runtime: Runtime) -> None:
-    """Refuse hooks with state where no rank holds all weights.
+    """Refuse hooks with state if no rank holds all weights.
 
     Raises:
         ConfigError: names a hook.
@@ -89,7 +89,7 @@ def refuse_other_states(states: Mapping[str, str], others: Mapping[str, str], pr
 
 
 def refuse_another_result(effects: Sequence[Effect], again: Sequence[Effect]) -> None:
-    """Refuse the first hook that has left something else when its step was repeated.
+    """Refuse the first hook that has another effect when its step is repeated.
 
     If the gradients or weights differ already before the first hook, no hook is the cause.
 
@@ -104,10 +104,10 @@ def refuse_another_result(effects: Sequence[Effect], again: Sequence[Effect]) ->
 
 
 def refuse_other_effects(by_rank: Sequence[Sequence[Effect]]) -> None:
-    """Refuse hooks that do not leave the same on all ranks.
+    """Refuse hooks whose effects differ between ranks.
 
-    The ranks take the same steps. If one computes other gradients before any hook has acted, its
-    machine is of another kind: of such a rank only the names of metrics are compared.
+    The ranks take the same steps. If a rank computes other gradients before any hook has acted, its
+    machine is of another kind, and only the names of its metrics are compared.
 
     Raises:
         CodeError: names a hook and a rank.

@@ -80,25 +80,25 @@ class Inputs:
 
 @dataclass(frozen=True)
 class History:
-    """The run directory and what the attempts before have left there.
+    """The run directory and the records that earlier attempts have left there.
 
     Ranks other than zero know the first two fields alone.
     """
 
     directory: Path
-    store: SnapshotStore  # of the run's snapshots
-    owner: RunDirectory | None = None  # its lock
-    end: HistoryEnd | None = None  # of the measurements
+    store: SnapshotStore  # store of the run's snapshots
+    owner: RunDirectory | None = None  # lock of the directory
+    end: HistoryEnd | None = None  # end of metrics.jsonl
 
 
 def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitStack) -> History:
-    """Lock the run directory and those of its snapshots. A collective.
+    """Lock the run directory and the directory of its snapshots. A collective.
 
-    Whatever is read of the run from here on stays as it is. A start that is refused leaves no new
+    No other process changes the run from here on. A start that is refused leaves no new
     directory behind.
 
     Args:
-        resources: releases the locks when it is closed.
+        resources: Releases the locks when it is closed.
     """
     _check_same_config(config, runtime)
     directory = run_directory(config)
@@ -109,7 +109,7 @@ def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitS
         nonlocal history
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
-        owner.lock_snapshots(store.storage)  # the deadlines of the store hold for its lease
+        owner.lock_snapshots(store.storage)  # the lease is kept within the deadlines of the store
         if lease := owner.leases.get(store.url):
             store.hold(lease)
         store.check_owner = owner.check
@@ -127,7 +127,7 @@ def prepare(
     hydra_files: dict[str, str],
     resources: contextlib.ExitStack,
 ) -> Inputs:
-    """Read the data and what the run starts from; check them before the run records anything.
+    """Read the data and the start of the run. Check both before the run records anything.
 
     Args:
         typed: the keys that the command line sets.
@@ -183,7 +183,7 @@ def snapshot_store(config: Config, directory: Path) -> SnapshotStore:
 def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
     """Check the batch, the snapshot, the weights to start from and the user's code.
 
-    And that what the run will record can be read again.
+    Also check that the records of the run can be read again.
     """
     runtime = inputs.runtime
     task = inputs.task

@@ -30,7 +30,7 @@ from mingpt_ddp.training.trainable import Run
 
 log = logging.getLogger(__name__)
 
-BUSY_LOAD = 1.5  # load average for each core; a run of ours leaves about 1
+BUSY_LOAD = 1.5  # load average for each core; one run alone has about 1
 LONGEST_CELL = 100  # characters of a value in a table
 NEW_RUN = "run.name=NAME or run.resume=never trains a new run with the code as it is now"
 BYTES_PER_LINE = 250  # of metrics.jsonl, about
@@ -80,13 +80,13 @@ def log_start(
     if step > steps:
         log.info("complete: the snapshot of step %d is beyond the limit of %d steps", step, steps)
     elif step == steps:
-        log.info("complete: the snapshot of step %d is of the last step", steps)
+        log.info("complete: the newest snapshot is from the last step, %d", steps)
     elif step:
         log.info("resuming from the snapshot of step %d of %s", step, length.known_steps or "?")
 
 
 def log_load(load: float, cores: int) -> None:
-    """Say if other programs keep this machine busy: the threads of a step wait for each other.
+    """Log a line if other programs keep this machine busy, since that slows training down.
 
     Args:
         load: Processes that ran or waited for a core, on average over the last minute.

@@ -135,7 +135,7 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
             f"run.init_from={run.init_from} has SHA-256 {description['sha256']}, not "
             f"run.init_sha256={run.init_sha256}; set that to null to use it"
         )
-    code = configured.get("code")  # never from the source
+    code = configured.get("code")  # never taken from the source of the weights
     model = asdict(build_group("model", {**description["model"], "code": code}))
     chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
     for key in sorted(chosen):

@@ -66,7 +66,7 @@ def test_a_limit_below_the_snapshot(log_lines):
 def test_a_complete_run_again(log_lines):
     train(NAME, STEPS)
     assert lines_with(log_lines, "complete") == [
-        "INFO complete: the snapshot of step 4 is of the last step"
+        "INFO complete: the newest snapshot is from the last step, 4"
     ]
 
 
