@@ -27,10 +27,11 @@ def on(event: str) -> Callable[[Hook], Hook]:
 def acts(event: str) -> Callable[[Hook], Hook]:
     """Register a hook that acts, as a decorator: a function that all ranks call in every step.
 
-    Or a class, of which each run makes one instance, without arguments, and calls that; it has
-    `state_dict()`, which returns a flat dictionary of tensors, numbers and text, the same on all
-    ranks, and `load_state_dict(state)`, with tensors on the run's device.
-    A hook may return metrics by name, as a task's `loss` does; an exception ends the run.
+    To keep state, decorate a class instead. Each run makes one instance, without arguments, and
+    calls it. The class has `state_dict()`, which returns a flat dictionary of tensors, numbers and
+    text, the same on all ranks, and `load_state_dict(state)`, which gets tensors on the run's
+    device.
+    A hook may return metrics by name, as a task's `loss` does. An exception ends the run.
 
     Args:
         event: "gradients", after the passes and before the clipping: (step, gradients), averaged
@@ -38,7 +39,7 @@ def acts(event: str) -> Callable[[Hook], Hook]:
             "update", after the optimizer: (step, weights), by parameter, to be changed in place;
             "evaluation", of the validation split: (evaluation,), a
             `mingpt_ddp.tasks.evaluation.Evaluation`.
-            With fsdp and tensor parallelism a tensor is this rank's part.
+            With fsdp and tensor parallelism a tensor holds this rank's shard.
 
     Raises:
         ValueError: an unknown event, or another hook of it has the name.

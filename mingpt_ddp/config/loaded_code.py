@@ -1,6 +1,6 @@
-"""The user's Python files that this process has loaded, each with the SHA-256 of its content then.
+"""The user's Python files that this process has loaded, each with the SHA-256 that it had then.
 
-A file is hashed when it is first seen and never again: what is saved later does not train here.
+A file is hashed once, when it is first seen: an edit that is saved later does not train here.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ class LoadedFile:
     """A user's file, as this process has loaded it."""
 
     sha256: str
-    words: frozenset[str]  # the names and texts in its code: what it imports is among them
+    words: frozenset[str]  # names and texts in its code, which include the modules it imports
 
 
 _files: dict[Path, LoadedFile] = {}
-_modules: dict[str, Path] = {}  # the user's, by the names under which they are imported
-_seen: set[str] = {"__main__"}  # names of modules, of any origin
+_modules: dict[str, Path] = {}  # the user's modules, by the names under which they are imported
+_seen: set[str] = {"__main__"}  # names of all modules that `look` has checked
 
 
 def keep(path: Path, content: bytes) -> None:
-    """Keep what a user's file is, unless this process has loaded it before."""
+    """Record the hash and the words of a user's file, unless it has been recorded before."""
     if path not in _files:
         words = frozenset[str]()
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
@@ -48,7 +48,7 @@ def keep(path: Path, content: bytes) -> None:
 
 
 def look() -> None:
-    """Keep the user's files that have been imported since the last look."""
+    """Record the user's files that have been imported since the last look."""
     for name, module in [*sys.modules.items()]:
         if name not in _seen:
             _seen.add(name)
@@ -58,10 +58,10 @@ def look() -> None:
 
 
 def loaded_files(roots: Iterable[Path]) -> dict[Path, str]:
-    """Return the SHA-256 of files, and of those that they have imported so far, by path.
+    """Return the SHA-256 of files, and of the files they have imported so far, by path.
 
-    A process that runs several jobs has also loaded what belongs to others. What a file has
-    imported is therefore known by the names in its code.
+    A process that runs several jobs has also loaded files of other jobs. The names in its code
+    therefore decide what a file has imported.
 
     Args:
         roots: Resolved paths of files that have been run.

@@ -71,16 +71,14 @@ class DataConfig(UserCodeConfig):
     )
     format: Form = neutral(
         "auto",
-        "text, jsonl, parquet, csv or tokens; auto: by the content, at the first start; text takes "
-        "any UTF-8 as it is",
+        "text, jsonl, parquet, csv or tokens; auto: by name or content, at the first start; text "
+        "takes any UTF-8 as it is",
         changes="training",
     )
     column: str | None = key(
         None, "of jsonl, parquet and csv, that holds the texts; null: the only one of strings"
     )
-    sha256: str | None = key(
-        None, "SHA-256 of the file, or of a reader's text as UTF-8; null: any content"
-    )
+    sha256: str | None = key(None, "expected SHA-256 of the text (docs/data.md); null: any content")
     block_size: PositiveInt = key(64, "context length", "tokens")
     stride: PositiveInt | None = key(
         None, "between the starts of windows; null: block_size", "tokens"

@@ -71,7 +71,7 @@ class RunConfig:
     seed: NonNegativeInt = key(1337, "determines every random number of the run")
     accept_code: bool = neutral(
         False,
-        "take the results of other versions of your files together, in a sweep and in compare",
+        "accept results that other versions of your files have trained, in a sweep and in compare",
     )
 
     def __post_init__(self) -> None:

@@ -32,8 +32,8 @@ class SweepConfig:
     seed: NonNegativeInt = neutral(1, "of the sampler; run.seed is that of the jobs")
     metric: str | None = neutral(
         None,
-        "number of result.json by which jobs are ranked, searched and pruned; lower is better, "
-        "-NAME: higher; null: val_loss, or bits_per_byte if tokenizers differ",
+        "number of result.json by which jobs are ranked, searched and pruned; NAME: lower is "
+        "better; -NAME: higher is better; null: val_loss, or bits_per_byte if tokenizers differ",
     )
     pruner: Literal["none", "median", "asha"] = neutral(
         "none", "ends jobs whose evaluations are worse than those of others"
