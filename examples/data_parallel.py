@@ -1,9 +1,9 @@
-"""Train with nn.DataParallel: examples/train.py with another loss.
+"""Train with nn.DataParallel: examples/train.py, with a loss that calls the parallel model.
 
     python examples/data_parallel.py
 
-One process splits every micro-batch over its GPUs, a thread each, and copies the model to them in
-every step. On a CPU nn.DataParallel calls the model itself. DDP is faster.
+One process has a thread for each GPU. In every step it copies the model to all GPUs and splits each
+micro-batch over them. On a CPU nn.DataParallel calls the model itself. DDP is faster.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ from mingpt_ddp.loop import (
     snapshot_state,
 )
 
-# What is not here has the defaults of docs/configuration.md.
+# All other keys have the defaults of docs/configuration.md.
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"name": "data_parallel", "seed": 1337},
     "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},
@@ -42,7 +42,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_steps": 100,
         "batch_size": 16,
         "micro_batch_size": 8,
-        "compile": False,  # nn.DataParallel copies the model
+        "compile": False,  # nn.DataParallel would copy a compiled model
     },
     "ddp": {},
     "snapshot": {},
@@ -84,7 +84,7 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
     log(f"{task.describe_data()}; {trained.parameters:,} parameters; {begin}")
     step.warm_up()
     for n in range(state.step + 1, step.steps + 1):
-        losses = step.passes(n)  # forward, backward; the gradients are averaged over the ranks
+        losses = step.passes(n)  # forward, backward
         snapshots.wait_for_staging()  # the last snapshot may still be copying the weights
         norm = step.clip()
         step.update(n)

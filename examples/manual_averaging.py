@@ -1,9 +1,9 @@
-"""Average the gradients by hand: examples/train.py with five other lines.
+"""Average the gradients by hand: examples/train.py with a few changed lines.
 
     torchrun --standalone --nproc_per_node=2 examples/manual_averaging.py
 
-DDP averages while the backward pass goes on. Here it does nothing in `no_sync`, and one all-reduce
-for each parameter follows the backward pass. The weights are those of DDP, but for their rounding.
+DDP averages gradients during the backward pass. Here `no_sync` turns that off, and an all-reduce
+for each parameter follows the backward pass. The weights are those of DDP, except for rounding.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ from mingpt_ddp.loop import (
     snapshot_state,
 )
 
-# What is not here has the defaults of docs/configuration.md.
+# All other keys have the defaults of docs/configuration.md.
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"name": "manual_averaging", "seed": 1337},
     "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},
@@ -77,7 +77,7 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
     ddp = step.parallel_model
     assert isinstance(ddp, DistributedDataParallel), "start several ranks"
     for n in range(state.step + 1, step.steps + 1):
-        with ddp.no_sync():  # it averages nothing
+        with ddp.no_sync():  # DDP averages nothing
             losses = step.passes(n)  # forward, backward
         gradients = [p.grad for p in trained.model.parameters() if p.grad is not None]
         for gradient in gradients:

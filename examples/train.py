@@ -28,7 +28,7 @@ from mingpt_ddp.loop import (
     snapshot_state,
 )
 
-# What is not here has the defaults of docs/configuration.md.
+# All other keys have the defaults of docs/configuration.md.
 SETTINGS: dict[str, dict[str, Any]] = {
     "run": {"name": "example", "seed": 1337},
     "model": {"name": "tiny", "architecture": "gpt", "n_layer": 3, "n_head": 3, "n_embd": 48},

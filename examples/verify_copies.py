@@ -24,8 +24,8 @@ from torch import Tensor
 from mingpt_ddp.registry import acts
 
 EVERY = 1  # steps between two comparisons
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-CHUNK = 1 << 20  # elements; torch converts that many to int64 at once
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
+CHUNK = 1 << 20  # number of elements to convert to int64 at once
 
 
 @acts("update")
@@ -41,7 +41,7 @@ def verify_copies(step: int, weights: dict[str, Tensor]) -> None:
     own = torch.stack([sum_of_bits(weight) for weight in weights.values()])
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, own)
-    sums = torch.stack(gathered, dim=1).tolist()  # of each weight, on all ranks
+    sums = torch.stack(gathered, dim=1).tolist()  # for each weight, its sums on all ranks
     for name, by_rank in zip(weights, sums, strict=True):
         common, count = Counter(by_rank).most_common(1)[0]
         if count == len(by_rank):

@@ -150,8 +150,8 @@ def with_commands(text: str) -> str:
     return re.sub(r"python -m mingpt_ddp\b\.?(\w*)", lambda m: command(m[1] or "train"), text)
 
 
-# Control characters except newline and tab, the separators of lines and paragraphs, and what
-# changes the direction of text: a terminal or a browser would act on them.
+# Control characters except newline and tab, separators of lines and paragraphs, and characters that
+# change the direction of text. A terminal or a browser would act on them.
 NOT_PRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 

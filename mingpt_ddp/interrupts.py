@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# A scheduler's, the user's Ctrl-C, and the terminal's when it is closed.
+# From a scheduler, from Ctrl-C, and from a terminal that is closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT  # exit code
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -23,7 +23,7 @@ def handle(handler: Callable[[int, Any], Any]) -> dict[signal.Signals, Any]:
     Only the main thread may call this.
 
     Returns:
-        The handlers before, by signal.
+        The previous handlers, by signal.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     handled = {number: old for number, old in before.items() if old is not signal.SIG_IGN}
@@ -35,9 +35,9 @@ def handle(handler: Callable[[int, Any], Any]) -> dict[signal.Signals, Any]:
 def interrupt_commands(clean_up: Callable[[], None] = lambda: None) -> None:
     """Let Ctrl-C end this process with one line if it runs a command of this package.
 
-    Python would raise KeyboardInterrupt instead, which libraries turn into errors of their own
-    when they are interrupted in an import. A run replaces this handler; a command with something
-    to clean up calls `raise_interrupts`. A script of the user's keeps Python's handler.
+    Python would raise KeyboardInterrupt instead, and a library that is interrupted in an import may
+    turn that into another error. A run replaces this handler. A command that must clean up calls
+    `raise_interrupts`. A user's script keeps Python's handler.
 
     Args:
         clean_up: Called before the process exits.
@@ -47,7 +47,7 @@ def interrupt_commands(clean_up: Callable[[], None] = lambda: None) -> None:
         try:
             clean_up()
             os.write(2, b"interrupted\n")
-        finally:  # there may be no standard error
+        finally:  # even if there is no standard error
             os._exit(INTERRUPTED)
 
     if is_command() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -62,8 +62,8 @@ def raise_interrupts() -> None:
 def main_module() -> str | None:
     """Return the module that `python -m` is about to run, while it imports the parent packages.
 
-    The arguments are then sys.argv[1:], and the one before them in sys.orig_argv is the module's
-    name, or -mNAME. None if `python -m` is not resolving a module of this package.
+    The arguments are then sys.argv[1:]. The word before them in sys.orig_argv is the module's name,
+    or -mNAME. Return None if `python -m` is not resolving a module of this package.
     """
     if sys.argv[:1] != ["-m"]:
         return None

@@ -212,7 +212,7 @@ def parse_idx(file: Any, n_dims: int) -> np.ndarray:
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
-    """Return the sum; a single rank's own values, so that world sizes compute alike."""
+    """Return the sum over all ranks. A single process returns its own values."""
     if not dist.is_initialized():
         return values
     total = values.clone()
@@ -250,7 +250,7 @@ class BatchNorm(nn.BatchNorm2d):
             return super().forward(x)
         values = x.float()
         dims = (0, 2, 3)  # all but the channels
-        shape = (1, -1, 1, 1)  # of a value per channel, to broadcast
+        shape = (1, -1, 1, 1)  # broadcasts one value per channel
 
         count = values.new_full((1,), values.numel() / values.shape[1])
         sums_and_count = torch.cat([values.sum(dims), count])  # (C + 1)
@@ -263,7 +263,7 @@ class BatchNorm(nn.BatchNorm2d):
         y = centered * torch.rsqrt(variance + self.eps).view(shape)
         y = torch.addcmul(self.bias.view(shape), y, self.weight.view(shape))
         with torch.no_grad():
-            # torch's class allows None for what this one always has.
+            # torch's class allows None here; this class always has these buffers.
             assert self.running_mean is not None and self.running_var is not None
             assert self.num_batches_tracked is not None and self.momentum is not None
             self.num_batches_tracked += 1

@@ -1,4 +1,4 @@
-"""A signal ends the process, or asks the training loop to save and stop."""
+"""React to a signal: end the process, or ask the training loop to save and stop."""
 
 import signal
 import time

@@ -136,7 +136,7 @@ class MetricsHistory:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the last training loss that counts is not finite."""
+        """True if the last training loss that counts is not finite."""
         column = self.columns.get("train_loss", Column())
         for row, value in zip(reversed(column.rows), reversed(column.values), strict=True):
             if self.counts[row]:
@@ -228,7 +228,8 @@ class HistoryEnd:
 def read_end(path: Path) -> HistoryEnd | None:
     """Read the first line of a `metrics.jsonl`, and its end backwards to the step before the last.
 
-    Lines that are not records are skipped. None: there is no such file, or it cannot be read.
+    Lines that are not records are skipped. Return None if there is no such file, or it cannot be
+    read.
     """
     step: int | None = None
     row: Record = {}

@@ -133,12 +133,13 @@ class Footprint:
         return (whole - freed) * (has_more or not in_passes)
 
     def gathered(self, moment: str) -> int:
-        """Return what a rank holds of others, and copies that it sends.
+        """Return the bytes of weights and gradients that belong to other ranks, or are sent.
 
-        zero1: the message with an owner's weights. fsdp, with R
-        elements outside the blocks and b in one: in a forward pass s (R + b); in the backward pass
-        of a block also the next one's weights, its gradients, and their copy in fp32, (2 s + 4) b,
-        and s R of the others' gradients; at the end 4 R at least.
+        For zero1 these are the message with an owner's weights. For fsdp, let R be the elements
+        outside of the blocks, b those of a block, and s the bytes of an element. A forward pass
+        holds s (R + b). The backward pass of a block also holds the next block's weights, its
+        gradients, and their copy in fp32, (2 s + 4) b, and the gradients outside of the blocks,
+        s R. At its end the backward pass holds at least 4 R.
         """
         if moment == "message" and self.strategy.has_owners:
             return sum(self.state.trained[name].nbytes for name in self.updated)

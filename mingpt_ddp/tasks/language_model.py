@@ -68,9 +68,9 @@ class LanguageModel(Task):
         """Encode the texts once per node.
 
         Args:
-            state: of a snapshot, untrusted, whose tokenizer is kept; None: that of
+            state: Untrusted state in a snapshot, whose tokenizer is kept. None builds
                 `data.tokenizer`.
-            recorded: the text of a snapshot, which goes on with it.
+            recorded: The text of the snapshot that the run resumes from, if it has one.
 
         Raises:
             ConfigError: the configuration selects a dataset of samples.

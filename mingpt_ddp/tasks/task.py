@@ -276,5 +276,5 @@ def batch_length(batch: Any) -> int:
 
 
 def recorded_data(state: Any) -> Any:
-    """Return the part of a task's state that identifies its text or data, with the SHA-256."""
+    """Return the part of a task's state that identifies its text or data by SHA-256."""
     return state.get("text") or state["data"]

@@ -90,8 +90,8 @@ def _needed_setting(ddp: DDPConfig, device: torch.device, world_size: int) -> st
         return "ddp.tensor_parallel=1"
     if ddp.reduction == "canonical":
         return "ddp.reduction=fast"
-    # torch's SyncBatchNorm indexes with a mask, so the shapes depend on values; the plain
-    # normalization that it computes on one rank has static shapes
+    # torch's SyncBatchNorm indexes with a mask, so shapes depend on values. On one rank it computes
+    # the plain normalization, which has static shapes.
     if ddp.sync_batchnorm and device.type == "cuda" and world_size > 1:
         return "ddp.sync_batchnorm=false on several GPUs"
     return None

@@ -64,14 +64,14 @@ def start_process(new: process.BaseProcess) -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block SIGNALS in this context, and in the processes that start in it, which inherit that.
+    """Block SIGNALS in this context, and in processes that start in it and inherit the mask.
 
     A terminal or a scheduler may signal all processes of a run. Only the launcher reacts, and
     forwards the signal to the workers, which unblock it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        resource_tracker.ensure_running()  # it inherits that too, and unblocks signals here
+        resource_tracker.ensure_running()  # it inherits the mask too, and unblocks signals here
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""End the workers of an attempt that nothing else would end: stopped ones, and after a signal."""
+"""Kill workers that are stopped, or that do not end after a signal: nothing else ends them."""
 
 import logging
 import os
@@ -17,9 +17,9 @@ MARGIN_S = 3.0  # beyond ddp.timeout_s: before that, the ranks name one of their
 
 
 class ProcessWatch:
-    """A thread of the launcher: its main thread may wait for the processes that this one kills.
+    """A thread of the launcher that kills workers, while the main thread may wait for them.
 
-    A stopped process ignores all signals but SIGKILL.
+    A stopped process reacts to no signal but SIGKILL.
     """
 
     def __init__(self, forwarder: SignalForwarder, timeout_s: float, grace_s: float) -> None:
@@ -54,13 +54,12 @@ class ProcessWatch:
                 state = read_state(worker.pid, {os.getpid(), server})
                 if worker.pid and state:
                     self._check(worker.pid, worker.name, state, elapsed_s, is_late)
-            if (
-                is_late and server
-            ):  # which would report the ends of its workers, unless it is stopped
+            # If the server is stopped, it cannot report that its workers have ended.
+            if is_late and server:
                 kill(server)
 
     def _check(self, pid: int, name: str, state: str, elapsed_s: float, is_late: bool) -> None:
-        """Kill a worker that is alive after a signal, or has been stopped for too long."""
+        """Kill a worker that outlives a signal for too long, or has been stopped for too long."""
         if is_late:
             why = "is stopped" if state == STOPPED else "has not ended in time after a signal"
             log.error("error: %s %s and is killed", name, why)

@@ -55,7 +55,7 @@ def build_strategy(
     group: ProcessGroup,
     compiles: bool,
 ) -> Strategy:
-    """Build the strategy that `check_strategy` accepted; on one rank all are `single`.
+    """Build the strategy that `check_strategy` accepted. On one rank every strategy is `single`.
 
     Raises:
         ConfigError: hsdp does not fit the nodes.

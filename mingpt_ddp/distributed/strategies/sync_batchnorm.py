@@ -8,8 +8,8 @@ from torch import nn
 from mingpt_ddp.errors import ConfigError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# Attribute of a user's batch normalization: True if its statistics are those of all ranks. With
-# ddp.sync_batchnorm=true, training on CPUs sets it. The dry run on rank zero alone does not.
+# Attribute of a user's batch normalization: True if it computes its statistics over all ranks.
+# Training on CPUs with ddp.sync_batchnorm=true sets it. The dry run on rank zero alone does not.
 OVER_ALL_RANKS = "over_all_ranks"
 
 
@@ -17,7 +17,7 @@ def check_batchnorm(model: nn.Module) -> None:
     """Refuse batch normalizations whose statistics CPUs cannot compute over several ranks.
 
     Raises:
-        ConfigError: names the module.
+        ConfigError: It names the module.
     """
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and not hasattr(module, OVER_ALL_RANKS):
@@ -29,7 +29,7 @@ def check_batchnorm(model: nn.Module) -> None:
 
 
 def synchronize(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return the model, whose batch normalizations compute their statistics over all ranks."""
+    """Make the batch normalizations compute their statistics over all ranks. Return the model."""
     if device.type == "cuda":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
     for module in model.modules():
