@@ -136,7 +136,7 @@ def _fetch(fs: Any, name: str, target: Path) -> bool:
             os.replace(part, target)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.removedirs(target.parent)  # as far as they are empty
+            os.removedirs(target.parent)  # deletes empty parents only
         raise
     return True
 

@@ -54,7 +54,7 @@ class LanguageModel(Task):
 
     unit = "tokens"
     comparable = ("bits_per_byte", "bits_per_char")  # between tokenizers
-    _notes: tuple[str, ...] = ()  # on how the texts are read, for the log
+    _notes: tuple[str, ...] = ()  # lines for the log: how the texts are read
     _ids: Tensor | None = None  # the model's id of each token of the text, where they differ
     _lengths: "_TokenLengths | None" = None  # of the tokenizer, once it is needed
 

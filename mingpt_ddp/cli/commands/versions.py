@@ -77,7 +77,10 @@ class Trial:
 
     @property
     def code(self) -> str:
-        """What has trained it, as `report` has it; or what would, of an earlier package."""
+        """The code that trained it, as `report` shows it.
+
+        An earlier package may have recorded none. Then it is the code of the version.
+        """
         return describe(recorded_code(self.result) or self.version.code.record)
 
 

@@ -65,9 +65,9 @@ def encode(
 ) -> EncodedText:
     """Write the tokens of measured texts to a directory, all training parts first.
 
-    sources.bin says where tokens come from. Each row has four int64: the number of a token, and
-    where the text begins from this token on: the file (an index of `Entry.files`), the line or row
-    (0 if the file is one document), and the byte of that document in UTF-8.
+    sources.bin says where tokens come from. It has a row of four int64 for each place where the
+    source changes: the first token, its file (an index of `Entry.files`), its line or row (0 if the
+    file is one document), and its byte in that document in UTF-8.
 
     Raises:
         DataError: A text cannot be encoded, or has changed since it was measured.
