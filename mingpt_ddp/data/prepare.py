@@ -206,8 +206,8 @@ class Texts:
         form = self._form or self.texts[0].form
         if text.form != form:
             raise DataError(
-                f"{text.source} looks like data.format={text.form}, the first text like "
-                f"{form}; give texts of one format, or set data.format to read all by it"
+                f"{text.source} looks like data.format={text.form}, but the first text "
+                f"looks like {form}; give texts of one format, or set data.format to one for all"
             )
 
     def encoded(self) -> EncodedText:

@@ -282,7 +282,7 @@ def _check_code(trial: Trial) -> None:
         changed.add(PACKAGE.name)
     if changed or code.get("earlier"):
         version.check_unchanged()
-        names = ", ".join(sorted(changed)) or "it has trained with several"
+        names = ", ".join(sorted(changed)) or "several versions of it have"
         raise RunError(
             f"{trial.directory} was not trained by the code of {version.name} ({names:.200}): "
             "restore that, or delete the directory and run this again"

@@ -215,7 +215,7 @@ def _text_lines(file: io.BufferedReader, where: str) -> Iterator[str]:
 
 
 def _too_long(where: str) -> DataError:
-    return DataError(f"{where} has over {MAX_RECORD:,} bytes; divide it")
+    return DataError(f"{where} has over {MAX_RECORD:,} bytes; split it")
 
 
 def _lines(file: io.BufferedReader, where: str) -> Iterator[Row]:

@@ -352,7 +352,7 @@ CASES = [
     ),
     (
         "data=text_file data.sources=[[good.txt,1],[docs.jsonl,1]]",
-        "data error: data.sources=docs.jsonl looks like data.format=jsonl, the first text like ",
+        "data error: data.sources=docs.jsonl looks like data.format=jsonl, but the first ",
     ),
     (
         text_file("shards"),

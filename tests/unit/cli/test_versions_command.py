@@ -226,7 +226,7 @@ def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
         ({"recipe/mine.py": "x = 1\n"}, {}, "recipe/mine.py"),
         ({"other.py": "of this checkout\n"}, {}, "other.py"),  # the version is another one
         ({}, {"package": {"sha256": "q", "commit": None}}, "mingpt_ddp"),
-        ({}, {"earlier": ["12345678"]}, "it has trained with several"),
+        ({}, {"earlier": ["12345678"]}, "several versions of it have"),
     ],
     ids=str,
 )

@@ -212,7 +212,7 @@ def test_a_long_row(settings, tmp_path, monkeypatch):
     """Lines and arrays are read while they are shorter than a limit, which is named."""
     long = {"text": "to be, " * HEAD_BYTES}
     for content, limit, advice in (
-        (json.dumps(long), "MAX_RECORD", "line 1 has over 262,144 bytes; divide it"),
+        (json.dumps(long), "MAX_RECORD", "line 1 has over 262,144 bytes; split it"),
         (json.dumps([long]), "MAX_ARRAY", "a JSON array of over 262,144 bytes; write it as JSON L"),
     ):
         assert long["text"] in text_of(settings(content))
