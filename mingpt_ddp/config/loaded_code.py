@@ -88,9 +88,9 @@ def loaded_sha256(path: Path) -> str | None:
     return _files[path].sha256 if path in _files else None
 
 
-def is_loaded(sha256: str) -> bool:
-    """Return True if this process has loaded a user's file of this content, from any path."""
-    return any(file.sha256 == sha256 for file in _files.values())
+def paths_loaded(sha256: str) -> list[Path]:
+    """Return the paths from which this process has loaded user's files of this content."""
+    return [path for path, file in _files.items() if file.sha256 == sha256]
 
 
 def script_path() -> Path | None:

@@ -181,6 +181,16 @@ class Texts:
         self.directory = cache.directory([key, kept, chosen, shares])
         self._sha256 = ""
 
+    def _shared_files(self) -> list[str]:
+        """Return a note if a file is in two splits: its text is trained on and measured."""
+        first: dict[str, Text] = {}
+        for text in self.texts:
+            for file in map(str, text.files or []):
+                other = first.setdefault(file, text)
+                if other.split != text.split:
+                    return [f"{text.source} and {other.source} have a file in common: {file}"]
+        return []
+
     def found(self) -> Entry | None:
         """Return the entry of these texts in the cache. None if the texts must be read first."""
         entry = self.cache.find(self.directory)
@@ -239,6 +249,7 @@ class Texts:
             encoded = make(self.texts, self.config, self.tokenizer, directory)
             files = [name for text in self.texts for name in text.names()]
             notes = [note for text in self.texts for note in text.notes()]
+            notes += self._shared_files()
             encoded = replace(encoded, directory=str(self.directory), notes=notes)
             entry = Entry(encoded, is_settled, files)
             self.cache.write(entry, directory)

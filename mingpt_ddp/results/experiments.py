@@ -90,7 +90,8 @@ def _rows(line: bytes) -> list[list[str]]:
     versions = [f"{name} = {code}" for name, code in record.get("versions", {}).items()]
     settings = "; ".join([*versions, *map(str, record.get("overrides", []))]) or "-"
     metric = record.get("objective", LOSS.series)
-    by = "" if metric == LOSS.series else f"by {metric}: "
+    better = record.get("better", "lower")
+    by = "" if metric == LOSS.series else f"by {metric}, {better} is better: "
     rows = []
     for comparison in record["comparisons"]:
         verdict = by + str(comparison["sentence"]).replace("\n", "\\n")

@@ -28,9 +28,9 @@ from typing import Any
 from mingpt_ddp.config.loaded_code import (
     INSTALLED,
     PACKAGE,
-    is_loaded,
     loaded_files,
     loaded_sha256,
+    paths_loaded,
 )
 from mingpt_ddp.storage.git import MAX_PATCH_BYTES, git, no_filters
 from mingpt_ddp.storage.storage import read_regular
@@ -49,8 +49,9 @@ DIFF = (
 )
 BINARY = re.compile(rb"^Binary files .* differ$", re.MULTILINE)  # git cannot apply such a part
 SECRET_NAME = re.compile(
-    r"/(\.env|\.netrc|\.pgpass|\.pypirc|id_(rsa|dsa|ecdsa|ed25519))|secret|credential|passw|"
-    r"\.(env|pem|key|p12|pfx|kdbx)\b",
+    r"/(\.env|[._]netrc|\.npmrc|\.pgpass|\.pypirc|\.(aws|kube|ssh)/)|id_(rsa|dsa|ecdsa|ed25519)|"
+    r"secret|credential|passw|(api|private)_?key|service[-_]account|kubeconfig|hf_token|"
+    r"[/_-]token\.(txt|json)|\.(env|pem|key|p12|pfx|kdbx|jks|ppk|tfvars)(\s|\"|$)",
     re.IGNORECASE,
 )
 
@@ -208,9 +209,19 @@ def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None)
         now: The files in a current record. A file that was only renamed has not changed.
     """
     same = {*(now or {}).values()}
+    files = code.get("files", {})
+    # From another working directory, a file is found by its place beside a file that is loaded.
+    beside = {
+        (os.path.dirname(name), path.parent)
+        for name, sha256 in files.items()
+        for path in paths_loaded(sha256)
+    }
     changed = []
-    for name, sha256 in code.get("files", {}).items():
-        if sha256 not in same and not is_loaded(sha256) and _sha256_now(name) != sha256:
+    for name, sha256 in files.items():
+        if sha256 in same or paths_loaded(sha256):
+            continue
+        places = [name, *(str(to / os.path.relpath(name, folder)) for folder, to in beside)]
+        if all(_sha256_now(place) != sha256 for place in places):
             changed.append(name)
     return changed
 

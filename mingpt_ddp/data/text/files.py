@@ -106,24 +106,36 @@ def check_splits(source: str, path: str, files: list[Path]) -> None:
         base = first.partition("*")[0].rpartition("/")[0]
     else:
         base, chain = min(top, os.path.relpath(top), key=len), []
-    names: dict[str, str] = {}  # the first file of each split
-    globs: dict[str, str] = {}
-    for file in files:
-        name = PurePosixPath(file.relative_to(top).as_posix())
+    all_names = [PurePosixPath(file.relative_to(top).as_posix()) for file in files]
+    names: dict[str, list[PurePosixPath]] = {}  # the files of each split
+    words: dict[str, str] = {}  # the word for which the first of them is named
+    for name in all_names:
         if word := _split_word(name):
-            split = SPLITS[word.lower()]
-            last = f"{word}/**" if word in name.parts else f"*{word}*"
-            names.setdefault(split, str(name))
-            globs.setdefault(split, "::".join([f"{base}/**/{last}", *chain]))
+            names.setdefault(SPLITS[word.lower()], []).append(name)
+            words.setdefault(SPLITS[word.lower()], word)
     if len(names) < 2:
         return
-    shown = ", ".join(map(repr, names.values()))
+    globs = {}
+    are_exact = base == glob.escape(base)
+    for split, word in words.items():
+        is_directory = word in names[split][0].parts[:-1]
+        matched = [
+            name
+            for name in all_names
+            if (word in name.parts[:-1] if is_directory else word in name.name)
+        ]
+        are_exact = are_exact and matched == names[split]
+        last = f"{word}/**" if is_directory else f"*{word}*"
+        globs[split] = "::".join([f"{base}/**/{last}", *chain])
+    shown = ", ".join(repr(str(of_split[0])) for of_split in names.values())
     train = globs.pop("train", "...")
     given = ", ".join(f'{split}: "{each}"' for split, each in globs.items())
+    words_to_type = "by globs in data.path and data.split_paths={val: GLOB}"
+    if are_exact:  # otherwise these globs would put a file into two splits, or leave one out
+        words_to_type = f"as in 'data.path=\"{train}\"' 'data.split_paths={{{given}}}'"
     raise DataError(
-        f"{source} has files that are named for several splits: {shown}; name each split, as in "
-        f"'data.path=\"{train}\"' 'data.split_paths={{{given}}}', or read all files as one text "
-        "with data.split_paths={}"
+        f"{source} has files that are named for several splits: {shown}; name each split, "
+        f"{words_to_type}, or read all files as one text with data.split_paths={{}}"
     )
 
 

@@ -31,8 +31,8 @@ class Setting(Group):
 
     @property
     def unfinished(self) -> int:
-        """The number of jobs without an objective that have not diverged."""
-        return sum(job.objective is None and job.status != DIVERGED for job in self.jobs)
+        """The number of jobs that are not complete and have not diverged."""
+        return sum(job.status not in ("complete", DIVERGED) for job in self.jobs)
 
 
 @dataclass
@@ -151,6 +151,8 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
         if setting.diverged:
             seeds = counted(setting.seeds, "seed")
             return f"{name} has a loss that is not finite at {len(setting.diverged)} of {seeds}"
+        if not setting.complete and setting.unfinished < len(setting.jobs):
+            return f"{name} has complete jobs, but none of them has recorded {one.ranked_by.title}"
         if setting.complete < 2:
             one_seed = "one seed, which says nothing about chance"
             return f"{name} has {one_seed if setting.complete else 'no complete job'}; {MORE_SEEDS}"

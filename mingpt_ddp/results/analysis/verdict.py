@@ -101,7 +101,7 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
 
 def nothing(settings: list[Setting]) -> str:
     """Return why nothing can be said of settings without replicates, and what to do."""
-    if all(setting.complete == 1 for setting in settings):
+    if all(setting.complete == 1 and not setting.diverged for setting in settings):
         why = "each setting has one seed, which says nothing about chance"
     else:
         why = "no setting has two complete seeds"
@@ -177,6 +177,11 @@ def _order_notes(comparisons: list[Comparison]) -> list[str]:
                 f"{second.label} has the better mean over all of its seeds, but {first.label} is "
                 f"better at the {test.seeds[0]} seeds that both have: {left_out} left out"
             )
+        elif comparison.better is comparison.other:
+            notes.append(
+                f"the settings are compared with {second.label}, which is the best over the seeds "
+                f"that all settings have, but {first.label} is better over more seeds"
+            )
     return notes
 
 
@@ -215,7 +220,8 @@ def to_numbers(
         more: dict[str, Any] = {"by_seed": setting.by_seed, "diverged": setting.diverged}
         more |= {"unfinished": setting.unfinished, "codes": codes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
-    best = best_group(settings) if comparisons else None
+    is_contradicted = any(each.better is each.other for each in comparisons)
+    best = best_group(settings) if comparisons and not is_contradicted else None
     return {
         "objective": jobs[0].ranked_by.series,
         "better": jobs[0].ranked_by.better,

@@ -106,6 +106,23 @@ def words_to_type(error: pytest.ExceptionInfo, config):
     return replace(config, path=path.strip('"'), split_paths=given)
 
 
+@pytest.mark.parametrize("name", ["interval-train.txt", "b.dev.txt", "constraints.txt"])
+def test_no_globs_are_named_that_mix_or_lose_files(name, settings, tmp_path):
+    """A name has the words of two splits, or another word for its split, or a word in a word."""
+    shards(tmp_path / "texts", {each: each * 9 for each in ("a.train.txt", "a.val.txt", name)})
+    config = settings(tmp_path / "texts")
+    with pytest.raises(DataError, match=r"by globs in data.path and data.split_paths={val: GLOB}"):
+        prepare(config)
+
+
+def test_a_file_in_two_splits_is_noted(settings, tmp_path):
+    shards(tmp_path / "texts", {"a.txt": "ab" * 50})
+    config = settings(tmp_path / "texts" / "a.txt")
+    config = replace(config, split_paths={"val": str(tmp_path / "texts" / "*.txt")})
+    notes = prepare(config).notes
+    assert any("have a file in common" in note and "a.txt" in note for note in notes), notes
+
+
 @pytest.mark.parametrize("form", ["directory", "zip", "tar", "glob", "nested", "relative"])
 def test_files_named_for_several_splits_are_refused(form, settings, tmp_path, monkeypatch):
     """With the words that read each split by itself, and those that read all as one text."""

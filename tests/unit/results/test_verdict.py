@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import statistics
@@ -81,7 +82,9 @@ def test_a_metric_of_the_users_own(vowels, call):
         document = strict(call(vowels, "compare", f"metric={metric}", "format=json")[1])
         assert (document["objective"], document["better"]) == ("val_vowels", better)
         assert document["best"] == best and document["comparisons"][0]["difference"] > 0.4
-        assert f"by val_vowels: {out[-1]}"[:60] in call("experiments", vowels)[1]
+        assert (
+            f"by val_vowels, {better} is better: {out[-1]}"[:80] in call("experiments", vowels)[1]
+        )
     assert f"{low} is better than {high} by 1.0" in call(vowels, "compare")[1], "the loss"
 
 
@@ -472,6 +475,40 @@ def test_the_better_setting_is_better_over_the_tested_seeds(tmp_path, call):
     assert order in shown_on_page(tmp_path / "s", "Comparison")
     assert "learning rate: 0.02" in shown_on_page(tmp_path / "s", "Best configuration")
     assert verdict in call("experiments", tmp_path / "s")[1]
+
+
+def test_no_best_is_named_against_a_verdict(tmp_path, call):
+    """The best at the three shared seeds is worse at the twelve that two settings have."""
+    usual = {seed: 2 + 0.3 * math.sin(7 * seed) for seed in range(1, 13)}
+    better = [value + (0.001 if seed < 4 else -0.1 - 0.001 * seed) for seed, value in usual.items()]
+    replicate(tmp_path / "s", [*usual.values()], lr=1)
+    replicate(tmp_path / "s", better, lr=2)
+    replicate(tmp_path / "s", [usual[seed] + 0.2 + 0.01 * seed for seed in (1, 2, 3)], lr=3)
+    found = strict(call(tmp_path / "s", "compare", "format=json")[1])
+    assert (found["best"], found["comparisons"][0]["better"]) == (None, "lr=2")
+    assert any("compared with lr=1, which is the best over the seeds" in n for n in found["notes"])
+
+
+def test_a_metric_that_a_setting_lacks_is_named(tmp_path, call):
+    replicate(tmp_path / "s", [1.0, 1.1, 1.2], lr=1)
+    replicate(tmp_path / "s", [1.3, 1.4, 1.6], lr=2)
+    for seed in (1, 2, 3):
+        (result,) = (tmp_path / "s").glob(f"run.seed={seed},optimizer.lr=1/result.json")
+        record = {**json.loads(result.read_text()), "accuracy": 0.5 + 0.01 * seed}
+        result.write_text(json.dumps(record))
+    lines = call(tmp_path / "s", "compare", "metric=-accuracy")[1].splitlines()
+    assert lines[-1] == (
+        "nothing can be said of lr=2 against lr=1: it has complete jobs, but none of them has "
+        "recorded accuracy"
+    )
+    assert not any("not complete" in line for line in lines)
+
+
+def test_where_each_setting_has_a_diverged_seed_they_have_two(tmp_path, call):
+    replicate(tmp_path / "s", [1.0, math.nan], lr=1)
+    replicate(tmp_path / "s", [math.nan, 1.2], lr=2)
+    last = call(tmp_path / "s", "compare")[1].splitlines()[-1]
+    assert last.startswith("nothing can be said: no setting has two complete seeds and no diverged")
 
 
 def test_without_three_seeds_of_all_settings_the_best_has_the_lowest_mean(tmp_path, call):

@@ -248,7 +248,13 @@ def test_the_patch_leads_from_the_commit_to_the_tracked_files(checkout, tmp_path
     assert b"untracked" not in dirty.patch
 
 
-@pytest.mark.parametrize("name", [".env", "prod.env", "id_rsa", "my_secrets.py", "server.key"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(".env", "prod.env", "id_rsa", "my_id_ed25519", "my_secrets.py", "server.key", ".npmrc"),
+        *("api_key.txt", "hf_token", "data/token.txt", ".aws/config", "kubeconfig", "x.tfvars"),
+    ],
+)
 def test_a_file_whose_name_marks_a_secret_is_named_alone(name, checkout):
     write(checkout, name, "before\n")
     git(checkout, "add", "-f", ".")
