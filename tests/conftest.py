@@ -19,6 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # a shell's background job, whose children would ignore it too
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # the same after nohup
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if "ATEN_CPU_CAPABILITY" in os.environ:  # the keys of torch's cache of compiled graphs lack it
     directory = (
         f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}_{os.environ['ATEN_CPU_CAPABILITY']}"

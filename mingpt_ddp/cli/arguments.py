@@ -13,7 +13,7 @@ from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
-from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
+from mingpt_ddp.distributed.exit import cli_errors, drop_unwritten_log, echo, exit_process
 from mingpt_ddp.errors import with_commands
 from mingpt_ddp.storage.urls import check_can_open
 
@@ -46,6 +46,7 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
         code = command(parse_arguments(typing.get_type_hints(command)["config"], words))
         if has_parent_launcher():  # see `process_exit`: threads of torch may abort a normal exit
             exit_process(None, code)
+        drop_unwritten_log()
         sys.exit(code)
 
 

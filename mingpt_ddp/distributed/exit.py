@@ -116,11 +116,17 @@ def echo_error(text: str) -> None:
         _print(printable(text), sys.stderr)
 
 
-def _print(text: str, stream: IO[str] | None) -> None:
+def drop_unwritten_log() -> None:
+    """Forget log lines that standard error did not take, so that they change no exit code."""
+    with contextlib.suppress(OSError):
+        _print("", sys.stderr, end="")
+
+
+def _print(text: str, stream: IO[str] | None, end: str = "\n") -> None:
     if stream is None:  # closed
         return
     try:
-        print(text, file=stream, flush=True)
+        print(text, file=stream, end=end, flush=True)
     except OSError:
         # Python writes what is buffered at its end, fails again, and exits with 120
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

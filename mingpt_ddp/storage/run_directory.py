@@ -118,6 +118,7 @@ class RunDirectory:
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         self._locks: dict[Path, IO[str]] = {}
         self._created: list[Path] = []  # directories, each before its parent
+        self._new_locks: set[Path] = set()  # directories whose lock goes again with a refused start
         try:
             self._lock(path, wait_s)
         except RunError:
@@ -126,7 +127,9 @@ class RunDirectory:
         _delete_files(path, PARTIAL_FILES)
 
     def _lock(self, path: Path, wait_s: float, **names: str) -> None:
-        """Lock a directory. Note which directories this creates."""
+        """Lock a directory. Note which directories this creates, and whether the lock is new."""
+        if not os.path.lexists(path / LOCK):
+            self._new_locks.add(path)
         self._created += [each for each in (path, *path.parents) if not os.path.exists(each)]
         self._locks[path] = acquire_lock(path, wait_s, **names)
 
@@ -185,6 +188,8 @@ class RunDirectory:
             path, lock = self._locks.popitem()
             if path in self._created:
                 delete_if_unused(path, lock, OF_LOCK)
+            elif path in self._new_locks and is_lock_of(path, lock):
+                (path / LOCK).unlink()
             lock.close()
         for path in self._created:
             with contextlib.suppress(OSError):  # it is not empty
@@ -206,6 +211,7 @@ class RunDirectory:
             files: Contents of other files, by name.
             private: Contents of files that only this user may read, by name.
         """
+        self._new_locks.clear()
         for name, content in (files or {}).items():
             _write(self.path / name, content)
         for name, content in (private or {}).items():

@@ -89,6 +89,7 @@ ELSEWHERE = {
         f"{group}.code": "tests/e2e/test_user_code.py"
         for group in ("task", "model", "optimizer", "data")
     },
+    "run.accept_code": "tests/e2e/test_old_results.py",
 }
 ROOT = Path(__file__).resolve().parents[2]
 

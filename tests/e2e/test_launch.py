@@ -140,7 +140,7 @@ def test_unnamed_run_of_one_process_is_found_again(tmp_path):
     longer = call([*python_main(), *TINY, "trainer.max_steps=20"], tmp_path)
     assert longer.returncode == 0, longer.stdout
     assert "resuming from the snapshot of step 12 of 20" in longer.stdout
-    assert "trainer.max_steps: 12 -> 20" in longer.stdout
+    assert re.search(r"^trainer\.max_steps +12 +20$", longer.stdout, re.MULTILINE)
     assert [p.name for p in (tmp_path / "outputs").iterdir()] == [run.name]
     assert (run / "config.2.yaml").exists()
     assert result(run)["step"] == 20
@@ -247,7 +247,7 @@ def test_changed_learning_rate_is_logged_and_applied(tmp_path):
     options = ["optimizer.lr=0.5", "optimizer.schedule=constant", "run.name=a"]
     done = call([*python_main(), *TINY, *options], tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "optimizer.lr: 0.001 -> 0.5" in done.stdout
+    assert re.search(r"^optimizer\.lr +0\.001 +0\.5$", done.stdout, re.MULTILINE)
     assert "lr 5.00e-01" in done.stdout
 
 

@@ -223,10 +223,12 @@ def make_valid(directory: Path) -> None:
     shutil.copytree(FORMAT2 / "gpt-adamw" / "run", directory / "run")
     shutil.copytree(FORMAT2 / "modern-muon" / "run", directory / "modern")
     shutil.copy(FORMAT2 / "gpt-adamw" / "text.txt", directory)
-    for name, form in (("export", "safetensors"), ("hf", "hf"), ("pickled", "torch")):
+    for name, form in (("export", "safetensors"), ("hf", "hf")):
         (directory / name).mkdir()
         for file, content in export_files("run", "newest", form, name)[1].items():
             (directory / name / file).write_bytes(bytes(content))
+    (directory / "pickled").mkdir()
+    (directory / "pickled" / "model.pt").write_bytes(pickle.dumps({"weight": 1}))
     (directory / "own" / "model").mkdir(parents=True)
     (directory / "own" / "mine.py").write_text(OWN_CODE)
     (directory / "own" / "model" / "table.yaml").write_text(

@@ -155,8 +155,9 @@ def _check_same_config(config: Config, runtime: Runtime) -> None:
     """Refuse ranks that were started by hand with different overrides."""
     values = config.to_dict()
     values["ddp"] = {key: value for key, value in values["ddp"].items() if key not in PER_NODE}
-    for group_name, sha256 in chosen_sha256().items():
-        values[group_name]["code"] = f"{values[group_name]['code']} ({sha256:.12})"
+    for name, sha256 in chosen_sha256().items():
+        if code := values[name].get("code"):
+            values[name]["code"] = f"{code} ({sha256:.12})"
 
     def refuse(configs: list[dict[str, Any]]) -> None:
         for rank, other in enumerate(configs):
