@@ -11,7 +11,7 @@ HEAD = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ "
 KINDS = {
     "begin": r"run (?!error).*",
     "resumed": r"resuming from the snapshot of step (\d+) of",
-    "complete": r"complete: the snapshot of step (\d+)",
+    "complete": r"complete: the (?:snapshot of|newest snapshot is from the last) step,? (\d+)",
     "step": r"step (\d+)/\d+: ",
     "committed": r"snapshot of step (\d+) committed to ",
     "preempted": r"preempted at step (\d+); ",

@@ -122,7 +122,7 @@ def test_an_application_of_ones_own_from_a_checkout(tmp_path):
     assert [job[0] for job in jobs] == ["0.001", "0.0003"]
     assert len({job[2] for job in jobs}) == 2
     again = call([*python_main(), *TINY, "optimizer.lr=3e-4"], tmp_path, CUDA_VISIBLE_DEVICES="")
-    assert "complete: the snapshot of step 12 " in again.stdout, again.stdout
+    assert "complete: the newest snapshot is from the last step, 12" in again.stdout, again.stdout
     assert {Path(job[1]) for job in jobs} == {*tmp_path.glob("outputs/python_docs-*")}
 
 

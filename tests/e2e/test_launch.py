@@ -124,7 +124,7 @@ def test_same_command_again_is_complete(pair):
     before = weights(cwd / "outputs" / "pair")
     done = call([*torchrun(2), *TINY, "run.name=pair"], cwd)
     assert done.returncode == 0, done.stdout
-    assert "complete: the snapshot of step 12" in done.stdout
+    assert "complete: the newest snapshot is from the last step, 12" in done.stdout
     assert "step 1/" not in done.stdout
     assert weights(cwd / "outputs" / "pair") == before
 
