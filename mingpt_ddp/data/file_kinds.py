@@ -132,7 +132,7 @@ def import_pyarrow(what: str) -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise ConfigError(f"{what} needs pyarrow; pip install -e '.[data]'") from error
+        raise ConfigError(f"{what} needs pyarrow; pip install 'mingpt_ddp[data]'") from error
     return pyarrow
 
 

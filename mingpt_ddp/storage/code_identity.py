@@ -211,7 +211,7 @@ def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None)
     same = {*(now or {}).values()}
     files = code.get("files", {})
     # From another working directory, a file is found by its place beside a file that is loaded.
-    beside = {
+    folders = {
         (os.path.dirname(name), path.parent)
         for name, sha256 in files.items()
         for path in paths_loaded(sha256)
@@ -220,8 +220,8 @@ def changed_files(code: Mapping[str, Any], now: Mapping[str, str] | None = None)
     for name, sha256 in files.items():
         if sha256 in same or paths_loaded(sha256):
             continue
-        places = [name, *(str(to / os.path.relpath(name, folder)) for folder, to in beside)]
-        if all(_sha256_now(place) != sha256 for place in places):
+        paths = [name, *(str(to / os.path.relpath(name, folder)) for folder, to in folders)]
+        if all(_sha256_now(path) != sha256 for path in paths):
             changed.append(name)
     return changed
 

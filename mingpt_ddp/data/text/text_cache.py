@@ -112,7 +112,11 @@ class TextCache:
             known = self.find(directory)
             if known is None or known.text.sha256 != sha256:
                 shutil.rmtree(directory, ignore_errors=True)  # it is damaged, or has another text
-                os.replace(name, directory)
+                try:
+                    os.replace(name, directory)
+                except OSError:
+                    if self.find(directory) is None:  # else another node was faster just now
+                        raise
         sync_directory(self.root)
         if time.monotonic() - begin < KEPT_SECONDS:
             self._added.append(directory)

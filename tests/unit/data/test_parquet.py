@@ -118,7 +118,7 @@ def test_without_pyarrow_one_line_says_what_to_install(settings, tmp_path, monke
     write(tmp_path / "rows", table())
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        ConfigError, match=r"data.format=parquet needs pyarrow; pip install -e '.\[da"
+        ConfigError, match=r"data.format=parquet needs pyarrow; pip install 'mingpt_ddp\[da"
     ):
         prepare(settings(tmp_path / "rows"))
 

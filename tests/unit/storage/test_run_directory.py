@@ -192,7 +192,7 @@ def test_a_start_that_is_refused_leaves_no_new_directory(tmp_path):
     (tmp_path / "old").mkdir()
     for name in ("old/new/run", "other/run", "old"):
         RunDirectory(tmp_path / name).release()
-    assert [path.name for path in tmp_path.rglob("*")] == ["old", LOCK]
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
     owner = RunDirectory(tmp_path / "old/run")
     owner.record_start(CONFIG, {})
     owner.release()
