@@ -63,6 +63,11 @@ class Comparison:
         """The setting that is better by more than chance; None if neither is."""
         return self.in_order[0] if self.difference is not None and self.p < LEVEL else None
 
+    @property
+    def worse(self) -> Setting | None:
+        """The setting that is worse by more than chance; None if neither is."""
+        return self.in_order[1] if self.better else None
+
 
 def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
     """Return the settings: jobs that differ in `run.seed` alone, the best first.

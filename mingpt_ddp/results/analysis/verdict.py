@@ -96,7 +96,7 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
     if len(comparisons) > most:
         command = compare_command(directories, groups[0].ranked_by)
         conclusions.append(f"and {len(comparisons) - most} more: `{command}`")
-    return [*_order_notes(comparisons), *conclusions, *_correction(pairs_of(settings))]
+    return [*_order_notes(settings, comparisons), *conclusions, *_correction(pairs_of(settings))]
 
 
 def nothing(settings: list[Setting]) -> str:
@@ -158,16 +158,17 @@ def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int)
         if setting.unfinished:
             jobs_left_out = counted(setting.unfinished, "job")
             notes.append(f"{jobs_left_out} of {setting.label} not counted: not complete")
-    return notes + _diverged(settings) + _order_notes(comparisons) + _correction(pairs)
+    return notes + _diverged(settings) + _order_notes(settings, comparisons) + _correction(pairs)
 
 
 def _diverged(settings: list[Setting]) -> list[str]:
     return diverged_notes((setting.label, setting) for setting in settings)
 
 
-def _order_notes(comparisons: list[Comparison]) -> list[str]:
-    """Return a note for each verdict that the means over all seeds contradict."""
+def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
+    """Return a note for each verdict that contradicts the means over all seeds, or the best."""
     notes = []
+    best = best_group(settings)
     for comparison in comparisons:
         first, second = comparison.in_order
         test = comparison.difference
@@ -177,10 +178,10 @@ def _order_notes(comparisons: list[Comparison]) -> list[str]:
                 f"{second.label} has the better mean over all of its seeds, but {first.label} is "
                 f"better at the {test.seeds[0]} seeds that both have: {left_out} left out"
             )
-        elif comparison.better is comparison.other:
+        elif comparison.better and second is best:
             notes.append(
-                f"the settings are compared with {second.label}, which is the best over the seeds "
-                f"that all settings have, but {first.label} is better over more seeds"
+                f"{second.label} is the best over the seeds that all settings have, but "
+                f"{first.label} is better than it over more seeds"
             )
     return notes
 
@@ -220,8 +221,9 @@ def to_numbers(
         more: dict[str, Any] = {"by_seed": setting.by_seed, "diverged": setting.diverged}
         more |= {"unfinished": setting.unfinished, "codes": codes}
         listed.append({"name": setting.label, **asdict(setting.estimate), **more})
-    is_contradicted = any(each.better is each.other for each in comparisons)
-    best = best_group(settings) if comparisons and not is_contradicted else None
+    best = best_group(settings) if comparisons else None
+    if any(each.worse is best for each in comparisons):  # over more seeds than all settings have
+        best = None
     return {
         "objective": jobs[0].ranked_by.series,
         "better": jobs[0].ranked_by.better,

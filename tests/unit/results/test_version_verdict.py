@@ -60,8 +60,9 @@ def test_a_version_with_a_higher_loss_is_worse_and_slower(tmp_path):
     assert "a step 0.971 times (95% interval 0.971 to 0.971: slower), the whole 1.000" in speed
     assert bits == "b against a: other bits, seen from step 5 on with seed 1, 2, 3"
     assert found.is_worse and not found.has_same_bits
-    (found,), _, text = judge(b, a)
+    (found,), document, text = judge(b, a)
     assert "a is better than b by 0.200" in text and not found.is_worse
+    assert document["best"] == "a" and "is the best over the seeds" not in text
     assert "a against b, speed: a step 1.030 times (95% interval 1.030 to 1.030: faster)" in text
 
 
