@@ -242,9 +242,16 @@ def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_unknown(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration without the keys that this version does not know."""
+    """Return a recorded configuration without the keys that this version does not know.
+
+    The keys of a group with the user's code all stay: one that the code has lost is a change that
+    the user has made, and must be refused.
+    """
     known = {}
     for group, values in config.items():
+        if values.get("code") is not None:
+            known[group] = values
+            continue
         classes = GROUPS[group][1].values() if group in GROUPS else ()
         names = {name for cls in classes for name in field_types(cls)}
         known[group] = {key: value for key, value in values.items() if key in names}

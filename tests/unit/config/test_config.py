@@ -11,7 +11,14 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, to_config
-from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, named_keys, to_plain
+from mingpt_ddp.config.config import (
+    OMITTED_IF_NULL,
+    Config,
+    from_mapping,
+    named_keys,
+    to_plain,
+    without_unknown,
+)
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.keys.schema import GROUPS, MODELS, SnapshotConfig, selected
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
@@ -523,3 +530,10 @@ def test_a_retired_key_that_is_added_is_refused():
     with pytest.raises(ConfigError, match=r"trainer\.prune is no longer there; choose "):
         started(key)
     assert composed(key) == composed()
+
+
+def test_a_recorded_key_that_the_users_code_has_lost_stays_and_is_refused():
+    """A key that the package has lost is left out: it has no meaning any more."""
+    model = {"code": "mine.py", "architecture": "mine", "noise": 0.1}
+    recorded = {"run": {"seed": 1, "on_end": "true"}, "model": model}
+    assert without_unknown(recorded) == {"run": {"seed": 1}, "model": model}
