@@ -1,7 +1,7 @@
 """Trial steps before anything is written: user code must resume exactly."""
 
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -54,10 +54,14 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
     group = runtime.group
     trial = Trial(runtime, task, loader)
 
-    names = group.run_on_rank_zero(lambda: check_parts(trial, loader.get_batch(1, plan, 0)))
+    @cache
+    def batch() -> list[MicroBatch]:
+        return loader.get_batch(1, plan, 0)
+
+    names = group.run_on_rank_zero(lambda: check_parts(trial, batch()))
 
     def take_steps() -> list[Effect]:
-        return check_resumes_exactly(trial, loader.get_batch(1, plan, 0), names)
+        return check_resumes_exactly(trial, batch(), names)
 
     if BUILDERS["action"]:
         group.decide_on_rank_zero(take_steps, refuse_other_effects)
@@ -289,9 +293,8 @@ class _DryRun:
         plan = BatchPlan(len(few), 1, world_size=1)
         length = RunLength(task.config, loader.steps_per_epoch)
         self.train_step = TrainStep(self.runtime, task, loader, plan, self.trainable, length)
-        self.gradients: _GradientCheck | None = (
-            None  # set if several ranks would wait for a missing gradient
-        )
+        # Several ranks would wait for a missing gradient.
+        self.gradients: _GradientCheck | None = None
         if trial.runtime.group.world_size > 1 and not task.config.ddp.find_unused_parameters:
             self.gradients = _GradientCheck(self.trainable.model, task.config, len(few))
 
