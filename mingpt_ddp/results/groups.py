@@ -1,5 +1,6 @@
 """Group the jobs that differ in `run.seed` alone: replicates of one recipe."""
 
+import itertools
 import json
 import re
 import statistics
@@ -189,14 +190,10 @@ def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
     if len(known) < 2:
         yield {}, jobs
         return
+    differ = [len({*values}) > 1 for values in zip(*known, strict=True)]
     for key, part in parts.items():
-        apart: dict[str, Value] = {}
-        for name, value, values in zip(
-            ("text", "code"), key or (), zip(*known, strict=True), strict=False
-        ):
-            if len({*values}) > 1:
-                apart[name] = value
-        yield apart, part
+        named = zip(("text", "code"), key, strict=True) if key else ()
+        yield dict(itertools.compress(named, differ)), part
 
 
 def text_of(job: Job) -> str | None:

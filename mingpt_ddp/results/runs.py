@@ -271,8 +271,8 @@ def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
     if status != "complete":
         return DIVERGED if history.has_diverged else status
     loss = result.get(LOSS.series, 0.0)
-    is_finite = not isinstance(loss, (float, type(None))) or number(loss) is not None
-    return status if is_finite else DIVERGED
+    has_no_loss = loss is None or (isinstance(loss, float) and number(loss) is None)
+    return DIVERGED if has_no_loss else status
 
 
 def is_locked(path: Path) -> bool | None:
