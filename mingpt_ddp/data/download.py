@@ -117,9 +117,8 @@ def _version_of(url: str) -> Any:
 def _version_in(info: dict[str, Any]) -> Any:
     for field in VERSIONS:
         version = str(info.get(field) or "")
-        if version and not version.startswith(
-            "W/"
-        ):  # a weak ETag may stay the same when bytes change
+        is_weak = version.startswith("W/")  # such an ETag may stay the same when bytes change
+        if version and not is_weak:
             return [field, version]
     return None
 

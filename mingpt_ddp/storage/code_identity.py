@@ -283,9 +283,8 @@ def _loaded_package() -> str:
 def hash_package(package: Path) -> str:
     """Return one SHA-256 of all Python files of a package."""
     hashes = {}
-    for name in sorted(
-        glob("**/*.py", root_dir=package, recursive=True)
-    ):  # includes conf, which may be a link
+    # This includes conf, which may be a link.
+    for name in sorted(glob("**/*.py", root_dir=package, recursive=True)):
         with contextlib.suppress(OSError):  # the file is being replaced
             hashes[name] = hash_file(package / name)
     return _sha256(json.dumps(hashes).encode())

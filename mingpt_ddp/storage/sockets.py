@@ -67,9 +67,8 @@ def _lock(directory: str) -> bool:
 
 def _delete_if_abandoned(path: Path) -> None:
     """Delete the directory of a process of this user that has ended."""
-    with contextlib.suppress(
-        OSError
-    ):  # it is another user's, a link, or locked by a living process
+    # An OSError says that it is another user's, a link, or locked by a living process.
+    with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_uid == os.geteuid():

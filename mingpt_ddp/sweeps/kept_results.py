@@ -22,9 +22,8 @@ OF_WINDOWS = ("block_size", "stride")  # keys of data that do not change the tex
 class KeptResults:
     """Checks the results of a sweep's complete jobs, on rank zero."""
 
-    edited: dict[Path, list[str]] = field(
-        default_factory=dict
-    )  # the user's files that have changed, by run directory
+    # The user's files that have changed, by run directory.
+    edited: dict[Path, list[str]] = field(default_factory=dict)
     accepts: bool = False  # run.accept_code
     _named: set[str] = field(default_factory=set)  # changed files that the log has named
     _texts: dict[str, str] = field(default_factory=dict)  # SHA-256 by the keys of the text
@@ -73,9 +72,8 @@ class KeptResults:
             )
 
     def _sha256_of(self, data: DataConfig) -> str:
-        from mingpt_ddp.data.prepare import (
-            sha256_of_text,
-        )  # it takes long to import, and few commands need it
+        # It takes long to import, and few commands need it.
+        from mingpt_ddp.data.prepare import sha256_of_text
 
         keys = {key: value for key, value in asdict(data).items() if key not in OF_WINDOWS}
         name = json.dumps(keys, sort_keys=True, default=str)

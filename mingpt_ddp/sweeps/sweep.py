@@ -183,9 +183,8 @@ class Sweep:
 
         try:
             name, value, failure = run_on_rank_zero(known)
-        except (
-            DataError
-        ) as error:  # the text has changed, so no other job would compare: end the sweep
+        except DataError as error:
+            # The text has changed. No other job would compare, so the sweep ends.
             ProcessExit().user_error(error)
         config = with_run_name(config, name)
         directory = Path(config.run.root, name)

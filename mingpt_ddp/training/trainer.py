@@ -210,9 +210,8 @@ class Trainer:
         skips = self.state.consecutive_skips
         policy = self.run.config.trainer.on_nonfinite
         if policy == "stop" or skips > MAX_CONSECUTIVE_SKIPS:
-            if not math.isfinite(
-                loss_and_norm
-            ):  # reports learn from the last record that the run diverged
+            # Reports learn from the last record that the run diverged.
+            if not math.isfinite(loss_and_norm):
                 self.metrics.log_values(step, {"train/loss": math.nan})
             self.saves.manager.wait()
             again = "" if policy == "stop" else f", as did the {skips - 1} before it"

@@ -67,9 +67,8 @@ def export(config: ExportConfig) -> int:
         "directory elsewhere",
     )
     step, files = export_files(config.url, config.step, config.format, config.license)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # so that Ctrl-C deletes the unfinished export
+    # Let Ctrl-C delete the unfinished export.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():

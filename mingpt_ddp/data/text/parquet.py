@@ -56,9 +56,8 @@ def parquet_table(file: io.BufferedReader, where: str) -> Table:
             for batch in batches(column):
                 texts = batch.column(column)
                 texts.validate(full=True)  # pyarrow trusts offsets, and that text is UTF-8
-                for (
-                    text
-                ) in texts:  # decode one at a time, since a dictionary stores a repeated text once
+                # Decode one at a time, since a dictionary stores a repeated text once.
+                for text in texts:
                     row += 1
                     yield row, text.as_py()
         except damages as error:

@@ -20,11 +20,8 @@ HEAD_ROWS = 100  # rows in which to look for columns of strings
 HEAD_CHARS = 1 << 20
 DELIMITERS = ",\t;"
 AS_TEXT = "to read it as it is, set data.format=text"
-TYPES = {
-    dict: "objects",
-    list: "arrays",
-    bool: "booleans",
-}  # names of JSON types; all others are numbers
+# Names of JSON types. All others are numbers.
+TYPES = {dict: "objects", list: "arrays", bool: "booleans"}
 Row: TypeAlias = tuple[int, dict[str, Any]]  # its number, and its values by column
 
 
