@@ -214,7 +214,8 @@ def test_torchrun(tmp_path, uninterrupted):
 PAUSE_IN_EVALUATION = """
 def patch(evaluate):
     from mingpt_ddp.data import dataloader
-    batches, run = dataloader.TokenSplit.batches, evaluate.Evaluator.run
+    batches = dataloader.TokenSplit.batches
+    run = evaluate.Evaluator.run_unless_stopped
     evaluations = [0]
     def counted(self, *ranks):
         for number, batch in enumerate(batches(self, *ranks)):
@@ -227,7 +228,8 @@ def patch(evaluate):
     def counted_run(self, *arguments, **named):
         evaluations[0] += 1
         return run(self, *arguments, **named)
-    dataloader.TokenSplit.batches, evaluate.Evaluator.run = counted, counted_run
+    dataloader.TokenSplit.batches = counted
+    evaluate.Evaluator.run_unless_stopped = counted_run
     dataloader.TOKENS_PER_BATCH = 16
 PATCHES["mingpt_ddp.training.evaluation.evaluator"] = patch
 """
