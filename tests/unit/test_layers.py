@@ -1,13 +1,13 @@
-"""Laws of the package, checked on its syntax trees: imports, sizes, vocabulary, rank conditions."""
+"""Laws of the package, checked on its syntax trees: imports run one way, conditions on the rank are
+in distributed/, there is one training step, and docs/architecture.md names what exists.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
-import io
 import re
 import sys
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,52 +21,40 @@ PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 # From top to bottom: a layer imports itself and lower layers, never a higher one.
 ROOMS = (
-    *(
-        "cli",
-        "loop",
-        "parts",
-        "sweeps",
-        "results",
-        "planning",
-        "training",
-        "snapshots",
-        "metrics",
-        "tasks",
-        "inference",
-        "distributed",
-        "optim",
-        "data",
-    ),
-    *("models", "storage", "config", "torch_internals", "linux", "errors", "interrupts"),
+    "cli",
+    "loop",
+    "parts",
+    "sweeps",
+    "results",
+    "planning",
+    "training",
+    "snapshots",
+    "metrics",
+    "tasks",
+    "inference",
+    "distributed",
+    "optim",
+    "data",
+    "models",
+    "storage",
+    "config",
+    "torch_internals",
+    "linux",
+    "errors",
+    "interrupts",
 )
-# Named by `python -m mingpt_ddp...` and by user code: a few lines that import the layer behind
-# them.
+# Modules named by `python -m mingpt_ddp...` and by user code. They may import any layer.
 DOORS = (
-    *(
-        "__init__.py",
-        "__main__.py",
-        "again.py",
-        "evaluate.py",
-        "plan.py",
-        "registry.py",
-    ),
-    *("report.py", "sample.py", "snapshots/__main__.py", "versions.py"),
-)
-WORDS = (
-    *(
-        "told",
-        "tells",
-        "hears",
-        "heard",
-        "sick",
-        "sickness",
-        "anew",
-        "hopeless",
-        "beside",
-        "put_down",
-        "passed_over",
-    ),
-    *("sick_in_a_row", "neighbours", "leave_out", "meet", "hurry", "insist"),
+    "__init__.py",
+    "__main__.py",
+    "again.py",
+    "evaluate.py",
+    "plan.py",
+    "registry.py",
+    "report.py",
+    "sample.py",
+    "snapshots/__main__.py",
+    "versions.py",
 )
 
 
@@ -77,9 +65,6 @@ def name_of(path: Path) -> str:
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
-
-
-every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -98,17 +83,16 @@ def imported(tree: ast.Module) -> Iterator[str]:
             )
 
 
-@every_module
-def test_imports_run_down(path):
-    if name_of(path) in DOORS:
-        return
-    own = name_of(path).removesuffix(".py").split("/")[0]
-    wrong = [
-        name
-        for name in imported(tree_of(path))
-        if ROOMS.index(name.split(".")[0]) < ROOMS.index(own)
-    ]
-    assert not wrong, f"{own} may not import {wrong}"
+def test_imports_run_down():
+    wrong = []
+    for path in MODULES:
+        if name_of(path) in DOORS:
+            continue
+        own = ROOMS.index(name_of(path).removesuffix(".py").split("/")[0])
+        for name in imported(tree_of(path)):
+            if ROOMS.index(name.split(".")[0]) < own:
+                wrong.append(f"{name_of(path)} imports {name}")
+    assert not wrong
 
 
 def dotted_name(path: Path) -> str:
@@ -178,17 +162,6 @@ def test_top_of_the_package():
     assert top - doors == {*ROOMS, "conf"}  # presets, in a checkout by a link
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES}), ids=name_of)
-def test_no_module_has_a_name_of_the_standard_library(folder):
-    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
-    assert not names & sys.stdlib_module_names
-
-
-@pytest.mark.parametrize("door", [door for door in DOORS if (PACKAGE / door).exists()])
-def test_doors_are_small(door):
-    assert code_lines((PACKAGE / door).read_text()) <= 5
-
-
 def test_what_counts_as_code():
     """An f-string is one token, also on Pythons that split it."""
     source = (
@@ -209,7 +182,7 @@ def calls(function: ast.FunctionDef, name: str) -> bool:
 
 
 def test_there_is_one_training_step():
-    """One method on one screen; warm-up passes and diagnosis alone have a backward of their own."""
+    """Only warm-up passes and the diagnosis have a backward pass of their own."""
     found = {}
     for path in MODULES:
         for function in functions(path):
@@ -221,17 +194,8 @@ def test_there_is_one_training_step():
         "distributed/strategies/base.py:warm_up",
     }
     (loop,) = [f for f in functions(PACKAGE / "training/trainer.py") if f.name == "_train"]
-    for function in (loop, found["training/train_step.py:passes"]):
-        assert (function.end_lineno or 0) - function.lineno < 40
     for part in ("passes", "clip", "find_in_step", "discard", "update"):
         assert calls(loop, part), part
-
-
-@every_module
-def test_no_attribute_by_its_name_in_vars(path):
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            assert not ast.unparse(node.value).startswith("vars("), f"line {node.lineno}"
 
 
 def name_in(node: ast.AST) -> str:
@@ -245,67 +209,25 @@ def is_rank(node: ast.expr) -> bool:
     return name_in(node) in ("rank", "local_rank", "RANK", "LOCAL_RANK")
 
 
-@every_module
-def test_rank_conditions(path):
-    if name_of(path).startswith("distributed/"):
-        return
-    for node in ast.walk(tree_of(path)):
-        name = name_in(node)
-        named = name in ("is_rank_zero", "is_main")
-        compared = isinstance(node, ast.Compare) and any(
-            map(is_rank, [node.left, *node.comparators])
-        )
-        compared &= any(isinstance(n, ast.Constant) and n.value == 0 for n in ast.walk(node))
-        assert not (named or compared), f"line {node.lineno}: belongs into distributed/"
-
-
-@every_module
-def test_no_stand_in_for_torch(path):
-    for node in ast.walk(tree_of(path)):
-        for target in node.targets if isinstance(node, ast.Assign) else []:
-            if isinstance(target, ast.Subscript) and ast.unparse(target.value) == "sys.modules":
-                # of a user's file
-                assert ast.unparse(target.slice) == "module.__name__", f"line {node.lineno}"
-
-
-def identifiers_and_strings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield identifiers, strings and docstrings with their lines, without comments."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
-        if token.type in (tokenize.NAME, tokenize.STRING) or token.type == getattr(
-            tokenize, "FSTRING_MIDDLE", -1
-        ):
-            yield token.start[0], token.string
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in MODULES if name_of(path).startswith("training/")], ids=name_of
-)
-def test_training_knows_no_task(path):
-    """What is learnt stands in tasks/; a model may count its operations per token."""
-    for line, text in identifiers_and_strings(path):
-        found = re.findall(
-            r"character|\bgpt|vocab|causal|token(?!s?_per_s)",
-            text.replace("flops_per_token", "").lower(),
-        )
-        assert not found, f"line {line}: {found}"
-
-
-@every_module
-def test_words(path):
-    tree = tree_of(path)
-    for line, text in identifiers_and_strings(path):
-        found = [w for w in WORDS if re.search(rf"(?<![a-zA-Z]){w}(?![a-zA-Z])", text.lower())]
-        assert not found, f"line {line}: {found}"
-    for node in ast.walk(tree):
-        name = next(
-            (getattr(node, key) for key in ("id", "arg", "attr", "name") if hasattr(node, key)),
-            None,
-        )
-        assert str(name).lower() != "place", f"line {node.lineno}: place"
+def test_rank_conditions():
+    """Outside distributed/, nothing compares a rank with zero or asks whether it is rank zero."""
+    wrong = []
+    for path in MODULES:
+        if name_of(path).startswith("distributed/"):
+            continue
+        for node in ast.walk(tree_of(path)):
+            asked = name_in(node) in ("is_rank_zero", "is_main")
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                zero = any(isinstance(n, ast.Constant) and n.value == 0 for n in ast.walk(node))
+                asked = asked or (zero and any(map(is_rank, sides)))
+            if asked:
+                wrong.append(f"{name_of(path)}:{node.lineno}")
+    assert not wrong
 
 
 def test_the_map_names_what_exists():
-    """Of docs/architecture.md: paths, folders, and names of classes, functions and keys."""
+    """Check the paths, folders, classes, functions and keys that docs/architecture.md names."""
     text = (ROOT / "docs/architecture.md").read_text()
     source = "\n".join(path.read_text() for path in MODULES)
     modules = {path.name for path in MODULES}
