@@ -9,6 +9,7 @@ many tests depend on (a preset, a helper of tests, setup.cfg), all unit tests.
 from __future__ import annotations
 
 import ast
+import functools
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -35,6 +36,7 @@ def changed_files() -> list[str] | None:
     return None
 
 
+@functools.cache
 def imports(room: Path) -> set[str]:
     """Return the rooms that the modules of a room import, also in functions."""
     found = set()
