@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -150,7 +149,6 @@ def test_the_store_counts_the_bytes_of_a_tcp_store(wire):
 
 def test_a_prefix_reaches_the_store_and_a_missing_key_raises():
     network = Network(2)
-    began = time.monotonic()
 
     def work(rank: int) -> bytes:
         store = PrefixStore("a", PrefixStore("b", network.stores[rank]))
@@ -163,7 +161,6 @@ def test_a_prefix_reaches_the_store_and_a_missing_key_raises():
 
     assert network.run(work) == [b"v", b"v"]
     assert 65 < network.turns.now - BEGAN_AT < 66
-    assert time.monotonic() - began < 60, "it has really waited"
 
 
 def test_ranks_that_all_wait_are_an_error():
