@@ -105,6 +105,7 @@ class LanguageModel(Task):
         self.val_texts: dict[str, Any] = {}  # further texts to evaluate, tokens by split name
         for name, text in texts.items():
             self.val_texts[f"val_{name}"] = TextDataset(text, config.data).whole
+        group.barrier()  # `discard` deletes new files: let every rank open them first
         self.shape = self.dataset.tokenizer.vocab_size, config.data.block_size
 
     @classmethod

@@ -6,6 +6,7 @@ import json
 import sys
 
 from launching import TINY, call, python_main
+from pause_points import PausedJob, patches
 from user_code_page import page_commands, page_files
 
 SMALL = [*TINY, "data.truncate=1"]
@@ -74,3 +75,28 @@ def test_the_reader_of_json_lines_on_the_page(tmp_path):
         assert done.returncode == 0, done.stdout
         # the digits, "tobe,rn", a space and a line feed
         assert ", 19 distinct" in done.stdout, done.stdout
+
+
+SLOW_RANK = """
+def delay(dataset):
+    opened = dataset.EncodedText.memmap
+    def memmap(self):
+        deadline = time.monotonic() + 2
+        while os.environ.get("RANK") == "1" and time.monotonic() < deadline:
+            if not Path(self.directory).exists():
+                break
+            time.sleep(0.001)
+        return opened(self)
+    dataset.EncodedText.memmap = memmap
+PATCHES["mingpt_ddp.data.dataset"] = delay
+"""
+
+
+def test_a_refused_text_is_one_line_on_ranks_of_any_speed(tmp_path):
+    """The refused text leaves the cache. A slower rank must not miss its files before."""
+    (tmp_path / "short.txt").write_text("too short")
+    words = ["ddp.nproc_per_node=2", "data=text_file", "data.path=short.txt", "data.truncate=1.0"]
+    job = PausedJob(python_main(), tmp_path, patches(SLOW_RANK), *words)
+    assert job.wait() == 2
+    [line] = job.job.text().splitlines()
+    assert line.startswith("data error: the training text has 8 tokens")
