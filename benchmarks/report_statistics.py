@@ -13,8 +13,6 @@ final validation losses 4,000 times:
   replacement: then the pool is the whole population, and its mean the true one.
 * A difference of two standard deviations should be found as often as the noncentral t distribution
   says, with five seeds each: one set is shifted by that much.
-* The 95% interval of a power law's exponent should cover it in 95% of simulated sweeps over five
-  sizes, whose losses deviate from a law by noise of the size of real runs.
 * The same seeds of both recipes, five at a time: the width of the paired interval over that of
   Welch's, and how often each finds the difference of the recipes.
 * Two settings with unequal seeds: 5 against 3, 6 against 3, and 6 against 6 of which each is
@@ -45,11 +43,9 @@ import numpy as np
 from common import ROOT, log, parser, report, timed
 from scipy import stats
 
-from mingpt_ddp.metrics.jsonl import MetricsHistory
 from mingpt_ddp.results.analysis.compare import Setting, compare
 from mingpt_ddp.results.runs import Job, by_objective, read_jobs
 from mingpt_ddp.results.stats.intervals import estimate
-from mingpt_ddp.results.stats.power_law import fit
 from mingpt_ddp.results.stats.significance import LEVEL, difference
 
 SEEDS = 40
@@ -62,8 +58,6 @@ RUN = (
 )
 HEADER = ["question", "theory", "measured"]
 SHIFT = 2.0  # standard deviations
-SIZES = (1e4, 4e4, 1.6e5, 6.4e5, 2.56e6)
-NOISE = 0.003  # of a loss, relative
 UNEQUAL = {  # seeds of two settings, and how often each is missing
     "3 against 3 seeds": (3, 3, 0.0),
     "5 against 3 seeds": (5, 3, 0.0),
@@ -133,20 +127,6 @@ def coverage(pool: list[float], n: int, draws: int, rng: random.Random) -> float
     return share(covers, draws)
 
 
-def law_coverage(exponent: float, seeds: int, draws: int) -> float:
-    """Return how often the interval of a power law's exponent covers it."""
-    rng = np.random.default_rng(1)
-    x = np.repeat(SIZES, seeds)
-    law = 1.5 + 20 * x**-exponent
-
-    def covers() -> bool:
-        found = fit([*x], [*(law * (1 + NOISE * rng.standard_normal(len(x))))])
-        assert found is not None
-        return found.low <= exponent <= found.high
-
-    return share(covers, draws)
-
-
 def found_shifts(
     pool: list[float], n: int, paired: bool, draws: int, rng: random.Random
 ) -> tuple[float, float]:
@@ -169,9 +149,7 @@ def setting(label: str, values: dict[str, float]) -> Setting:
     jobs = []
     for seed, loss in values.items():
         config: dict[str, Any] = {"run.seed": seed}
-        jobs.append(
-            Job(seed, Path(seed), "complete", config, {"val_loss": loss}, MetricsHistory(), [])
-        )
+        jobs.append(Job(seed, Path(seed), "complete", config, {"val_loss": loss}))
     return Setting(jobs, {}, label)
 
 
@@ -274,9 +252,6 @@ def measure(pools: dict[float, dict[str, float]], draws: int) -> tuple[list[list
     for lr, n in itertools.product(LRS, (3, 5)):
         value = coverage([*pools[lr].values()], n, draws, rng)
         add(f"interval of the mean of lr={lr} covers it, {n} seeds", "95%", value)
-    for exponent, seeds in itertools.product((0.1, 0.3), (1, 3)):
-        value = law_coverage(exponent, seeds, draws)
-        add(f"interval of the exponent {exponent} covers it, {seeds} seeds a size", "95%", value)
     for lr, test in itertools.product(LRS, ("paired", "Welch")):
         theory, value = found_shifts([*pools[lr].values()], 5, test == "paired", draws, rng)
         add(f"two deviations of lr={lr} found, 5 seeds, {test}", f"{theory:.1%}", value)
@@ -323,7 +298,6 @@ def main() -> None:
     rows, figures = measure(pools, chosen.draws)
     wrong = [value for key, value in figures.items() if "against itself" in key]
     covered = [value for key, value in figures.items() if key.startswith("interval of the mean")]
-    laws = [value for key, value in figures.items() if key.startswith("interval of the exponent")]
     ends = tuple(f"seeds of lr={lr}" for lr in LRS)
     claimed = [value for key, value in figures.items() if key.endswith(ends)]
     unequal = [value for key, value in figures.items() if key.startswith("verdict without")]
@@ -349,10 +323,6 @@ def main() -> None:
         (
             "the same with a difference of one standard deviation of the pairs: wrong sign",
             f"{min(wrong_sign):.2%} to {max(wrong_sign):.2%} of draws (at most 0.2%)",
-        ),
-        (
-            "95% interval of a power law's exponent, of five sizes, covers the true one",
-            f"{min(laws):.1%} to {max(laws):.1%} of simulated sweeps",
         ),
     ]
     results = {"draws": chosen.draws, "figures": figures, "losses": json.loads(json.dumps(pools))}

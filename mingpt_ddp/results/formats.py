@@ -83,11 +83,6 @@ def scientific(value: float) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def is_logarithmic(low: float, high: float) -> bool:
-    """Return whether an axis from low to high has a logarithmic scale."""
-    return 0 < 10 * low <= high
-
-
 def cut(text: str, longest: int = LONGEST) -> str:
     """Cut the middle out of a text that is too long: similar names often differ at the end."""
     if len(text) <= longest:

@@ -54,7 +54,7 @@ class Group:
     @property
     def status(self) -> str:
         """The statuses of the jobs, each once. Results of old code are marked."""
-        marked = (f"{job.status}, old code" if job.is_edited else job.status for job in self.jobs)
+        marked = (f"{job.status}, old code" if job.edited else job.status for job in self.jobs)
         return ", ".join(dict.fromkeys(marked))
 
     @cached_property
@@ -178,7 +178,7 @@ def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
     A job that is not complete may have recorded neither. It joins the others if they all have the
     same text and code.
     """
-    are_accepted = accept_code(jobs)
+    are_accepted = accepts_code(jobs)
 
     def inputs(job: Job) -> tuple[str | None, str] | None:
         if not recorded_code(job.result):
@@ -204,7 +204,7 @@ def text_of(job: Job) -> str | None:
     return sha256[:12] if isinstance(sha256, str) else None
 
 
-def accept_code(jobs: Iterable[Job]) -> bool:
+def accepts_code(jobs: Iterable[Job]) -> bool:
     """Return True if a job has run.accept_code=true, so that the code does not separate jobs."""
     return any(job.config.get(ACCEPT_CODE) is True for job in jobs)
 

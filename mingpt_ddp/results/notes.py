@@ -8,7 +8,7 @@ from mingpt_ddp.results.formats import cut
 from mingpt_ddp.results.groups import (
     SEED,
     Group,
-    accept_code,
+    accepts_code,
     best_group,
     rivals_of,
     shared_seeds,
@@ -95,7 +95,7 @@ def _code_notes(jobs: list[Job]) -> list[str]:
     notes = []
     if changed := [name for name, hashes in contents.items() if len(hashes) > 1]:
         how = "seeds of different versions are not taken together"
-        if accept_code(jobs):
+        if accepts_code(jobs):
             how = "run.accept_code=true takes their seeds together"
         notes.append(f"the jobs were trained with several versions of {_cut(changed)}: {how}")
     if len(packages) > 1:

@@ -4,9 +4,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
@@ -51,7 +49,6 @@ def report(
     directories: list[Path],
     page: Path,
     metric: str | None = None,
-    edited: Mapping[Path, list[str]] = MappingProxyType({}),
     accept_code: bool = False,
 ) -> str:
     """Return the table of the jobs, and write their page.
@@ -63,13 +60,13 @@ def report(
         directories: runs, or parents of runs one or two levels below.
         page: the HTML file to write.
         metric: as for `read_jobs`.
-        edited, accept_code: As for `read_results`.
+        accept_code: As for `read_results`.
 
     Raises:
         RunError: one of the directories holds no run, no run has the metric, or the page cannot be
             written.
     """
-    results = read_results(directories, metric, edited, accept_code)
+    results = read_results(directories, metric, accept_code)
     is_run = directories == [results.jobs[0].directory]
     text = table(results, is_run)
     try:
@@ -124,13 +121,13 @@ def write_page(results: Results, page: Path, reload_s: float = 0) -> None:
     """Write the page.
 
     Args:
-        reload_s: seconds after which it reloads itself; 0: it does not.
+        reload_s: Interval in seconds at which the page reloads itself. 0 disables reloading.
     """
     from mingpt_ddp.results.page.page import render_page
 
     title = ", ".join(directory.resolve().name for directory in results.directories)
     try:
-        document = render_page(title, results, page, reload_s)
+        document = render_page(title, results, reload_s)
         atomic_write(page, document.encode(errors="replace"))
     except OSError as error:
         raise RunError(f"cannot write {page}: {reason(error)}") from error

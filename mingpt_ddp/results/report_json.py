@@ -19,7 +19,6 @@ def json_report(results: Results) -> str:
         "better": results.objective.better,
         "parameters": results.keys,
         "notes": [*results.notes, *results.unread],
-        "importance": results.importance,
         "groups": [_group(group, results.keys) for group in results.groups],
     }
     return json.dumps(document, indent=1, allow_nan=False)

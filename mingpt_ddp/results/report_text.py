@@ -2,7 +2,6 @@
 
 from mingpt_ddp.errors import counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.results.elements import Cells, used_columns
 from mingpt_ddp.results.formats import (
     command_line,
     compare_command,
@@ -19,7 +18,8 @@ from mingpt_ddp.results.results import Results
 from mingpt_ddp.results.runs import known, why_no_best
 from mingpt_ddp.results.stats.intervals import Estimate
 
-COLUMNS = 8  # for parameters; the page has all
+COLUMNS = 8  # number of parameters in the table; the page has all parameters
+Cells = dict[str, str]  # a row of a table by title, the same titles in each row
 
 
 def table(results: Results, is_run: bool) -> str:
@@ -39,9 +39,6 @@ def table(results: Results, is_run: bool) -> str:
     lines = table_lines([head, *body], left=(head.index("status"), len(head) - 1))
     if len(keys) > COLUMNS:
         lines.append(f"and {len(keys) - COLUMNS} more parameters: {', '.join(keys[COLUMNS:])}")
-    if results.importance:
-        lines.append(importance_line(results.importance))
-    lines += [law.sentence for law in results.laws]
     lines += [f"note: {note}" for note in [*results.notes, *results.unread]]
     if not is_run:
         lines += _best_lines(results, best)
@@ -121,8 +118,10 @@ def with_interval(estimate: Estimate) -> str:
     return mean if estimate.half_width is None else f"{mean} ± {fixed(estimate.half_width, '.4f')}"
 
 
-def importance_line(importance: dict[str, float]) -> str:
-    """Return the share of each parameter in one line."""
-    names = short_names([*importance])
-    shares = [f"{cut(names[key])} {share:.2f}" for key, share in importance.items()]
-    return f"importance (PED-ANOVA): {', '.join(shares[:COLUMNS])}"
+def used_columns(rows: list[Cells]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and the cells of a table, without the columns that no row has."""
+    titles = []
+    for title in rows[0] if rows else ():
+        if any(row[title] not in ("", "-") for row in rows):
+            titles.append(title)
+    return titles, [[row[title] for title in titles] for row in rows]

@@ -1,23 +1,32 @@
 """What a report shows of the jobs in some directories."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 
-from mingpt_ddp.results.analysis.importance import importances
-from mingpt_ddp.results.analysis.laws import Scaling, scalings
 from mingpt_ddp.results.formats import cut
-from mingpt_ddp.results.groups import Group, best_group, has_replicates, replicates, singles
+from mingpt_ddp.results.groups import (
+    Group,
+    accepts_code,
+    best_group,
+    has_replicates,
+    replicates,
+    singles,
+)
 from mingpt_ddp.results.notes import best_notes, comparison_notes, diverged_notes, pooling_notes
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.results.runs import Job, is_locked, read_jobs, varying
+from mingpt_ddp.results.runs import Job, is_locked, known, number, read_jobs, varying
+from mingpt_ddp.storage.storage import read_regular
 from mingpt_ddp.storage.sweep_file import Failure, read_failures
 
 MOST_OF_REASON = 300  # characters
+MULTIRUN = "multirun.yaml"  # Hydra's configuration of the last start of a sweep
+MAX_MULTIRUN_BYTES = 1 << 20
+SEARCHED_BY_LOGARITHM = re.compile(r"([\w.]+)(?:=|: )\W?tag\(\s*log\b")
 
 
 @dataclass(frozen=True)
@@ -26,12 +35,9 @@ class Results:
 
     jobs: list[Job]  # best first
     groups: list[Group]  # best first; each job alone if there are no replicates
-    recipes: list[Group]  # the same, by recipe in any case
     keys: list[str]  # the parameters in which the groups differ
     notes: list[str]  # on their comparison
-    importance: dict[str, float] = field(default_factory=dict)  # share by key; {} if unknown
-    laws: list[Scaling] = field(default_factory=list)  # of a sweep over sizes, data or steps
-    directories: list[Path] = field(default_factory=list)  # that were named
+    directories: list[Path] = field(default_factory=list)  # from the command line
 
     @property
     def objective(self) -> Objective:
@@ -62,44 +68,55 @@ class Results:
         """The best group, as `best_group` chooses it."""
         return best_group(self.groups)
 
+    @cached_property
+    def logarithmic(self) -> set[str]:
+        """The parameters that were searched on a logarithmic scale.
+
+        That is the scale of tag(log, ...), and of a grid whose values at least double.
+        """
+        keys = set[str]()
+        for directory in {job.directory.parent for job in self.jobs}:
+            with contextlib.suppress(OSError):
+                text = read_regular(directory / MULTIRUN, MAX_MULTIRUN_BYTES).decode(
+                    errors="replace"
+                )
+                keys.update(SEARCHED_BY_LOGARITHM.findall(text))
+        for key in self.keys:
+            values = sorted({*known(number(group.config.get(key)) for group in self.groups)})
+            doubles = all(b >= 2 * a > 0 for a, b in itertools.pairwise(values))
+            if len(values) > 2 and doubles:
+                keys.add(key)
+        return keys
+
 
 def read_results(
-    directories: Sequence[Path],
-    metric: str | None = None,
-    edited: Mapping[Path, list[str]] = MappingProxyType({}),
-    accept_code: bool = False,
+    directories: Sequence[Path], metric: str | None = None, accept_code: bool = False
 ) -> Results:
     """Read and compare the jobs in these directories.
 
     Args:
         directories: runs, or parents of runs one or two levels below.
         metric: as for `read_jobs`.
-        edited: The user's files that have changed since a job was trained, by its directory.
         accept_code: Take the results of different code of the user together.
 
     Raises:
         RunError: one of them holds no run, or none has the metric.
     """
     jobs, failures = read_with_failures(directories, metric, accept_code)
-    jobs = [replace(job, is_edited=job.directory in edited) for job in jobs]
     recipes = replicates(jobs)
     groups = recipes if has_replicates(recipes) else singles(jobs)
-    keys = varying(groups)
     objective = jobs[0].ranked_by
     notes = [f"ranked by {objective.title}: {objective.note}"] if objective.note else []
     notes += comparison_notes(jobs)
-    if edited:
-        names = dict.fromkeys(name for changed in edited.values() for name in changed)
-        notes.append(f"old code: results from before the last change of {cut(', '.join(names))}")
+    if edited := dict.fromkeys(name for job in jobs for name in job.edited):
+        notes.append(f"old code: results from before the last change of {cut(', '.join(edited))}")
     if has_replicates(groups):
         notes += pooling_notes(groups) + diverged_notes((cut(each.name), each) for each in groups)
     for failure in failures:
         times = "once" if failure.count == 1 else f"{failure.count} times"
         notes.append(f"{cut(failure.label)} failed {times}: {cut(failure.reason, MOST_OF_REASON)}")
     notes += best_notes(groups)
-    laws = scalings(recipes)
-    importance = importances(groups, keys)
-    return Results(jobs, groups, recipes, keys, notes, importance, laws, [*directories])
+    return Results(jobs, groups, varying(groups), notes, [*directories])
 
 
 def read_with_failures(
@@ -116,6 +133,8 @@ def read_with_failures(
     failures = [failure for each in directories for failure in read_failures(each)]
     failed = {failure.directory for failure in failures}
     jobs = read_jobs([*directories], metric, accept_code)
+    if accepts_code(jobs):
+        jobs = [replace(job, edited=[]) for job in jobs]
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures
 
 

@@ -1,13 +1,14 @@
-"""Read the untrusted directories of a sweep's jobs: configuration, result, metrics, command."""
+"""Read the untrusted directories of a sweep's jobs: configuration, result, metrics."""
 
 import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import glob
 from pathlib import Path
@@ -24,7 +25,7 @@ from mingpt_ddp.results.objective import (
     loss_unit,
     objective_named,
 )
-from mingpt_ddp.storage.code_identity import recorded_code, user_code
+from mingpt_ddp.storage.code_identity import changed_files, recorded_code, user_code
 from mingpt_ddp.storage.run_directory import RESULT, read_result, recorded_config
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.sweep_file import recorded_metric
@@ -50,10 +51,17 @@ class Job:
     status: str
     config: dict[str, Value]  # of the last start, by dotted key
     result: dict[str, Any]
-    history: MetricsHistory
-    notes: list[str]  # which files cannot be read
+    # Of metrics.jsonl, whose history is not kept: a report may have thousands of jobs.
+    last: dict[str, float] = field(default_factory=dict)  # last finite value of each key
+    last_step: int | None = None
+    speed: float | None = None  # median over the log steps, in units per second over all ranks
+    # Number of attempts that a preemption or a kill ended and another followed.
+    faults: int | None = None
+    began: float = math.inf  # when the first attempt began, in seconds since 1970
+    notes: list[str] = field(default_factory=list)  # which files cannot be read
     ranked_by: Objective = LOSS
-    is_edited: bool = False  # a user's file has changed since the job was trained
+    # The user's files that have changed since the job was trained.
+    edited: list[str] = field(default_factory=list)
 
     @cached_property
     def objective(self) -> float | None:
@@ -73,28 +81,20 @@ class Job:
     def _last(self, measured: Objective) -> float | None:
         if self.status == DIVERGED:
             return None
-        if self.status != "complete":
-            values = self.history.values(measured.series)
-            if values:
-                return number(values[-1])
+        if self.status != "complete" and measured.series in self.last:
+            return number(self.last[measured.series])
         return number(measured.recorded_in(self.result))
 
     @cached_property
     def step(self) -> int | None:
         """The last recorded step."""
-        steps = known([self.history.last_step, number(self.result.get("step"))])
+        steps = known([self.last_step, number(self.result.get("step"))])
         return max(map(int, steps), default=None)
 
     @cached_property
     def unit(self) -> str:
         """What a step consumes: samples, or tokens."""
-        return "samples" if "samples_per_s" in self.history.columns else "tokens"
-
-    @cached_property
-    def speed(self) -> float | None:
-        """The median over the log steps, in units per second over all ranks."""
-        values = self.history.values(f"{self.unit}_per_s")
-        return statistics.median(values) if values else None
+        return "samples" if "samples_per_s" in self.last else "tokens"
 
     @cached_property
     def code(self) -> str:
@@ -103,10 +103,12 @@ class Job:
         earlier = [str(each)[:8] for each in record.get("earlier", [])]
         return "+".join(filter(None, [*earlier, user_code(record)]))
 
-    @property
-    def faults(self) -> int | None:
-        """The number of attempts that a preemption or a kill ended and another followed."""
-        return self.history.faults if self.history.starts else None
+    def history(self) -> MetricsHistory:
+        """Read metrics.jsonl again. An unreadable file has no measurements."""
+        try:
+            return read_history(self.directory / METRICS)
+        except (DataError, OSError):
+            return MetricsHistory()
 
 
 def read_jobs(
@@ -161,7 +163,7 @@ def read_jobs(
 def _numbers(job: Job) -> list[str]:
     """List the names of a job's possible metrics: those in its result, or else those it logged."""
     names = [str(key) for key, value in job.result.items() if number(value) is not None]
-    return names or [name for name in job.history.columns if name.startswith(("val_", "train_"))]
+    return names or [name for name in job.last if name.startswith(("val_", "train_"))]
 
 
 def why_no_best(jobs: list[Job]) -> str:
@@ -255,10 +257,37 @@ def _read(path: Path, name: str) -> Job:
             flat[f"{plain(group)}.{plain(key)}"] = plain(value)
     if flat.get("run.resume") == "never":  # another directory, the same training
         flat["run.resume"] = "auto"
-    return Job(name, path, _status(path, result, history), flat, result, history, notes)
+    last = {}
+    for key in history.columns:
+        if values := history.values(key):
+            last[key] = values[-1]
+    speeds = history.values("samples_per_s") or history.values("tokens_per_s")
+    return Job(
+        name,
+        path,
+        _status(path, result, history.has_diverged),
+        flat,
+        result,
+        last,
+        history.last_step,
+        speed=statistics.median(speeds) if speeds else None,
+        faults=history.faults if history.starts else None,
+        began=history.began,
+        notes=notes,
+        edited=_edited(recorded_code(result)),
+    )
 
 
-def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
+def _edited(code: dict[str, Any]) -> list[str]:
+    """List the user's files in a record that have changed since.
+
+    From a directory that has none of these files nothing is known.
+    """
+    is_known = any(map(os.path.exists, code.get("files", {})))
+    return changed_files(code) if is_known else []
+
+
+def _status(path: Path, result: dict[str, Any], has_diverged: bool) -> str:
     """Return "running" if a process holds the lock of the directory, else how the run has ended.
 
     If a complete run is continued with larger limits, its result is still the one of the earlier
@@ -269,7 +298,7 @@ def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
         return "running"
     status = str(result.get("status", "unfinished" if locked is None else "stopped"))
     if status != "complete":
-        return DIVERGED if history.has_diverged else status
+        return DIVERGED if has_diverged else status
     loss = result.get(LOSS.series, 0.0)
     has_no_loss = loss is None or (isinstance(loss, float) and number(loss) is None)
     return DIVERGED if has_no_loss else status

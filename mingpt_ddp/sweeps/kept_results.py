@@ -22,8 +22,6 @@ OF_WINDOWS = ("block_size", "stride")  # keys of data that do not change the tex
 class KeptResults:
     """Checks the results of a sweep's complete jobs, on rank zero."""
 
-    # The user's files that have changed, by run directory.
-    edited: dict[Path, list[str]] = field(default_factory=dict)
     accepts: bool = False  # run.accept_code
     _named: set[str] = field(default_factory=set)  # changed files that the log has named
     _texts: dict[str, str] = field(default_factory=dict)  # SHA-256 by the keys of the text
@@ -43,8 +41,6 @@ class KeptResults:
         changed = changed_files(recorded_code(result))
         new = [name for name in changed if name not in self._named]
         self._named |= {*new}
-        if changed and not self.accepts:
-            self.edited[directory] = changed
         if new and self.accepts:
             log.info(
                 "run.accept_code=true: results of complete jobs count, although %s",

@@ -332,9 +332,9 @@ class Sweep:
         try:
             with contextlib.suppress(SystemExit):  # of a closed pipe
                 if self.directories and (self.done or self.is_remote):
-                    kept, page = self.kept, self.directory / PAGE
+                    page = self.directory / PAGE
                     metric = self.settings.metric
-                    echo(report(self.directories, page, metric, kept.edited, kept.accepts))
+                    echo(report(self.directories, page, metric, self.kept.accepts))
         except OutputError as error:
             return error
         except RunError as error:  # e.g. no job has written a result that this machine can read

@@ -3,21 +3,19 @@
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] [format=text]
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=text]
     python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] watch
-    python -m mingpt_ddp.report experiments [outputs]
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
-compare    say which setting is better, by how much, and how sure that is, instead of the table and the page
+compare    say which setting is better, by how much, and how sure that is, instead of the table and the page; add the verdict to
+           outputs/experiments.jsonl
 metric     a number of result.json that ranks the jobs, as metric=val_accuracy; lower is better, and with a minus,
            metric=-val_accuracy, higher
 watch      write the page again every few seconds until no job runs any more, or until Ctrl-C; in a browser it reloads itself;
            before the first run it waits for it
-experiments  print the verdicts of all comparisons of the runs in a directory, which outputs/experiments.jsonl has
 format     text, or json: print a JSON document instead
 
 Prints a table of the jobs, best first, and writes a page: the best one, whether it is better by more than chance, curves,
-parameters, laws and settings; of one run also all measurements, samples, timings of several ranks and what restarts
-changed. The page of one directory is its report.html, that of several is report-NAME+OTHER.html next to them. It needs
-plotly: pip install 'mingpt_ddp[report]'.
+parameters and settings; of one run also all measurements, samples and restarts. The page of one directory is its
+report.html, that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
 deviation and the number of seeds, the best mean first. If all rows with two seeds or more share at least three seeds, the best
@@ -25,8 +23,8 @@ row has the best mean over the shared seeds; otherwise it has the best mean over
 your files has trained are another row, unless you add accept_code=true (or a run had run.accept_code=true).
 A seed has diverged if its loss is not finite. A row with a diverged seed has no mean, comes last, and is never the best.
 
-The JSON document has "objective", "better" (lower or higher), "parameters", "notes", "importance" (share by parameter) and "groups", best first, each
-with "name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
+The JSON document has "objective", "better" (lower or higher), "parameters", "notes" and "groups", best first, each with
+"name", "parameters", "n" (complete seeds), "mean", "deviation", "low" and "high" (the interval), and "jobs", each with
 "name", "directory", "status", "seed", "code" and "result" (every number of its result.json). What is unknown or not finite is null.
 
 Without metric=, jobs are ranked by the sweep.metric of their sweep; else by their validation loss, or by bits per byte if
@@ -49,14 +47,12 @@ from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.results.analysis.verdict import verdict
-from mingpt_ddp.results.experiments import experiments_table
 from mingpt_ddp.results.report import page_path, report, watch
 from mingpt_ddp.results.report_json import json_report
 from mingpt_ddp.results.results import read_results
 
 COMPARE = "compare"
 WATCH = "watch"
-EXPERIMENTS = "experiments"
 
 
 @dataclass(frozen=True)
@@ -75,14 +71,9 @@ def main() -> None:
 
 
 def _command(config: ReportConfig) -> int:
-    runs = [run for run in config.runs if run not in (COMPARE, WATCH, EXPERIMENTS)]
+    runs = [run for run in config.runs if run not in (COMPARE, WATCH)]
     words = [run for run in config.runs if run not in runs]
     check(len(words) < 2, f"{' and '.join(words)} do not go together; give one of them")
-    if EXPERIMENTS in words:
-        is_plain = config.format == "text" and not config.metric and len(runs) < 2
-        check(is_plain, f"{EXPERIMENTS} prints a table of one directory; leave out other words")
-        echo(experiments_table(Path(*runs[:1] or ["outputs"])))
-        return 0
     check(runs, f"{''.join(words)} needs directories; name runs, or the directory of a sweep")
     for url in runs:
         if "://" in url:

@@ -15,7 +15,7 @@ trains no job twice; other code, also in . since, or another configuration is an
 
 Says how the loss differs (paired by seed from three seeds on, with interval and p, corrected by Holm for several versions), how the
 speed does (median time of a step; time from the first step to the end), and whether the last weights and optimizer states have the same bits.
-Adds the verdict to experiments.jsonl (`report experiments`); the runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
+Adds the verdict to outputs/experiments.jsonl; the runs are in outputs/versions-HASH/NUMBER-VERSION,run.seed=N.
 """  # noqa: E501
 
 import contextlib
@@ -45,7 +45,7 @@ from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.results.analysis.compare import Setting
 from mingpt_ddp.results.analysis.version_verdict import Against, version_verdict
-from mingpt_ddp.results.experiments import append
+from mingpt_ddp.results.experiments import record
 from mingpt_ddp.results.objective import TEXT_KEYS
 from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.storage.code_identity import PACKAGE, changed_files, describe, recorded_code
@@ -125,9 +125,7 @@ def _command(words: list[str]) -> int:
         verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
     recorded = {label: each[0].code for label, each in trials.items()}
     runs = str(root / name)
-    experiment = {"runs": [runs], "versions": recorded, "overrides": others, **document}
-    if note := append(root, experiment):
-        echo_error(f"note: {note}")
+    record(root, {"runs": [runs], "versions": recorded, "overrides": others, **document})
     echo(f"{text}\nthe runs are in {runs}")
     why = _why_unmet(required, verdicts)
     if why:

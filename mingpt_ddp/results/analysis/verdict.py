@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.distributed.exit import echo_error
 from mingpt_ddp.errors import RunError, counted, printable
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.results.analysis.compare import (
@@ -18,7 +17,7 @@ from mingpt_ddp.results.analysis.compare import (
     pairs_of,
     settings_of,
 )
-from mingpt_ddp.results.experiments import append, root_of
+from mingpt_ddp.results.experiments import record, root_of
 from mingpt_ddp.results.formats import compare_command, fixed
 from mingpt_ddp.results.groups import Group, best_group, replicates
 from mingpt_ddp.results.notes import comparison_notes, diverged_notes, pooling_notes
@@ -54,9 +53,7 @@ def verdict(
     notes = comparison_notes(jobs) + notes_on(settings, comparisons, pairs)
     document = to_numbers(jobs, settings, comparisons, notes, pairs)
     if comparisons:
-        experiment = {"runs": [*map(str, directories)], **document}
-        if note := append(root_of(jobs[0]), experiment):
-            echo_error(f"note: {note}")
+        record(root_of(jobs[0]), {"runs": [*map(str, directories)], **document})
     if as_json:
         return json.dumps(document, indent=1, allow_nan=False)
     if not comparisons:

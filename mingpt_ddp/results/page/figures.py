@@ -1,8 +1,7 @@
-"""How a page draws: the factory of its figures, the mark of each row, and all colours."""
+"""The figures of a page, as traces and layouts of plotly, and all colours."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
 from statistics import median, quantiles
 from typing import Any
@@ -10,167 +9,268 @@ from typing import Any
 from plotly.colors import sample_colorscale
 
 from mingpt_ddp.errors import printable
-from mingpt_ddp.results.formats import brief, cut, is_logarithmic, shown
+from mingpt_ddp.results.formats import brief, cut, fixed, short_names, shown, words
 from mingpt_ddp.results.groups import Group, best_group
-from mingpt_ddp.results.runs import Value, by_value, identity, known, number
+from mingpt_ddp.results.results import Results
+from mingpt_ddp.results.runs import Value, by_value, known, number
 from mingpt_ddp.results.stats.intervals import Estimate, estimate
 
-DRAWN = 12  # parameters with a plot; the table has all
-POINTS = 200  # of a curve
-OBJECTIVE = ""  # its key: or that of the last values, of a row that is not complete
-LONGEST = 40  # characters of a name or value in a plot
-# all are legible on white and on black
+DRAWN = 12  # number of parameters with a figure; the table has all parameters
+POINTS = 200  # approximate number of points of a curve
+LONGEST = 40  # characters of a name or value in a figure
+# All colours are legible on white and on black.
 BEST_TO_WORST = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]
 INCOMPLETE = "rgb(138,147,158)"
-SERIES = [  # of what has no order: ranks, power laws
-    "rgb(24,119,214)",
-    "rgb(226,134,24)",
-    "rgb(176,80,159)",
-    "rgb(46,150,90)",
-    "rgb(214,80,70)",
-    "rgb(120,110,200)",
-    "rgb(20,150,160)",
-    INCOMPLETE,
-]
-# an axis; more ticks would have labels that overlap
-LOG = {"type": "log", "nticks": 3, "exponentformat": "e"}
-DECADES = range(-320, 100)
-TICKS_APART = 0.17  # least share of an axis between two labels
+TRAINING, VALIDATION = BEST_TO_WORST[0], BEST_TO_WORST[2]
+# A template of plotly. Texts that it inserts are literal.
+CURVE_HOVER = "step %{x}: %{y:.5g}<br>%{text}<extra></extra>"
+# Few ticks: the labels of more would overlap.
+LOGARITHMIC = {"type": "log", "nticks": 4, "exponentformat": "e"}
 Curve = dict[int, Estimate]  # by step
-NONE = Estimate()
 
 
-@dataclass(frozen=True, eq=False)
-class Mark:
-    """How a row, or a series of a run, is drawn in every figure."""
+@dataclass(frozen=True)
+class Look:
+    """How a row of the table, or a series of a single run, is drawn in every figure."""
 
     colour: str
-    text: str = ""  # on hover, as plotly's HTML
-    name: str = ""  # the rank of the row in the table
-    values: dict[str, Any] = field(default_factory=dict)  # of the row, by key or OBJECTIVE
-    spread: Estimate = NONE  # whose interval is drawn around the value
-    symbol: str = "circle"
+    text: str = ""  # shown on hover, as HTML of plotly
+    row: str = ""  # number of the row in the table
     dash: str = "solid"
     is_best: bool = False
 
-    def line(self, x: Iterable[float], y: Iterable[float], **more: Any) -> dict[str, Any]:
-        """Return a trace through these points; a single one is drawn as a point."""
-        xs = [*x]
-        ys = [*map(rounded, y)]
-        if len(xs) == 1:
-            return points([self], xs, ys, **more)
-        line = {"color": self.colour, "width": 3.5 if self.is_best else 1.6, "dash": self.dash}
-        labels = {"line": line, "text": self.text, "name": self.name}
-        return {"mode": "lines", "x": xs, "y": ys, **labels, **more}
+    @property
+    def key(self) -> str:
+        """The entry of a legend, as HTML."""
+        return f'<span style="color:{self.colour}">&#9632;</span>&nbsp;{self.text}'
 
-    def band(self, x: Sequence[float], curve: Sequence[Estimate]) -> dict[str, Any]:
-        """Return a trace that fills the intervals of a curve."""
-        ends = known([*(each.high for each in curve), *(each.low for each in reversed(curve))])
-        return {
-            "mode": "none",
-            "x": [*x, *reversed(x)],
-            "y": [*map(rounded, ends)],
-            "fill": "toself",
-            "fillcolor": self.colour.replace("rgb(", "rgba(").replace(")", ",0.16)"),
-            "hoverinfo": "skip",
-            "name": self.name,
+
+class Figures:
+    """Collects the figures of a page. Each method returns the HTML elements of its figures."""
+
+    def __init__(self, results: Results) -> None:
+        self.drawn: list[dict[str, Any]] = []
+        self.names = {key: words(name) for key, name in short_names(results.keys).items()}
+        self._results = results
+        self._objective = objective = results.objective
+        complete = known(group.objective for group in results.groups)
+        costs = [*map(objective.cost, complete or known(g.value for g in results.groups))]
+        self._best, self._worst = min(costs, default=0.0), without_outliers(costs)
+        self._has_outliers = max(costs, default=0.0) > self._worst
+        best = best_group(results.groups) if len(results.groups) > 1 else None
+        rows = []
+        for rank, group in enumerate(results.groups, start=1):
+            rows.append((group, self._look(group, str(rank), group is best)))
+        self._rows = rows[::-1]  # the best row is drawn last, on top of the others
+
+    def _look(self, group: Group, rank: str, is_best: bool) -> Look:
+        text = f"<b>#{rank}</b> {label(group.status)}"
+        if group.value is not None:
+            text += f", {label(self._objective.title)} {brief(group.value)}"
+        if group.latest.half_width is not None:
+            text += f" ± {brief(group.latest.half_width)}"
+        seeds = [f"{group.seeds} seeds"] * (group.seeds > 1)
+        text = "<br>".join([text, *seeds, *self.parameters(group)[:DRAWN]])
+        if group.objective is None:
+            return Look(INCOMPLETE, text, rank, "dash")
+        cost = min(self._objective.cost(group.objective), self._worst)
+        share = (cost - self._best) / (self._worst - self._best or 1.0)
+        colour = str(sample_colorscale(BEST_TO_WORST, [max(share, 0.0)])[0])
+        return Look(colour, text, rank, is_best=is_best)
+
+    def parameters(self, group: Group) -> list[str]:
+        """Return `name: value` of each parameter of a row, escaped."""
+        config = group.config
+        named = [(name, config[key]) for key, name in self.names.items() if key in config]
+        return [f"{label(name)}: {label(shown(value))}" for name, value in named]
+
+    def legend(self) -> str:
+        """Explain the colours, as HTML. A few groups of replicates are named."""
+        text = ""
+        if any(group.objective is not None for group, _ in self._rows):
+            ends = [fixed(self._objective.cost(cost), ".3f") for cost in (self._best, self._worst)]
+            text = f"Blue to orange: objectives from {' to '.join(ends)}"
+            text += " or worse. " if self._has_outliers else ". "
+        if any(group.objective is None for group, _ in self._rows):
+            title = label(self._objective.title)
+            text += f"Grey, dashed or hollow: not complete or diverged, the last {title}. "
+        if self._results.has_replicates:
+            text += "Lines: means over the seeds; shaded: the 95% interval of the mean."
+            for group, look in self._rows[::-1] if len(self._rows) <= DRAWN else ():
+                named = Look(look.colour, ", ".join(self.parameters(group)))
+                text += f"<br>{named.key}"
+        return text
+
+    def losses(self, titles: dict[str, str]) -> str:
+        """Draw measurements of every row over the steps, the mean of its seeds in a band.
+
+        Args:
+            titles: The titles of the figures, by key of metrics.jsonl.
+        """
+        curves: dict[str, list[tuple[Look, Curve]]] = {key: [] for key in titles}
+        for group, look in self._rows:
+            series: dict[str, list[list[tuple[int, float]]]] = {key: [] for key in titles}
+            for job in group.samples:
+                history = job.history()
+                for key in titles:
+                    series[key].append(history.series(key))
+            for key in titles:
+                curves[key].append((look, mean_curve(series[key])))
+        return "".join(self.curves(curves[key], title, 340) for key, title in titles.items())
+
+    def curves(
+        self,
+        curves: list[tuple[Look, Curve]],
+        title: str,
+        height: int = 260,
+        restarts: Iterable[float] = (),
+    ) -> str:
+        """Draw curves over the steps, with a dotted line at each restart."""
+        traces: list[dict[str, Any]] = []
+        values: list[float] = []
+        starts: list[float] = []
+        for look, curve in curves:
+            steps = [*curve]
+            means = known(each.mean for each in curve.values())
+            if any(each.half_width for each in curve.values()):
+                traces.append(_band(look, curve))
+            if means:
+                line = {"color": look.colour, "width": 3.5 if look.is_best else 1.6}
+                traces.append(
+                    {
+                        # A line through a single point would be invisible.
+                        "mode": "lines" if len(means) > 1 else "markers",
+                        "x": steps,
+                        "y": [*map(rounded, means)],
+                        "line": {**line, "dash": look.dash},
+                        "marker": {"color": look.colour, "size": 9},
+                        "text": look.text,
+                        "name": look.row,
+                        "hovertemplate": CURVE_HOVER,
+                    }
+                )
+            values += means
+            starts += means[:1]
+        across = {"type": "line", "yref": "paper", "y0": 0, "y1": 1}
+        across["line"] = {"color": INCOMPLETE, "width": 1, "dash": "dot"}
+        shapes = [{**across, "x0": step, "x1": step} for step in restarts]
+        # The labels of the steps stand off, below a label at the end of the other axis.
+        x = {"title": {"text": "step"}, "rangemode": "tozero", "ticklabelstandoff": 8}
+        y = {"range": _visible_range(values, starts)}
+        return self._draw(traces, x, y, height, title={"text": label(title, 60)}, shapes=shapes)
+
+    def against(self, key: str) -> str:
+        """Draw the objective of the rows over one parameter, with error bars.
+
+        A row that is worse by far is a triangle at the height of the worst other row.
+        """
+        rows = [row for row in self._rows if key in row[0].config and row[0].value is not None]
+        if not rows:
+            return ""
+        values = [group.config[key] for group, _ in rows]
+        axis, x = parameter_axis(values, key in self._results.logarithmic)
+        axis["title"] = {"text": label(self.names[key])}
+        y, bars, symbols = [], [], []
+        for group, _ in rows:
+            cost = self._objective.cost(group.value or 0.0)
+            is_outlier = cost > self._worst
+            y.append(self._objective.cost(min(cost, self._worst)))
+            bars.append(0.0 if is_outlier else group.latest.half_width or 0.0)
+            shape = f"triangle-{'down' if self._objective.maximize else 'up'}"
+            symbol = shape if is_outlier else "circle"
+            symbols.append(symbol if group.objective is not None else f"{symbol}-open")
+        colours = [look.colour for _, look in rows]
+        marker = {
+            "color": colours,
+            "symbol": symbols,
+            "size": [13 if look.is_best else 9 for _, look in rows],
+            "line": {"color": colours, "width": 1.5},
         }
+        trace: dict[str, Any] = {"mode": "markers", "x": x, "y": y, "marker": marker}
+        trace["text"] = [look.text for _, look in rows]
+        trace["ids"] = [look.row for _, look in rows]
+        if any(bars):
+            trace["error_y"] = {"array": bars, "color": INCOMPLETE, "thickness": 1.5, "width": 4}
+        return self._draw([trace], axis, {"title": {"text": label(self._objective.title)}}, 260)
+
+    def _draw(
+        self,
+        traces: list[dict[str, Any]],
+        x: dict[str, Any],
+        y: dict[str, Any],
+        height: int,
+        **layout: Any,
+    ) -> str:
+        """Add a figure with these axes, unless it has no traces."""
+        if not traces:
+            return ""
+        self.drawn.append({"data": traces, "layout": {"xaxis": x, "yaxis": y, **layout}})
+        return f'<div class="plot" style="height:{height}px"></div>'
 
 
-def points(
-    marks: Sequence[Mark], x: Iterable[float], y: Iterable[float], **more: Any
-) -> dict[str, Any]:
-    """Return a trace with a point for each mark."""
-    colours = [mark.colour for mark in marks]
-    marker = {
-        "symbol": [mark.symbol for mark in marks],
-        "size": [13 if mark.is_best else 9 for mark in marks],
-        "color": colours,
-        "line": {"color": colours, "width": 1.5},
+def _band(look: Look, curve: Curve) -> dict[str, Any]:
+    """Return a trace that fills the intervals of a curve."""
+    steps = [*curve]
+    intervals = [*curve.values()]
+    ends = known([each.high for each in intervals] + [each.low for each in intervals[::-1]])
+    return {
+        "mode": "none",
+        "x": steps + steps[::-1],
+        "y": [*map(rounded, ends)],
+        "fill": "toself",
+        "fillcolor": look.colour.replace("rgb(", "rgba(").replace(")", ",0.16)"),
+        "hoverinfo": "skip",
+        "name": look.row,
     }
-    more |= {"text": [mark.text for mark in marks], "ids": [mark.name for mark in marks]}
-    return {"mode": "markers", "x": [*x], "y": [*y], "marker": marker, **more}
 
 
-def marks_of(groups: list[Group], names: Mapping[str, str]) -> list[Mark]:
-    """Return the mark of each row. Its colour shows the objective between the best and the worst.
+def parameter_axis(
+    values: list[Value], is_logarithmic: bool
+) -> tuple[dict[str, Any], list[float] | list[str]]:
+    """Return the axis of a parameter, and the places of the values on it.
 
-    An outlier is a triangle with the colour of the worst other row.
-
-    Args:
-        names: Names of the parameters, by key.
+    Numbers have a linear axis, or a logarithmic one. If one of the values is not a number, each
+    value is a category.
     """
-    objective = groups[0].ranked_by
-    objectives = known(group.objective for group in groups)
-    values = objectives or known(group.value for group in groups)
-    high = highest([*map(objective.cost, values)])
-    low = min(map(objective.cost, values), default=high)
-    outlier = "triangle-down" if objective.maximize else "triangle-up"
-    marks = []
-    best = best_group(groups)
-    for rank, group in enumerate(groups, start=1):
-        cost = low if group.value is None else objective.cost(group.value)
-        symbol = "circle" if cost <= high else outlier
-        cost = min(cost, high)
-        is_complete = group.objective is not None
-        colour = INCOMPLETE
-        if is_complete:
-            share = (cost - low) / (high - low or 1.0)
-            colour = str(sample_colorscale(BEST_TO_WORST, [share])[0])
-        mark = Mark(
-            colour,
-            _hover(rank, group, names),
-            str(rank),
-            group.config | ({} if group.value is None else {OBJECTIVE: objective.cost(cost)}),
-            spread=group.latest if symbol == "circle" else NONE,
-            symbol=symbol if is_complete else f"{symbol}-open",
-            dash="solid" if is_complete else "dash",
-            is_best=len(groups) > 1 and group is best,
-        )
-        marks.append(mark)
-    return marks
+    numbers = known(map(number, values))
+    if len(numbers) == len(values):
+        is_logarithmic = is_logarithmic and min(numbers) > 0
+        return (dict(LOGARITHMIC) if is_logarithmic else {"type": "linear"}), numbers
+    ordered = sorted(values, key=lambda value: (*by_value(number(value)), shown(value)))
+    names = [*dict.fromkeys(map(_category, ordered))]
+    short = {name: label(name, 14) for name in names}
+    return {"type": "category", "categoryarray": names, "labelalias": short}, [
+        *map(_category, values)
+    ]
 
 
-def _hover(rank: int, group: Group, names: Mapping[str, str]) -> str:
-    """Return what a point of a row shows: rank, status, objective, parameters."""
-    value = "" if group.value is None else f", {label(group.ranked_by.title)} {brief(group.value)}"
-    if group.latest.half_width is not None:
-        value += f" ± {brief(group.latest.half_width)}"
-    seeds = [f"{group.seeds} seeds"] * (group.seeds > 1)
-    lines = [f"<b>#{rank}</b> {label(group.status)}{value}", *seeds]
-    return "<br>".join(lines + parameters(group, names)[:DRAWN])
+def _category(value: Value) -> str:
+    return label(shown(value), 100)
 
 
-def parameters(group: Group, names: Mapping[str, str]) -> list[str]:
-    """Return `name: value` of each parameter, escaped."""
-    lines = []
-    for key, name in names.items():
-        if key in group.config:
-            lines.append(f"{label(name)}: {label(shown(group.config[key]))}")
-    return lines
+def mean_curve(curves: Iterable[Iterable[tuple[int, float]]]) -> Curve:
+    """Return the mean of curves at the steps that all curves have, at about POINTS of them."""
+    measured = [{x: y for x, y in curve if None not in (number(x), number(y))} for curve in curves]
+    measured = [curve for curve in measured if curve]
+    steps = sorted(set.intersection(*map(set, measured))) if measured else []
+    kept = dict.fromkeys([*steps[:: len(steps) // POINTS + 1], *steps[-1:]])
+    return {step: estimate([curve[step] for curve in measured]) for step in kept}
 
 
-def highest(losses: list[float]) -> float:
-    """Return the highest loss within three interquartile ranges above the third quartile."""
-    if len(losses) < 4:
-        return max(losses, default=0.0)
-    first, _, third = quantiles(losses, n=4, method="inclusive")
-    return max(loss for loss in losses if loss <= third + 3 * (third - first))
-
-
-def loss_axis(losses: list[float], title: str = "", starts: Sequence[float] = ()) -> dict[str, Any]:
-    """Return an axis that shows all losses but outliers, and where most curves start."""
-    low = min(losses, default=0.0)
-    high = highest(losses)
-    if starts:
-        high = max(high, median(starts))
+def _visible_range(values: list[float], starts: list[float]) -> list[float]:
+    """Return the ends of an axis that shows all values but outliers, and most first values."""
+    low = min(values, default=0.0)
+    high = max([without_outliers(values), *([median(starts)] if starts else [])])
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
-    return axis(title, range=[low - margin, high + margin])
+    return [low - margin, high + margin]
 
 
-def axis(title: str, **more: Any) -> dict[str, Any]:
-    """Return an axis of plotly's; its title is plotly's HTML."""
-    return {"title": {"text": title}, **more}
+def without_outliers(values: list[float]) -> float:
+    """Return the highest value within three interquartile ranges above the third quartile."""
+    if len(values) < 4:
+        return max(values, default=0.0)
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return max(value for value in values if value <= third + 3 * (third - first))
 
 
 def label(text: str, longest: int = LONGEST) -> str:
@@ -181,70 +281,3 @@ def label(text: str, longest: int = LONGEST) -> str:
 def rounded(value: float) -> float:
     """Return a value with the digits that a figure can show: the page is a third as large."""
     return float(f"{value:.6g}")
-
-
-def mean_curve(curves: Iterable[Iterable[tuple[int, float]]]) -> Curve:
-    """Return the mean of curves at the steps that all have, at about POINTS of them."""
-    drawn = [{x: y for x, y in curve if None not in (number(x), number(y))} for curve in curves]
-    drawn = [curve for curve in drawn if curve]
-    steps = sorted(set.intersection(*map(set, drawn))) if drawn else []
-    kept = dict.fromkeys([*steps[:: len(steps) // POINTS + 1], *steps[-1:]])
-    return {step: estimate([curve[step] for curve in drawn]) for step in kept}
-
-
-class Scale:
-    """The axis of a parameter.
-
-    It is logarithmic if the values are numbers that span a factor of ten, and linear for other
-    numbers. All other values are equidistant.
-    """
-
-    def __init__(self, values: Iterable[Value]) -> None:
-        distinct = sorted(
-            {identity(value): value for value in values}.values(),
-            key=lambda value: (*by_value(number(value)), shown(value)),
-        )
-        places = known(map(number, distinct))
-        self._is_numeric = len(places) == len(distinct)
-        if not self._is_numeric:
-            places = [*map(float, range(len(distinct)))]
-        self._low, self._high = (places[0], places[-1]) if places else (0.0, 0.0)
-        self._is_log = self._is_numeric and is_logarithmic(self._low, self._high)
-        self._at = dict(zip(map(identity, distinct), places, strict=True))
-        labels = {at: label(shown(value), 14) for at, value in zip(places, distinct, strict=True)}
-        self._is_continuous = self._is_numeric and len(labels) * TICKS_APART > 1
-        if self._is_continuous:
-            ticks = self._round_logarithmic() if self._is_log else self._round_linear()
-            labels = {at: brief(at) for at in ticks if self._low <= at <= self._high}
-        self.labels: dict[float, str] = {}  # by coordinate, without those that would overlap
-        for at, text in labels.items():
-            if all(abs(self.share(at) - self.share(other)) > TICKS_APART for other in self.labels):
-                self.labels[at] = text
-
-    def at(self, value: Value) -> float:
-        """Return the coordinate of a value on plotly's axis."""
-        return self._at[identity(value)]
-
-    def share(self, at: float) -> float:
-        """Return the place of a coordinate between the ends of the axis, from 0 to 1."""
-        low, high = self._low, self._high
-        if self._is_log:
-            low, at, high = map(math.log10, (low, at, high))
-        return (at - low) / (high - low) if high > low else 0.5
-
-    def axis(self, title: str) -> dict[str, Any]:
-        """Return plotly's axis, with its own ticks for many numbers on a linear one."""
-        if self._is_continuous and not self._is_log:
-            return axis(title)
-        kind = {"type": "log"} if self._is_log else {}
-        return axis(title, tickvals=[*self.labels], ticktext=[*self.labels.values()], **kind)
-
-    def _round_logarithmic(self) -> list[float]:
-        return [float(f"{digit}e{decade}") for digit in (1, 3) for decade in DECADES]
-
-    def _round_linear(self) -> list[float]:
-        """Return two to six multiples of 1, 2 or 5 times a power of ten."""
-        steps = [float(f"{digit}e{decade}") for decade in DECADES for digit in (1, 2, 5)]
-        step = next(step for step in steps if self._high - self._low <= 5 * step)
-        multiples = range(math.ceil(self._low / step), math.floor(self._high / step) + 1)
-        return [step * multiple for multiple in multiples]

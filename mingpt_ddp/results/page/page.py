@@ -2,73 +2,62 @@
 
 import json
 import math
-import os
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from html import escape
 from pathlib import Path
 from string import Template
-from urllib.parse import quote
 
 import yaml
 from plotly.offline import get_plotlyjs
 
-from mingpt_ddp.errors import command, counted, printable
+from mingpt_ddp.errors import counted, printable
+from mingpt_ddp.metrics.samples import read_samples
 from mingpt_ddp.results.analysis.verdict import sentences
-from mingpt_ddp.results.elements import bullets, grid, table
 from mingpt_ddp.results.formats import command_line, cut, duration, fixed, shown, when, words
 from mingpt_ddp.results.groups import Group, recipe, singles
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS
-from mingpt_ddp.results.page import one_run
-from mingpt_ddp.results.page.figures import DRAWN, SERIES, Mark, mean_curve, parameters
-from mingpt_ddp.results.page.plots import Plots, legend_of
-from mingpt_ddp.results.report_text import cells_of, with_interval
+from mingpt_ddp.results.page.figures import (
+    DRAWN,
+    TRAINING,
+    VALIDATION,
+    Figures,
+    Look,
+    mean_curve,
+)
+from mingpt_ddp.results.report_text import Cells, cells_of, used_columns, with_interval
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, Value, identity, number, varying, why_no_best
+from mingpt_ddp.results.runs import Job, Value, identity, known, number, varying, why_no_best
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
-IMPORTANCE = (
-    "Importance: how much the values of a parameter differ between the best groups and all "
-    "(PED-ANOVA), as shares; the most important comes first."
-)
 BARS = "Bars: the 95% interval of each mean. They can overlap where a comparison by seed differs."
 MOST_SENTENCES = 12  # of the verdict
-OTHER_CURVES = 16  # of one run
-FIXED = {"data.name": "data", "data.path": "path", "model.name": "model", "run.seed": "seed"}
+OTHER_CURVES = 16  # figures of a single run besides its losses
+SAMPLES = 12
+LONGEST_SAMPLE = 2000  # characters
 
 
-def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -> str:
+def render_page(title: str, results: Results, reload_s: float = 0) -> str:
     """Return the whole document; what was asked first comes first.
 
     Names, values and texts of runs are untrusted: they are escaped in HTML and in plotly's labels,
     which render some tags. Only scripts with the nonce run.
 
     Args:
-        page: its file, from which links are relative.
-        reload_s: seconds after which the page reloads itself; 0: it does not.
+        reload_s: Interval in seconds at which the page reloads itself. 0 disables reloading.
     """
-    plots = Plots(results)
-    drawn = sorted(results.keys, key=lambda key: -results.importance.get(key, 0.0))[:DRAWN]
-    verdict = sentences(results.recipes, results.directories, MOST_SENTENCES)
+    figures = Figures(results)
+    verdict = sentences(results.groups, results.directories, MOST_SENTENCES)
     unread = results.unread
     sections = {
-        "Result" if results.only_job else "Best configuration": _best(plots, results),
+        "Result" if results.only_job else "Best configuration": _best(figures, results),
         "Comparison": bullets(results.notes + verdict),
-        **_curves(plots, results),
-        "Parameters": _parameters(plots, results, drawn),
-        "Parallel coordinates": plots.parallel(drawn),
-        "Power laws": bullets([law.sentence for law in results.laws]) + grid(plots.laws()),
-        **_tables(results, page),
     }
     if results.only_job:
-        ranks, notes = one_run.read_ranks(results.only_job.directory / "tensorboard")
-        unread += notes
-        sections["Samples"] = one_run.samples(ranks)
-        sections["Ranks"] = one_run.timings(plots, ranks)
-        sections["Restarts"] = one_run.restarts(results.only_job)
+        sections |= _run(figures, results.only_job, unread)
+    else:
+        sections |= _sweep(figures, results)
     sections["Fixed settings"] = _settings(results.jobs)
     sections["Notes"] = bullets(unread)
     body = f"<h1>{escape(title)}</h1><p>{escape(_summary(results))}</p>"
@@ -81,7 +70,7 @@ def render_page(title: str, results: Results, page: Path, reload_s: float = 0) -
         title=printable(escape(title)),
         body=printable(body),
         reload_ms=round(1000 * reload_s),
-        figures=json.dumps(plots.figures).replace("<", "\\u003c"),  # cannot close the element
+        figures=json.dumps(figures.drawn).replace("<", "\\u003c"),  # cannot close the element
         plotly=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )
@@ -100,13 +89,11 @@ def _summary(results: Results) -> str:
     return f"{total}: {', '.join(counts)}{took}. Faults survived: {everything.faults or 0}."
 
 
-def _best(plots: Plots, results: Results) -> str:
+def _best(figures: Figures, results: Results) -> str:
     """Describe the best row, or the only run."""
-    best = results.best
-    only = results.only_job
-    if best is None and only is None:
+    best = results.best or (results.groups[0] if results.only_job else None)
+    if best is None:
         return f"<p>{why_no_best(results.jobs).capitalize()}.</p>"
-    best = best or results.groups[0]
     ranked_by = best.ranked_by
     title = ranked_by.title if ranked_by.note else ranked_by.title.capitalize()
     text = f"{title} {with_interval(best.latest)}"
@@ -115,113 +102,113 @@ def _best(plots: Plots, results: Results) -> str:
     if results.has_replicates:
         text += f", mean of {counted(best.complete, 'seed')}"
     for key in sorted(best.first.result):
-        estimate = best.estimate_of(partial(_number, key=key))
+        estimate = best.estimate_of(lambda job, key=key: number(job.result.get(key)))  # type: ignore[misc]
         if estimate.mean is not None and key.startswith("val_") and key != ranked_by.series:
             text += f", {cut(words(key))} {with_interval(estimate)}"
-    text = ", ".join([escape(text), *parameters(best, plots.names)])
+    text = ", ".join([escape(text), *figures.parameters(best)])
     html = f"<p>{text}.</p><pre>{escape(command_line(best.first))}</pre>"
-    return html + (_numbers(only) if only else "")
-
-
-def _number(job: Job, key: str) -> float | None:
-    return number(job.result.get(key))
+    return html + (_numbers(results.only_job) if results.only_job else "")
 
 
 def _numbers(job: Job) -> str:
     """Return the table of all numbers of a result."""
     rows = []
     for key in job.result:
-        value = _number(job, key)
+        value = number(job.result[key])
         if value is not None:
             rows.append({"what": cut(words(str(key))), "value": fixed(value, ".6g")})
     return table(rows)
 
 
-def _curves(plots: Plots, results: Results) -> dict[str, str]:
-    """Draw the losses; of one run all other measurements too."""
-    if results.only_job is None:
-        objective = results.objective
-        training = "training loss"
-        if objective is BITS_PER_BYTE:
-            training += ", per token of each tokenizer"
-        curves = plots.curves(objective.series, objective.title)
-        curves += plots.curves("train_loss", training)
-        return {"Loss curves": curves and f"<p>{plots.legend()}</p>{grid(curves)}"}
-    history = results.only_job.history
-    marks = [Mark(SERIES[0], "training"), Mark(SERIES[1], "validation")]
-    losses = ["train_loss", LOSS.series]
-    series = [mean_curve([history.series(key)]) for key in losses]
-    curves = plots.series([*zip(marks, series, strict=True)], "loss", 380)
-    others = [key for key in history.columns if key not in losses][:OTHER_CURVES]
-    dotted = " &nbsp;Dotted: a restart." if len(history.attempts) > 1 else ""
+def _run(figures: Figures, job: Job, unread: list[str]) -> dict[str, str]:
+    """Return the sections of a single run: its measurements, samples and attempts."""
+    history = job.history()
+    restarts = {*known(number(each["step"]) for each in history.attempts[1:])}
+    looks = {"train_loss": Look(TRAINING, "training"), LOSS.series: Look(VALIDATION, "validation")}
+    losses = [(look, mean_curve([history.series(key)])) for key, look in looks.items()]
+    legend = " ".join(look.key for look in looks.values())
+    legend += " &nbsp;Dotted: a restart." if restarts else ""
+    curves = figures.curves(losses, "loss", 380, restarts)
+    others = ""
+    for key in [key for key in history.columns if key not in looks][:OTHER_CURVES]:
+        curve = mean_curve([history.series(key)])
+        others += figures.curves([(Look(TRAINING), curve)], words(key), 260, restarts)
+    attempts = []
+    for index, record in enumerate(history.attempts, start=1):
+        row = {"attempt": str(index), "began": when(number(record.get("start")))}
+        row |= {"after step": fixed(number(record["step"]), ".0f")}
+        attempts.append(row | {"ranks": fixed(number(record.get("world_size")), ".0f")})
     return {
-        "Losses": curves and f"<p>{legend_of(marks)}{dotted}</p>{curves}",
-        "Learning rate, speed and metrics": grid(
-            "".join(plots.curves(key, words(key), 260) for key in others)
-        ),
+        "Losses": curves and f"<p>{legend}</p>{curves}",
+        "Learning rate, speed and metrics": _grid(others),
+        "Samples": _samples(job.directory, unread),
+        "Restarts": table(attempts) if restarts else "",
     }
 
 
-def _parameters(plots: Plots, results: Results, keys: list[str]) -> str:
-    """Draw the objective over each parameter, and how much each matters."""
-    figures = grid("".join(plots.against(key) for key in keys))
-    more = len(results.keys) - len(keys)
-    if more:
-        figures = f"<p>The first {DRAWN}; the table has the other {more}.</p>{figures}"
-    if results.has_replicates and figures:
-        figures = f"<p>{BARS}</p>{figures}"
-    return f"<p>{IMPORTANCE}</p>{figures}" if results.importance else figures
+def _samples(directory: Path, unread: list[str]) -> str:
+    """Show texts that the model has generated, evenly over the run, the last one among them."""
+    try:
+        texts = dict(read_samples(directory))
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        unread.append(f"the samples cannot be read: {error}")
+        return ""
+    steps = sorted(texts, reverse=True)
+    blocks = ""
+    for step in steps[:: len(steps) // SAMPLES + 1]:
+        blocks += f"<p>step {fixed(step, 'd')}</p><pre>{escape(texts[step][:LONGEST_SAMPLE])}</pre>"
+    return blocks
 
 
-def _tables(results: Results, page: Path) -> dict[str, str]:
-    """Return the table of the groups, if there are replicates, and that of the jobs."""
+def _sweep(figures: Figures, results: Results) -> dict[str, str]:
+    """Return the sections of several jobs: curves, parameters, and tables."""
     jobs = results.jobs
+    objective = results.objective
+    training = "training loss"
+    if objective is BITS_PER_BYTE:
+        training += ", per token of each tokenizer"
+    curves = figures.losses({objective.series: objective.title, "train_loss": training})
+    parameters = _grid("".join(map(figures.against, results.keys[:DRAWN])))
+    if more := len(results.keys[DRAWN:]):
+        parameters = f"<p>The first {DRAWN}; the table has the other {more}.</p>{parameters}"
+    if results.has_replicates and parameters:
+        parameters = f"<p>{BARS}</p>{parameters}"
     ranks = [*map(str, range(1, len(results.groups) + 1))]
     rank_of = dict[Path, str]()
     for rank, group in zip(ranks, results.groups, strict=True):
         rank_of |= {job.directory: rank for job in group.jobs}
-    alone = results
-    if results.has_replicates:
-        alone = replace(results, groups=singles(jobs), keys=varying(jobs))
-    links = [_link(job, page) for job in jobs]
-    hint = f"A row links to the page of its run, once `{command('report')} RUN` has written it."
-    listed = _table(alone, [rank_of[job.directory] for job in jobs], links)
+    alone = replace(results, groups=singles(jobs), keys=varying(jobs))
     return {
-        "Groups": _table(results, ranks) if results.has_replicates else "",
-        "Jobs": f"<p>{escape(hint)}</p>{listed}" if len(jobs) > 1 else "",
+        "Loss curves": curves and f"<p>{figures.legend()}</p>{_grid(curves)}",
+        "Parameters": parameters,
+        "Groups": _rows(results, ranks) if results.has_replicates else "",
+        "Jobs": _rows(alone, [rank_of[job.directory] for job in jobs]),
     }
 
 
-def _table(results: Results, ranks: list[str], links: Sequence[str] = ()) -> str:
+def _rows(results: Results, ranks: list[str]) -> str:
+    """Return the table of the groups."""
     rows = []
     for rank, group in zip(ranks, results.groups, strict=True):
         cells = cells_of(results, group, results.keys, short=False)
         rows.append({"#": rank, **cells, "directory": cut(group.name)})
-    return table(rows, links)
-
-
-def _link(job: Job, page: Path) -> str:
-    """Return the URL of the page of a run, relative to this page; "" if there is none."""
-    target = job.directory / page.name
-    if not target.is_file():
-        return ""
-    return quote(os.path.relpath(target, page.parent), errors="replace")
+    return table(rows)
 
 
 def _settings(jobs: list[Job]) -> str:
-    """Return what is the same in all jobs: data, model and date in words, then all keys."""
+    """Return what is the same in all jobs: size, code and date in words, then all keys."""
     first = jobs[0].config
     if not first:
         return ""
     same = set.intersection(*(set(recipe(job, job.config)) for job in jobs))
     config = {key: value for key, value in first.items() if (key, identity(value)) in same}
-    known_facts = [key for key in FIXED if config.get(key) is not None]
-    facts = [f"{FIXED[key]} {shown(config[key])}" for key in known_facts]
-    sizes = {_number(job, "parameters") for job in jobs}
-    facts += [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
+    sizes = {number(job.result.get("parameters")) for job in jobs}
+    facts = [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
     codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
     facts += [f"code {code}" for code in codes if len(codes) == 1]
-    facts.append(f"begun {when(min(job.history.began for job in jobs))}")
+    facts.append(f"begun {when(min(job.began for job in jobs))}")
     groups: dict[str, dict[str, Value]] = {}
     for key, value in config.items():
         group, _, name = key.partition(".")
@@ -235,3 +222,23 @@ def _flow(values: dict[str, Value]) -> str:
     return yaml.safe_dump(
         values, sort_keys=False, allow_unicode=True, default_flow_style=True, width=math.inf
     )
+
+
+def bullets(texts: list[str]) -> str:
+    """Return a bulleted list; "" without texts."""
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _grid(figures: str) -> str:
+    """Return figures in rows; "" without figures."""
+    return figures and f'<div class="plots">{figures}</div>'
+
+
+def table(rows: list[Cells]) -> str:
+    """Return a table that can be sorted by each column, and scrolls; "" without rows."""
+    titles, cells = used_columns(rows)
+    head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
+    body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in cells)
+    html = f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide">{html}</div>' if rows else ""

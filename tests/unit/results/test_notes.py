@@ -101,15 +101,14 @@ def test_the_page_is_of_bits_per_byte(tokenizers):
         and "<th><button>validation loss</button></th>" in page
     )
     assert "Blue to orange: objectives from 3.500 to 4.750." in page
-    curves, training, *against, parallel = figures(tokenizers / "page.html")
+    curves, training, *against = figures(tokenizers / "page.html")
     assert curves["layout"]["title"]["text"] == "bits per byte"
     assert [trace["y"][-1] for trace in curves["data"]] == [1.0, 4.75, 3.5], (
         "of every job that has measured it"
     )
     assert "per token" in training["layout"]["title"]["text"]
     assert all(figure["layout"]["yaxis"]["title"]["text"] == "bits per byte" for figure in against)
-    assert parallel["layout"]["xaxis"]["ticktext"][-1] == "bits per byte"
-    assert "#1</b> complete, bits per byte 3.5<" in json.dumps(parallel)
+    assert "#1</b> complete, bits per byte 3.5<" in json.dumps(curves)
 
 
 def test_one_tokenizer_is_ranked_by_its_loss(tmp_path):
@@ -271,37 +270,6 @@ def test_a_job_without_a_result_says_nothing(tmp_path):
     fake_run(tmp_path / "b", {"data.path": "b.txt"}, None, None)
     (fake_run(tmp_path / "c") / "config.yaml").unlink()
     assert notes(tmp_path) == []
-
-
-# The page
-
-
-def test_a_single_evaluation_is_a_point(tmp_path):
-    """A line through one point is invisible."""
-    for number, (status, loss) in enumerate([("complete", 2), ("complete", 4), ("pruned", 3)]):
-        run = fake_run(tmp_path / f"{number}", {"optimizer.lr": number}, status, loss, steps=20)
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-        assert sum("val_loss" in line for line in lines) == 1
-    report([tmp_path], tmp_path / "page.html")
-    validation, training = figures(tmp_path / "page.html")[:2]
-    assert [trace["mode"] for trace in validation["data"]] == ["markers"] * 3
-    markers = [trace["marker"] for trace in validation["data"]]
-    assert [marker["symbol"] for marker in markers] == [["circle-open"], ["circle"], ["circle"]]
-    ((pruned,), (other,), (best,)) = (marker["size"] for marker in markers)
-    assert best > other == pruned, "the best, drawn last"
-    assert len({str(marker["color"]) for marker in markers}) == 3
-    assert [trace["mode"] for trace in training["data"]] == ["lines"] * 3
-
-
-def test_each_plot_names_what_it_shows(tmp_path):
-    fake_run(tmp_path / "a")
-    fake_run(tmp_path / "b", {"optimizer.lr": 2})
-    report([tmp_path], tmp_path / "page.html")
-    validation, training, against = (figure["layout"] for figure in figures(tmp_path / "page.html"))
-    assert validation["title"]["text"] == "validation loss"
-    assert training["title"]["text"] == "training loss"
-    assert against["yaxis"]["title"]["text"] == "validation loss"
-    assert against["xaxis"]["title"]["text"] == "learning rate"
 
 
 def test_one_run_is_the_best_of_nothing(tmp_path):

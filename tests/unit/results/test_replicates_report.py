@@ -11,11 +11,7 @@ from fake_runs import fake_run
 from tools import call_tool
 
 from mingpt_ddp.cli.commands import report as tool
-from mingpt_ddp.results.analysis.importance import LEAST_GROUPS, importances
-from mingpt_ddp.results.groups import replicates
-from mingpt_ddp.results.page.figures import mean_curve
 from mingpt_ddp.results.report import report
-from mingpt_ddp.results.runs import read_jobs
 
 HALF = math.tan(0.475 * math.pi) / 10  # of the interval of two values that differ by 0.2
 
@@ -35,11 +31,6 @@ def sweep(tmp_path):
                 faults=seed,
             )
     return tmp_path / "sweep"
-
-
-def figures_of(path):
-    found = re.search(r'id="figures">(.*?)</script>', path.read_text())
-    return json.loads(found[1])
 
 
 def cells(line):
@@ -90,74 +81,6 @@ def test_long_directories_do_not_break_the_table(tmp_path):
     rows = report([tmp_path], tmp_path / "page.html").splitlines()[1:3]
     assert all(len(row) < 130 for row in rows)
     assert {row[-9:] for row in rows} == {"-01234560", "-01234561"}, "the digest stays"
-
-
-# The page
-
-
-def test_a_band_and_a_line_for_each_recipe(sweep, tmp_path):
-    report([sweep], tmp_path / "page.html")
-    curves, training, against = figures_of(tmp_path / "page.html")
-    for figure in (curves, training):
-        assert [trace["mode"] for trace in figure["data"]] == ["none", "lines", "none", "lines"]
-    band, line = curves["data"][2:]  # the best is drawn last
-    assert line["y"][-1] == pytest.approx(2.1) and line["x"] == [20, 40, 60, 80, 100]
-    assert band["y"][4] == pytest.approx(2.1 + HALF), "above, at the last step"
-    assert band["y"][5] == pytest.approx(2.1 - HALF), "and back below"
-    assert band["fill"] == "toself"
-    assert "2 seeds" in line["text"] and "±" in line["text"]
-    (points,) = against["data"]
-    assert points["y"] == pytest.approx([2.2, 2.1])
-    assert points["error_y"]["array"] == pytest.approx([3 * HALF, HALF])
-    low, high = against["layout"]["yaxis"]["range"]
-    assert low < 2.2 - math.sqrt(0.18) and high > 2.2 + math.sqrt(0.18), "a deviation to both sides"
-    text = (tmp_path / "page.html").read_text()
-    assert "<h2>Groups</h2>" in text and "<h2>Jobs</h2>" in text
-    assert text.count("<tr><td>") == 2 + 4
-    assert "4 jobs in 2 groups" in text and "learning rate: 0.1" in text
-
-
-def test_a_curve_has_the_steps_that_all_seeds_have(tmp_path):
-    for seed, steps in ((1, 100), (2, 60)):
-        status = None if steps < 100 else "preempted"
-        fake_run(tmp_path / f"{seed}", {"run.seed": seed}, status, steps=steps)
-    (group,) = replicates(read_jobs([tmp_path]))
-    assert [*mean_curve(job.history.series("val_loss") for job in group.jobs)] == [20, 40, 60]
-
-
-def test_hostile_parameters_are_escaped_in_the_legend(tmp_path):
-    for number in range(4):
-        values = {"model.name": f"<img src=x>{number % 2}", "run.seed": number // 2}
-        fake_run(tmp_path / f"{number}", values)
-    report([tmp_path], tmp_path / "page.html")
-    assert "<img" not in (tmp_path / "page.html").read_text().partition("<script")[0]
-
-
-# The importance of parameters
-
-
-def test_the_importance_of_parameters(tmp_path, capsys):
-    pytest.importorskip("optuna", "4.7")
-    for number in range(16):
-        values = {"optimizer.lr": 10.0 ** -(number % 4), "model.name": "ab"[number // 4 % 2]}
-        values["model.n_layer"] = number // 8
-        fake_run(tmp_path / f"{number}", values, val_loss=2.0 + number % 4)
-    text = report([tmp_path], tmp_path / "page.html")
-    line = next(line for line in text.splitlines() if line.startswith("importance"))
-    assert line.startswith("importance (PED-ANOVA): lr ")
-    _, _, first, second, third, parallel, *_ = figures_of(tmp_path / "page.html")
-    titles = [each["layout"]["xaxis"]["title"]["text"] for each in (first, second, third)]
-    assert titles[0].startswith("learning rate, importance 0."), "the most important comes first"
-    assert all(", importance " in title for title in titles)
-    assert parallel["layout"]["xaxis"]["ticktext"][0] == "learning rate"
-    assert capsys.readouterr() == ("", "")
-
-
-def test_few_groups_have_no_importance(tmp_path):
-    for number in range(LEAST_GROUPS - 1):
-        fake_run(tmp_path / f"{number}", {"optimizer.lr": number, "model.n_layer": number % 2})
-    groups = replicates(read_jobs([tmp_path]))
-    assert importances(groups, ["optimizer.lr", "model.n_layer"]) == {}
 
 
 # JSON
