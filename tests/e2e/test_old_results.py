@@ -55,6 +55,8 @@ def test_a_sweep_says_that_its_results_are_of_old_code(project):
     assert text.count(f"{FILE} has changed since complete jobs were trained") == 1, text
     assert text.count("complete, old code") == 2, "both settings of the table"
     assert f"note: old code: results from before the last change of {FILE}" in text
+    again = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/lr"], project, separate=True)
+    assert again.stdout.count("complete, old code") == 2, "right after the edit too"
     assert sorted(project.glob("outputs/lr/*/result.json")) == results
 
     code, text = train(project, *sweep, "run.seed=1,2,3,4")

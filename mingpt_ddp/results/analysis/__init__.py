@@ -1,1 +1,1 @@
-"""What a report says of its runs: comparisons, fronts, importance, laws."""
+"""Verdicts on settings, and on versions of the code."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -314,6 +315,27 @@ def test_columns_that_no_row_has_are_left_out(tmp_path):
         (tmp_path / f"{number}" / "metrics.jsonl").unlink()
     head = report([tmp_path], tmp_path / "page.html").splitlines()[0]
     assert head.split() == ["status", "lr", "job"]
+
+
+def test_results_of_old_code_are_marked(tmp_path, monkeypatch):
+    for name, content in (("old", "1"), ("new", "2")):
+        run = fake_run(tmp_path / "runs" / name, {"optimizer.lr": len(content + name)})
+        sha256 = hashlib.sha256(content.encode()).hexdigest()
+        code = {"files": {"recipe/mine.py": sha256}, "package": {"sha256": "p"}}
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps({**result, "code": code}))
+
+    def marked(**more) -> list[str]:
+        text = report([tmp_path / "runs"], tmp_path / "page.html", **more)
+        assert ("note: old code: results from before" in text) == ("complete, old code" in text)
+        return [line.split()[-1] for line in text.splitlines() if "complete, old code" in line]
+
+    monkeypatch.chdir(tmp_path)
+    assert marked() == [], "nothing is known without the files"
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.py").write_text("2")
+    assert marked() == ["old"]
+    assert marked(accept_code=True) == []
 
 
 def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):
