@@ -169,7 +169,7 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
     return why_incomparable(one.by_seed, other.by_seed)
 
 
-def _label(group: Group, keys: list[str], part: Path | str | None) -> str:
+def _label(group: Group, keys: list[str], part: Path | None) -> str:
     """Return the values that distinguish a group, or its name; and its part, if given."""
     words = assignments(group, keys)
     text = cut(group.name)
@@ -177,5 +177,5 @@ def _label(group: Group, keys: list[str], part: Path | str | None) -> str:
         text = ", ".join(words)
     if part is None:
         return text
-    name = cut(part.resolve().name) if isinstance(part, Path) else part
+    name = cut(part.resolve().name)
     return f"{name} ({text})" if keys else name

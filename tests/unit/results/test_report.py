@@ -406,39 +406,30 @@ def test_the_command_line_composes_to_the_configuration(tmp_path, recorded):
     assert compose_config(again) == config
 
 
-def test_a_single_run_keeps_its_name(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("study", ["run.name=study"], "run.name=study"),
+        # The last one counts.
+        (None, ["optimizer.lr=2", "optimizer.lr=1"], "optimizer.lr=2 optimizer.lr=1"),
+        # Local workers record the name that the user has given, and that of the directory.
+        (
+            "study",
+            ["optimizer.lr=2", "run.name=study", 'run.name="study"'],
+            "optimizer.lr=2 'run.name=\"study\"'",
+        ),
+        # The overrides of a job have the name of the sweep, and alone would train a plain run.
+        ("study/job", ["run.name=study"], "'run.name=\"study/job\"'"),
+    ],
+    ids=str,
+)
+def test_the_command_line_names_the_run_once(tmp_path, name, overrides, words):
+    run = fake_run(tmp_path / (name or "unnamed"), {"run.name": name}, overrides=overrides)
+    assert command_line(read_jobs([run])[0]) == f"python -m mingpt_ddp {words}"
+
+
+def test_no_command_line_without_a_configuration(tmp_path):
     run = fake_run(tmp_path / "study", overrides=["run.name=study"])
-    assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp run.name=study"
-    overrides = ["optimizer.lr=2", "optimizer.lr=1"]  # the last one counts
-    other = fake_run(
-        tmp_path / "python_docs-gpt_nano-01234567", {"run.name": None}, overrides=overrides
-    )
-    assert (
-        command_line(read_jobs([other])[0]) == "python -m mingpt_ddp optimizer.lr=2 optimizer.lr=1"
-    )
-
-
-def test_the_command_line_names_the_run_once(tmp_path):
-    """Local workers record the name that the user has given, and that of the directory."""
-    run = fake_run(
-        tmp_path / "study",
-        {"run.name": "study"},
-        overrides=["optimizer.lr=2", "run.name=study", 'run.name="study"'],
-    )
-    assert (
-        command_line(read_jobs([run])[0])
-        == "python -m mingpt_ddp optimizer.lr=2 'run.name=\"study\"'"
-    )
-
-
-def test_no_command_line_of_another_run(tmp_path):
-    """The overrides of a job have the name of the sweep, and alone would train a plain run in its
-    directory.
-    """
-    run = fake_run(
-        tmp_path / "study" / "job", {"run.name": "study/job"}, overrides=["run.name=study"]
-    )
-    assert command_line(read_jobs([run])[0]) == "python -m mingpt_ddp 'run.name=\"study/job\"'"
     (run / "config.yaml").write_text("a: [1")
     assert command_line(read_jobs([run])[0]) == NO_COMMAND
     text = report([run], tmp_path / "page.html")
@@ -547,12 +538,6 @@ def test_a_page_that_cannot_be_written(tmp_path, call):
     assert re.match(r"run error: cannot write .*report.html: ", error)
 
 
-def test_without_arguments_the_help_is_printed(call):
-    code, out, _ = call()
-    assert code == 0
-    assert "python -m mingpt_ddp.report" in out
-
-
 def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
     fake_run(tmp_path / "a")
     script = (
@@ -566,20 +551,3 @@ def test_it_loads_neither_torch_nor_tensorboard(tmp_path):
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert json.loads(output) == []
-
-
-def test_tokenizers_are_compared_by_bits_per_byte(tmp_path):
-    for name in ("byte", "bpe"):
-        fake_run(tmp_path / name, {"data.tokenizer": name})
-        path = tmp_path / name / "result.json"
-        path.write_text(
-            json.dumps(
-                {**json.loads(path.read_text()), "bits_per_byte": {"byte": 2.5, "bpe": 2.25}[name]}
-            )
-        )
-    head, *rows = report([tmp_path], tmp_path / "page.html").splitlines()
-    assert "bits_per_byte" in head
-    assert {number for row in rows for number in ("2.5000", "2.2500") if number in row} == {
-        "2.5000",
-        "2.2500",
-    }

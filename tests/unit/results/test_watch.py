@@ -111,6 +111,7 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
     [
         (["watch"], "watch needs directories; name runs, or the directory of a sweep"),
         (["a", "watch", "compare"], "watch and compare do not go together; give one of them"),
+        (["compare"], "compare needs directories; name runs, or the directory of a sweep"),
         (["a", "watch", "format=json"], "watch writes a page; leave out format=json"),
     ],
     ids=str,
