@@ -291,7 +291,7 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         rows = []
         for job in jobs:
             named = {"job": job.name, **{key: job.config[key] for key in keys if key in job.config}}
-            rows += [named | row for row in job.history().rows]
+            rows += [named | row for row in job.history.rows]
         return rows
     try:
         return read_history(directory / METRICS).rows

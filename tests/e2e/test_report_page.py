@@ -315,7 +315,7 @@ def test_small_pages(browser, tmp_path):
 def test_extreme_numbers_are_drawn(browser, tmp_path):
     for number, loss in enumerate([9e99, -9e99, 0.0, 5e-324]):
         run = fake_run(tmp_path / f"{number}", {"optimizer.lr": loss}, val_loss=loss)
-        steps = f'{{"step": {10**99}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
+        steps = f'{{"step": -1, "val_loss": {loss}}}\n{{"step": {10**99}, "train_loss": {loss}}}'
         (run / "metrics.jsonl").write_text(steps)
     report([tmp_path], tmp_path / "page.html")
     browser.open(tmp_path / "page.html")

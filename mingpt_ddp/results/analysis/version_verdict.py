@@ -103,7 +103,7 @@ def version_verdict(
 
 def _step_ms(job: Job) -> float | None:
     """Return the median over the log steps."""
-    values = job.history().values("step_ms")
+    values = job.history.values("step_ms")
     return statistics.median(values) if values else None
 
 
@@ -124,11 +124,11 @@ def _bits(one: Job, other: Job, digests: Mapping[Path, str]) -> str:
     """Return whether two jobs end with the same bits, and where losses that both have differ."""
     if digests[one.directory] == digests[other.directory]:
         return SAME
-    theirs = dict(other.history().series("train_loss"))
+    theirs = dict(other.history.series("train_loss"))
     lengths = ""
     if other.step != one.step:
         lengths = f", other lengths ({other.step} steps against {one.step})"
-    for step, loss in one.history().series("train_loss"):
+    for step, loss in one.history.series("train_loss"):
         if theirs.get(step, loss) != loss:
             return f"other bits, seen from step {step} on{lengths}"
     return f"other bits{lengths}"

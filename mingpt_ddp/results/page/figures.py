@@ -111,7 +111,7 @@ class Figures:
         for group, look in self._rows:
             series: dict[str, list[list[tuple[int, float]]]] = {key: [] for key in titles}
             for job in group.samples:
-                history = job.history()
+                history = job.history
                 for key in titles:
                     series[key].append(history.series(key))
             for key in titles:

@@ -122,7 +122,7 @@ def _numbers(job: Job) -> str:
 
 def _run(figures: Figures, job: Job, unread: list[str]) -> dict[str, str]:
     """Return the sections of a single run: its measurements, samples and attempts."""
-    history = job.history()
+    history = job.history
     restarts = {*known(number(each["step"]) for each in history.attempts[1:])}
     looks = {"train_loss": Look(TRAINING, "training"), LOSS.series: Look(VALIDATION, "validation")}
     losses = [(look, mean_curve([history.series(key)])) for key, look in looks.items()]
@@ -208,7 +208,7 @@ def _settings(jobs: list[Job]) -> str:
     facts = [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
     codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
     facts += [f"code {code}" for code in codes if len(codes) == 1]
-    facts.append(f"begun {when(min(job.began for job in jobs))}")
+    facts.append(f"begun {when(min(job.metrics.began for job in jobs))}")
     groups: dict[str, dict[str, Value]] = {}
     for key, value in config.items():
         group, _, name = key.partition(".")

@@ -169,7 +169,7 @@ def test_curves_of_any_height_and_length(tmp_path):
     for number, loss in enumerate([1e299, -1e99, 0.0, 5e-324]):
         run = fake_run(tmp_path / "s" / f"{number}", {"optimizer.lr": loss})
         (run / "metrics.jsonl").write_text(
-            f'{{"step": {10**50}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
+            f'{{"step": -1, "val_loss": {loss}}}\n{{"step": {10**50}, "train_loss": {loss}}}'
         )
     fake_run(tmp_path / "s" / "long", steps=20_000)
     page = page_of(tmp_path / "s")

@@ -45,7 +45,7 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
     ]
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
     assert best_group(singles(jobs)).name == "b/c"
-    assert [(job.step, job.speed, job.faults) for job in jobs] == [
+    assert [(job.step, job.metrics.speed, job.metrics.faults) for job in jobs] == [
         (100, 4e4, 2),
         (100, 4e4, 0),
         (60, 4e4, 0),
