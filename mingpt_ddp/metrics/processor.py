@@ -14,12 +14,12 @@ from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metri
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.mfu import Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
+from mingpt_ddp.metrics.samples import append_sample, drop_samples_after
 from mingpt_ddp.metrics.sinks.panel import Panel
 from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.trackers.outbox import Outbox
-from mingpt_ddp.metrics.trackers.sample_texts import append_sample
 from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks.task import Task
 
@@ -77,6 +77,7 @@ class MetricsProcessor:
         self._reached = 0  # the last step that an earlier attempt has logged
         for logger in self.loggers:
             logger.start(start, runtime.group.world_size)
+        env.call_on_rank_zero(lambda: drop_samples_after(directory, start))
 
     def resume(self, outboxes: list[Outbox], end: HistoryEnd | None) -> None:
         """Go on after what the attempts before have logged.
@@ -135,6 +136,8 @@ class MetricsProcessor:
         """Discard the metrics of the steps after `step`, which will be repeated."""
         for logger in self.loggers:
             logger.rollback(step)
+        env = self.runtime.group.env
+        env.call_on_rank_zero(lambda: drop_samples_after(self._directory, step))
 
     def log_train(
         self, step: int, last: int | None, model: nn.Module, lr: float, goodput: float
@@ -220,8 +223,7 @@ class MetricsProcessor:
         """
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)
-            if self.outboxes:
-                append_sample(self._directory, step, text)
+            append_sample(self._directory, step, text)
             in_sweep = "/" in (self.task.config.run.name or "")
             extra = {"file_only": in_sweep}
             log.info("step %d, a sample:\n%s\n", step, text, extra=extra)

@@ -30,6 +30,7 @@ PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
     ".result.json.*.partial",
+    ".samples.jsonl.*.partial",
     ".tokenizer.json.*.partial",
     "..*.partial",
     ".hydra/.*.partial",

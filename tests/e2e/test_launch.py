@@ -60,6 +60,7 @@ def test_run_directory(pair):
         "snapshots",
         "result.json",
         "metrics.jsonl",
+        "samples.jsonl",
         "snapshots.jsonl",
     }
     assert names - {".lock"} == expected

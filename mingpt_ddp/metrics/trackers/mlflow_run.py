@@ -12,7 +12,6 @@ from mingpt_ddp.storage.run_directory import run_name
 
 TAG = "mingpt_ddp.run_id"
 MAX_PARAM = 500  # characters, as any server allows
-MAX_TAG = 5000  # likewise
 
 
 class MLflowTracker:
@@ -56,18 +55,15 @@ class MLflowTracker:
         return 0  # of a step some values may be missing
 
     def send(self, points: Points) -> None:
-        from mlflow.entities import Metric, RunTag
+        from mlflow.entities import Metric
 
         now = int(1000 * time.time())
         metrics = []
-        tags = []
         for step, values in points:
             for key, value in values.items():
-                if key == "sample":
-                    tags.append(RunTag(f"sample.{step:08d}", value[:MAX_TAG]))
-                elif (key, step) not in self._sent:
+                if (key, step) not in self._sent:
                     metrics.append(Metric(key, value, now, step))
-        self._client.log_batch(self._run, metrics=metrics, tags=tags)
+        self._client.log_batch(self._run, metrics=metrics)
 
     def finish(self, result: dict[str, Any]) -> None:
         from mlflow.entities import RunTag

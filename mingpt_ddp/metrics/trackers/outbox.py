@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_since, to_metrics
-from mingpt_ddp.metrics.trackers.sample_texts import read_samples
 from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.storage import atomic_write, read_regular
 
 log = logging.getLogger(__name__)
 
-# Sorted by step: a step with its numbers by tag, perhaps with a text as `sample`.
+# Sorted by step: a step with its numbers by tag.
 Points = list[tuple[int, dict[str, Any]]]
 MAX_MARKER_BYTES = 1000
 BATCH = 200  # steps per call
@@ -153,6 +152,4 @@ class Outbox:
         points: dict[int, dict[str, Any]] = {}
         for step, record in read_since(self._directory / METRICS, begin).items():
             points[step] = dict(to_metrics(record))
-        for step, text in read_samples(self._directory).items():
-            points.setdefault(step, {})["sample"] = text
         return [(step, points[step]) for step in sorted(points) if begin <= step < end]

@@ -1,7 +1,6 @@
 """A run in Trackio."""
 
 import os
-import textwrap
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,7 @@ class TrackioTracker:
         return self._run._next_step
 
     def send(self, points: Points) -> None:
-        from trackio import Markdown
-
         for step, metrics in points:
-            if "sample" in metrics:
-                metrics["sample"] = Markdown(textwrap.indent(metrics["sample"], "    "))
             self._run.log(metrics, step=step)
 
     def finish(self, result: dict[str, Any]) -> None:

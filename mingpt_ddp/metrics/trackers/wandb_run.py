@@ -1,6 +1,5 @@
 """A run in Weights & Biases."""
 
-import html
 import os
 import shutil
 from pathlib import Path
@@ -55,11 +54,7 @@ class WandbTracker:
         return self._run.step
 
     def send(self, points: Points) -> None:
-        from wandb import Html
-
         for step, metrics in points:
-            if "sample" in metrics:
-                metrics["sample"] = Html(f"<pre>{html.escape(metrics['sample'])}</pre>")
             self._run.log(metrics, step=step)
 
     def finish(self, result: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from multiprocess.ranks import configure
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.metrics.samples import read_samples
 from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -94,12 +95,8 @@ def test_attempts_that_fail_are_one_run(tmp_path, monkeypatch):
     (points,) = MemoryTracker.runs.values()
     assert [*points] == [*range(1, 13)]
     assert "val/loss" in points[6] and "val/loss" in points[12] and "val/loss" not in points[5]
-    assert [step for step, metrics in points.items() if isinstance(metrics.get("sample"), str)] == [
-        3,
-        6,
-        9,
-        12,
-    ]
+    samples = read_samples(tmp_path / "run")
+    assert [step for step, _ in samples] == [3, 6, 9, 12]
     (result,) = MemoryTracker.results
     assert (result["status"], result["step"]) == ("complete", 12)
     assert not (tmp_path / "run" / "tensorboard").exists(), "it was not chosen"

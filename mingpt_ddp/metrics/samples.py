@@ -1,0 +1,44 @@
+"""Generated texts in `samples.jsonl`, one JSON object per line: `{"step": 50, "text": "..."}`."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from mingpt_ddp.storage.lines import append_line, read_lines
+from mingpt_ddp.storage.storage import atomic_write
+
+SAMPLES = "samples.jsonl"
+MAX_BYTES = 1 << 28
+
+
+def append_sample(directory: Path, step: int, text: str) -> None:
+    """Append a text. If the disk is full, the text is lost and training continues."""
+    with contextlib.suppress(OSError):
+        append_line(directory / SAMPLES, _line(step, text), MAX_BYTES)
+
+
+def drop_samples_after(directory: Path, step: int) -> None:
+    """Delete the texts of later steps, which a resumed run trains again."""
+    with contextlib.suppress(OSError):
+        samples = list(read_samples(directory))
+        kept = [_line(at, text) for at, text in samples if at <= step]
+        if len(kept) < len(samples):
+            atomic_write(directory / SAMPLES, b"".join(kept))
+
+
+def read_samples(directory: Path) -> Iterator[tuple[int, str]]:
+    """Yield step and text of each sample. Skip lines that a kill has cut off.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or exceeds a limit.
+    """
+    for line in read_lines(directory / SAMPLES, MAX_BYTES):
+        with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):
+            sample = json.loads(line)
+            if type(sample["step"]) is int:
+                yield sample["step"], str(sample["text"])
+
+
+def _line(step: int, text: str) -> bytes:
+    return json.dumps({"step": step, "text": text}).encode() + b"\n"
