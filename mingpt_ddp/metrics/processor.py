@@ -16,10 +16,10 @@ from mingpt_ddp.metrics.mfu import Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.samples import append_sample, drop_samples_after
 from mingpt_ddp.metrics.sinks.panel import Panel
-from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
-from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.trackers.sending import Sender
+from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks.task import Task
 
@@ -59,7 +59,7 @@ class MetricsProcessor:
         self.tensorboard = TensorBoardLogger(
             directory / "tensorboard" / f"rank{env.rank}", task.config.tracker.tensorboard
         )
-        self.outboxes: list[Outbox] = []  # of the trackers, on rank zero
+        self.senders: list[Sender] = []  # one for each tracker, on rank zero
         self.loggers: list[Logger] = [
             self.tensorboard,
             *(env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []),
@@ -79,22 +79,22 @@ class MetricsProcessor:
             logger.start(start, runtime.group.world_size)
         env.call_on_rank_zero(lambda: drop_samples_after(directory, start))
 
-    def resume(self, outboxes: list[Outbox], end: HistoryEnd | None) -> None:
+    def resume(self, senders: list[Sender], end: HistoryEnd | None) -> None:
         """Go on after what the attempts before have logged.
 
         Args:
-            outboxes: of the trackers, on rank zero.
+            senders: one for each tracker, on rank zero.
             end: of metrics.jsonl, on rank zero.
         """
-        self.outboxes = outboxes
+        self.senders = senders
         if end is not None:
             self._reached = end.reached
 
-    def cover(self, step: int | None) -> None:
-        """Let the trackers have the points before `step`, the last one with a durable snapshot."""
+    def commit(self, step: int | None) -> None:
+        """Send what is known of the steps before `step`, the last one with a committed snapshot."""
         self.panel.snapshot_step = step
-        for outbox in self.outboxes:
-            outbox.cover(step or 0)
+        for sender in self.senders:
+            sender.commit(step or 0)
 
     def step_done(self, step: int, last: int | None) -> None:
         """Show that a step is done.
@@ -134,7 +134,7 @@ class MetricsProcessor:
 
     def rollback(self, step: int) -> None:
         """Discard the metrics of the steps after `step`, which will be repeated."""
-        for logger in self.loggers:
+        for logger in [*self.loggers, *self.senders]:
             logger.rollback(step)
         env = self.runtime.group.env
         env.call_on_rank_zero(lambda: drop_samples_after(self._directory, step))
@@ -170,7 +170,7 @@ class MetricsProcessor:
         )
         run_metrics = {"speed/goodput": goodput, **slowest}
         shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
-        for logger in self.loggers:
+        for logger in [*self.loggers, *self.senders]:
             logger.log(step, shown)
         self.panel.update(shown)
         self._log_line(step, last, metrics)
@@ -213,7 +213,7 @@ class MetricsProcessor:
         """Log values of the whole run by tag."""
         self._set_up()
         self.panel.update(metrics)
-        for logger in self.run_loggers:
+        for logger in [*self.run_loggers, *self.senders]:
             logger.log(step, metrics)
 
     def log_sample(self, step: int, text: str | None) -> None:

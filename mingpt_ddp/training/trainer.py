@@ -108,7 +108,7 @@ class Trainer:
             if end is None and not is_last and self._is_due(trainer.sample_every):
                 self.validation.log_sample()
             self._save(decision, flags.save_is_due)
-            self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
+            self.metrics.commit(self.saves.manager.last_step)
         return self._end(end or RunStatus.COMPLETE)
 
     @contextmanager
@@ -290,7 +290,7 @@ class Trainer:
             if self.state.step == self.steps:
                 self.validation.log_sample()
             self.saves.commit()
-            self.metrics.cover(self.saves.manager.last_step)
+            self.metrics.commit(self.saves.manager.last_step)
         if end is RunStatus.COMPLETE:
             test_metrics = self.validation.test()
             if test_metrics is None:

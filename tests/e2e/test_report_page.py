@@ -11,7 +11,7 @@ import pytest
 from browser import Browser, chromium
 from fake_runs import fake_run
 
-from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
+from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 from mingpt_ddp.results.report import report, write_page
 from mingpt_ddp.results.results import read_results
 

@@ -103,7 +103,6 @@ def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(
         assert set(tags["scalars"]) == TAGS
         assert tags["tensors"] == []
         assert not (tmp_path / METRICS).exists()
-        assert not list(directory.glob("*.hparams"))
 
 
 def test_nothing_is_logged_if_all_steps_were_skipped(config, runtime, tmp_path):

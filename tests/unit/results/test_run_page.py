@@ -12,7 +12,7 @@ import pytest
 import yaml
 from fake_runs import CONFIG, fake_run
 
-from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
+from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 from mingpt_ddp.results.report import report
 
 HOSTILE = "<script>stolen = 1</script>"

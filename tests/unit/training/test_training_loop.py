@@ -116,7 +116,7 @@ def test_the_order_of_a_run():
     original = trainer.profiler.step
     trainer.profiler.step = lambda step: profiled.append(step) or original(step)
     assert trainer.train() == Outcome(COMPLETE, {"loss": 1.0})
-    evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
+    evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.commit"]
     assert names(parts) == [
         *["pause", "step.warm_up", "go_on", "saves.begin", *DECIDE],
         *[*EVERY_STEP, *DECIDE, "saves.maybe_save", *cover],
@@ -131,7 +131,7 @@ def test_the_order_of_a_run():
     assert profiled == [3, 4, 5, 6]
     assert parts.step.passes.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(step, 6) for step in (3, 4, 5, 6)]
-    assert parts.metrics.cover.mock_calls == [call(1)] * 5
+    assert parts.metrics.commit.mock_calls == [call(1)] * 5
     assert parts.saves.maybe_save.mock_calls == [call(False)] * 3
 
 
