@@ -128,7 +128,6 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
         initial=initial,
         desc=name,
         unit=unit,
-        delay=1,
         unit_scale=total is not None and total > 10**6,
         dynamic_ncols=True,
         file=sys.stderr,

@@ -1,4 +1,4 @@
-"""Send the metrics of a run to the log, the panel, TensorBoard and metrics.jsonl."""
+"""Send the metrics of a run to the log, the progress line, TensorBoard and metrics.jsonl."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
+from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
@@ -15,7 +16,6 @@ from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.mfu import Utilization
 from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.samples import append_sample, drop_samples_after
-from mingpt_ddp.metrics.sinks.panel import Panel
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import Stragglers
 from mingpt_ddp.metrics.trackers.sending import Sender
@@ -27,6 +27,18 @@ log = logging.getLogger(__name__)
 
 Logger: TypeAlias = TensorBoardLogger | JSONLLogger
 SPLITS = {"val": "validation", "test": "test"}
+CONSOLE_LINES = 30
+
+
+def is_on_console(line: int) -> bool:
+    """Return True if the console shows the log line of a step that has this number in its attempt.
+
+    It shows the first 30, each tenth of the first 300, each hundredth of the first 3,000 and so on.
+    """
+    interval = 1
+    while line > CONSOLE_LINES * interval:
+        interval *= 10
+    return line % interval == 0
 
 
 class MetricsProcessor:
@@ -66,7 +78,8 @@ class MetricsProcessor:
         ]
         # Rank zero alone writes metrics of the whole run.
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
-        self.panel = Panel(env, str(directory), task.unit)
+        self.progress = progress_bar(env, None, "training", "step", start)
+        self._log_lines = 0
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
         self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, start)
@@ -92,7 +105,6 @@ class MetricsProcessor:
 
     def commit(self, step: int | None) -> None:
         """Send what is known of the steps before `step`, the last one with a committed snapshot."""
-        self.panel.snapshot_step = step
         for sender in self.senders:
             sender.commit(step or 0)
 
@@ -103,14 +115,12 @@ class MetricsProcessor:
             last: the last step of the run, if it is known.
         """
         if self._is_first:
-            with self.meter.paused():  # the panel imports rich
-                self.panel.advance(step, last)
+            self._is_first = False
             self._times.done("first step")
             log.info("the first step was done after %.2f s", self._times.elapsed)
             log.info("of these: %s", self._times.describe(), extra={"file_only": True})
-            self._is_first = False
-        else:
-            self.panel.advance(step, last)
+        self.progress.total = last
+        self.progress.update(step - self.progress.n)
         if self.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})
@@ -172,12 +182,11 @@ class MetricsProcessor:
         shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
         for logger in [*self.loggers, *self.senders]:
             logger.log(step, shown)
-        self.panel.update(shown)
         self._log_line(step, last, metrics)
         return metrics
 
     def _log_line(self, step: int, last: int | None, metrics: dict[str, float]) -> None:
-        """Log the main metrics in one line; to the file alone while the panel shows them."""
+        """Log the main metrics in one line; to the file alone if the progress line shows them."""
         unit = self.task.unit
         brief = f"loss {metrics['train/loss']:.4f}, {metrics[f'speed/{unit}_per_s']:,.0f} {unit}/s"
         if "speed/mfu" in metrics:
@@ -192,6 +201,9 @@ class MetricsProcessor:
         norm = metrics["train/grad_norm"]
         for name, value in own_metrics(metrics).items():
             brief += f", {name} {value:.4g}"
+        self._log_lines += 1
+        is_shown = step == last or is_on_console(self._log_lines)
+        self.progress.set_postfix_str(brief, refresh=False)
         details = f"lr {metrics['train/lr']:.2e}, gradient norm {norm:.2f}{left}"
         log.info(
             "step %d/%s: %s, epoch %d/%s, %s",
@@ -201,7 +213,7 @@ class MetricsProcessor:
             epoch,
             epochs,
             details,
-            extra={"file_only": self.panel.is_drawn},
+            extra={"file_only": not (self.progress.disable and is_shown)},
         )
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
@@ -212,7 +224,6 @@ class MetricsProcessor:
     def log_values(self, step: int, metrics: dict[str, float]) -> None:
         """Log values of the whole run by tag."""
         self._set_up()
-        self.panel.update(metrics)
         for logger in [*self.run_loggers, *self.senders]:
             logger.log(step, metrics)
 
@@ -235,5 +246,5 @@ class MetricsProcessor:
             logger.complete(step, self.task.config)
 
     def close(self) -> None:
-        self.panel.close()
+        self.progress.close()
         self.tensorboard.close()
