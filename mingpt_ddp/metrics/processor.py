@@ -144,7 +144,7 @@ class MetricsProcessor:
 
     def rollback(self, step: int) -> None:
         """Discard the metrics of the steps after `step`, which will be repeated."""
-        for logger in [*self.loggers, *self.senders]:
+        for logger in self.loggers:
             logger.rollback(step)
         env = self.runtime.group.env
         env.call_on_rank_zero(lambda: drop_samples_after(self._directory, step))
@@ -180,7 +180,7 @@ class MetricsProcessor:
         )
         run_metrics = {"speed/goodput": goodput, **slowest}
         shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
-        for logger in [*self.loggers, *self.senders]:
+        for logger in self.loggers:
             logger.log(step, shown)
         self._log_line(step, last, metrics)
         return metrics
@@ -224,7 +224,7 @@ class MetricsProcessor:
     def log_values(self, step: int, metrics: dict[str, float]) -> None:
         """Log values of the whole run by tag."""
         self._set_up()
-        for logger in [*self.run_loggers, *self.senders]:
+        for logger in self.run_loggers:
             logger.log(step, metrics)
 
     def log_sample(self, step: int, text: str | None) -> None:

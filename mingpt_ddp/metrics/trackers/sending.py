@@ -1,35 +1,32 @@
 """Send the metrics of a run to its trackers: each step once, without delaying the training."""
 
+import contextlib
 import importlib.util
+import json
 import logging
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from queue import Queue
+from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.schema import TrackerConfig
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics, to_record
+from mingpt_ddp.metrics.jsonl import METRICS, to_metrics
 from mingpt_ddp.metrics.trackers.mlflow_run import MLflowTracker
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.metrics.trackers.trackio_run import TrackioTracker
 from mingpt_ddp.metrics.trackers.wandb_run import WandbTracker
 from mingpt_ddp.storage.remote.remote_errors import describe, redact
+from mingpt_ddp.storage.storage import open_regular
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Point: TypeAlias = tuple[int, dict[str, float]]  # a step and its metrics by tag
 TRACKERS: dict[str, type[WandbTracker] | type[MLflowTracker] | type[TrackioTracker]] = {
     cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
 }
-QUEUE = 10_000  # steps that wait in memory for a server
-RETRY_S = 5.0
 END_S = 30.0  # how long the end of a run waits for one call of a library
 
 
@@ -46,82 +43,61 @@ def check_installed(tracker: TrackerConfig) -> None:
             check(is_installed, f"tracker={name} is not installed; {extra}")
 
 
-def open_senders(config: Config, directory: Path, run_id: str, step: int) -> list["Sender"]:
-    """Return a sender for each chosen tracker; see Sender for `step`."""
+def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]:
+    """Return a sender for each chosen tracker."""
     senders = []
     for name, cls in TRACKERS.items():
         if getattr(config.tracker, name):
-            senders.append(Sender(cls(config, directory, run_id), directory / METRICS, step))
+            senders.append(Sender(cls(config, directory, run_id), directory / METRICS))
     return senders
 
 
 class Sender:
     """Send each step to one tracker, once a later snapshot is committed and no restart repeats it.
 
-    One thread sends. What it has not sent, because the server was away or an earlier attempt was
-    killed, it reads from metrics.jsonl, beginning with the first step that the tracker lacks.
+    One thread sends what metrics.jsonl has, beginning with the first step that the tracker lacks.
+    While a server is away, nothing but that file grows.
     """
 
-    def __init__(self, tracker: Tracker, metrics: Path, step: int) -> None:
+    def __init__(self, tracker: Tracker, metrics: Path) -> None:
         """
         Args:
             metrics: metrics.jsonl of the run.
-            step: Step of the snapshot with which this attempt begins.
         """
         self._tracker = tracker
         self._metrics = metrics
-        self._first_step = step + 1
-        self._waiting: dict[int, dict[str, float]] = {}  # steps that a restart would repeat
-        self._committed: float = step  # step of the newest committed snapshot
-        self._queue: deque[Point] = deque()
-        self._reads_file = True  # the queue lacks steps that metrics.jsonl has
-        self._result: dict[str, Any] = {}
-        self._ended = threading.Event()
-        self._wake = threading.Event()
-        self._call_began = math.inf  # time.monotonic(); infinite between two calls of the library
+        self._committed: float = 0  # step of the newest snapshot that the thread was told of
+        # What the thread does next: the step before which it sends, and at the end the result.
+        self._queue: Queue[tuple[float, dict[str, Any] | None]] = Queue(maxsize=2)
+        self._is_open = False
         self._has_failed = False
         self._has_finished = False
+        self._called_at = 0.0  # time.monotonic() when the library was last called
         name = f"tracker {tracker.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Take metrics by tag, which metrics.jsonl has already."""
-        if step >= self._first_step:
-            self._waiting.setdefault(step, {}).update(to_metrics(to_record(step, metrics)))
+    def commit(self, step: int) -> None:
+        """Send the steps before `step`, which has a committed snapshot, but may be evaluated.
 
-    def rollback(self, step: int) -> None:
-        """Forget the steps after `step`, which will be repeated."""
-        for later in [at for at in self._waiting if at > step]:
-            del self._waiting[later]
-
-    def commit(self, step: float) -> None:
-        """Send what is known of the steps before `step`, which has a committed snapshot.
-
-        `step` itself may still be evaluated.
+        While others are being sent they are left to the next call.
         """
-        if step <= self._committed:
-            return
-        self._committed = step
-        for ready in sorted(at for at in self._waiting if at < step):
-            point = ready, self._waiting.pop(ready)
-            if len(self._queue) < QUEUE:
-                self._queue.append(point)
-            else:
-                self._reads_file = True
-        self._wake.set()
-        if self._thread.ident is None:
-            self._thread.start()
+        if step > self._committed and self._queue.empty():
+            self._committed = step
+            self._put(step, None)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Send all that is left, and the content of result.json."""
-        self._result = result
-        self.commit(math.inf)
-        self._ended.set()
-        self._wake.set()
+        self._called_at = time.monotonic()
+        self._put(math.inf, result)
+
+    def _put(self, end: float, result: dict[str, Any] | None) -> None:
+        self._queue.put((end, result))
+        if self._thread.ident is None:
+            self._thread.start()
 
     def join(self) -> None:
         """Wait until all has arrived, but not for a server that does not answer."""
-        while self._thread.is_alive() and time.monotonic() - self._call_began < END_S:
+        while self._thread.is_alive() and time.monotonic() - self._called_at < END_S:
             self._thread.join(0.05)
         if not self._has_finished:
             message = "%s lacks the last steps; run the same command again to send them"
@@ -130,55 +106,50 @@ class Sender:
     # On the thread.
 
     def _run(self) -> None:
-        while True:
-            is_last_try = self._ended.is_set()
+        result = None
+        while result is None:
+            end, result = self._queue.get()
             try:
-                self._send()
-                return
+                self._send(end)
+                if result is not None:
+                    self._called_at = time.monotonic()
+                    self._tracker.finish(result)
+                    self._has_finished = True
             except (Exception, SystemExit) as error:
+                self._is_open = False
                 if not self._has_failed:
                     message = "cannot send to %s, training continues without it: %s"
                     log.warning(message, self._tracker.name, redact(describe(error)))
                 self._has_failed = True
-            if is_last_try:
-                return
-            self._ended.wait(RETRY_S)
 
-    def _send(self) -> None:
-        """Send all steps and the result. Return at the end of the run."""
-        next_step = self._call(self._tracker.start)
-        self._reads_file = True
-        while True:
-            has_ended = self._ended.is_set()  # before the last steps are taken
-            for step, metrics in self._take(next_step):
-                if step >= next_step:
-                    self._call(self._tracker.log, step, metrics)
-                    self._has_failed = False
-                    next_step = step + 1
-            if has_ended:
-                self._call(self._tracker.finish, self._result)
-                self._has_finished = True
-                return
-            self._wake.wait()
-            self._wake.clear()
+    def _send(self, end: float) -> None:
+        """Send the steps before `end` that the tracker lacks."""
+        if not self._is_open:
+            self._called_at = time.monotonic()
+            self._next_step = self._tracker.start()
+            self._offset = 0  # in metrics.jsonl
+            self._points: dict[int, dict[str, float]] = {}  # steps that are read, but not sent
+            self._is_open = True
+        self._read_new_lines()
+        for step in sorted(step for step in self._points if step < end):
+            metrics = self._points.pop(step)
+            if step >= self._next_step:
+                self._called_at = time.monotonic()
+                self._tracker.log(step, metrics)
+                self._next_step = step + 1
+        self._has_failed = False
 
-    def _take(self, next_step: int) -> list[Point]:
-        """Return the steps to send now: those of the queue, or all from `next_step` on."""
-        if not self._reads_file:
-            return [self._queue.popleft() for _ in range(len(self._queue))]
-        self._reads_file = False
-        self._queue.clear()  # before the end is read: what the file is not asked for stays queued
-        end = self._committed
-        points: dict[int, dict[str, float]] = {}
-        for row in read_history(self._metrics).rows:
-            if next_step <= row["step"] < end:
-                points.setdefault(row["step"], {}).update(to_metrics(row))
-        return sorted(points.items())
-
-    def _call(self, method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the library. `join` waits for this call no longer than it should take."""
-        self._call_began = time.monotonic()
-        try:
-            return method(*args, **kwargs)
-        finally:
-            self._call_began = math.inf
+    def _read_new_lines(self) -> None:
+        """Read metrics.jsonl from the last whole line on. Drop the steps that were repeated."""
+        with open_regular(self._metrics) as file:
+            file.seek(self._offset)
+            while (line := file.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                with contextlib.suppress(ValueError):  # a kill has cut off a line
+                    record = json.loads(line)
+                    if "start" in record or "rollback" in record:
+                        for later in [step for step in self._points if step > record["step"]]:
+                            del self._points[later]
+                    else:
+                        metrics = self._points.setdefault(record["step"], {})
+                        metrics.update(to_metrics(record))

@@ -335,5 +335,5 @@ def open_trackers(run: Run) -> list[Sender]:
     has_own_snapshots = run.snapshots.last_step is not None
     if not has_own_snapshots or not state.run_id:
         state.run_id = uuid.uuid4().hex[:12]
-    open_all = partial(open_senders, run.config, run.directory, state.run_id, state.step)
+    open_all = partial(open_senders, run.config, run.directory, state.run_id)
     return run.runtime.group.env.call_on_rank_zero(open_all) or []
