@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from launching import TINY, Job, call, committed, is_running, python_main, wait_for
 
-from mingpt_ddp.metrics.jsonl import METRICS, read_history, read_since, to_metrics
+from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics
 
 pytestmark = pytest.mark.integration
 PROJECT = "mingpt_ddp"
@@ -176,8 +176,9 @@ def test_one_run_has_every_step_once(
     pytest.importorskip(name)
     (points,) = read(killed).values()
     path = killed / "outputs" / "run" / METRICS
-    assert read_history(path).faults == 3
-    expected = {step: to_metrics(record) for step, record in read_since(path, 0).items()}
+    history = read_history(path)
+    assert history.faults == 3
+    expected = {step: to_metrics(record) for step, record in history.by_step().items()}
     assert [step for step, _ in points] == sorted(expected)
     assert dict(points) == expected
     assert "val/loss" in points[-1][1]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from mingpt_ddp.metrics.jsonl import METRICS, read_since, to_metrics
+from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics
 from mingpt_ddp.metrics.trackers.sample_texts import read_samples
 from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.storage import atomic_write, read_regular
@@ -151,7 +151,7 @@ class Outbox:
     def _points(self, begin: int, end: int) -> Points:
         """Return the points of the steps from `begin` to before `end`."""
         points: dict[int, dict[str, Any]] = {}
-        for step, record in read_since(self._directory / METRICS, begin).items():
+        for step, record in read_history(self._directory / METRICS).by_step().items():
             points[step] = dict(to_metrics(record))
         for step, text in read_samples(self._directory).items():
             points.setdefault(step, {})["sample"] = text
