@@ -30,14 +30,13 @@ KEYS = {
     "speed/tokens_per_s": "tokens_per_s",
     "speed/samples_per_s": "samples_per_s",
     "speed/mfu": "mfu",
-    "speed/matmul_utilization": "matmul_utilization",
     "speed/step_ms": "step_ms",
     "speed/goodput": "goodput",
     "train/epoch": "epoch",
     "memory/peak_mib": "peak_mib",
 }
 # prefixes of tags that a task or model names: val_accuracy
-EVALUATIONS = ("val/", "test/", "train/", "norms/")
+EVALUATIONS = ("val/", "test/", "train/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 

@@ -13,7 +13,6 @@ from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.mfu import Utilization
-from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.sinks.panel import Panel
 from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.start_times import StartTimes
@@ -46,7 +45,7 @@ class MetricsProcessor:
     ) -> None:
         """
         Args:
-            model: not wrapped; utilization is logged if it has `flops_per_token()`.
+            model: not wrapped; MFU is logged if it has `flops_per_token()`.
             start: the steps done so far.
             times: of the start of this attempt.
         """
@@ -68,7 +67,6 @@ class MetricsProcessor:
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.panel = Panel(env, str(directory), task.unit)
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
-        self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
         self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
         self._is_set_up = False
@@ -116,10 +114,7 @@ class MetricsProcessor:
             self._reached = 0
 
     def _set_up(self) -> None:
-        """Open TensorBoard and measure the matmul rate.
-
-        It is deferred so as not to delay the first step.
-        """
+        """Open TensorBoard, after the first step so as not to delay it."""
         if self._is_set_up:
             return
         with self.meter.paused():
@@ -128,7 +123,6 @@ class MetricsProcessor:
             config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
             env = self.runtime.group.env
             env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
-            self.utilization.measure_matmul()
         self._is_set_up = True
 
     def rollback(self, step: int) -> None:

@@ -172,8 +172,7 @@ class Trainer:
             self.train_step.discard()
             is_skipped = self._skip(step, anomaly, flags.loss + float(grad_norm))
             return flags if is_skipped else None
-        with self.metrics.norms.measure(step, self.metrics.log_values):
-            self.lr = self.train_step.update(step)
+        self.lr = self.train_step.update(step)
         self.anomaly.on_step_accepted(step, flags.loss)
         self.metrics.meter.record(losses, grad_norm, self.train_step.phase.fetch_s)
         return flags

@@ -27,7 +27,6 @@ FREE: dict[str, tuple[Any, ...]] = {
     "recompute": (False, True),
     "deterministic": (False, True),
     "ema": (False, True),
-    "norms": (False, True),
     "smoothing": (False, True),
     "skip": (False, True),  # the anomaly policy acts at once
     "last": (False, True),  # the last rank, or the first
@@ -49,7 +48,6 @@ class Case:
     recompute: bool = False
     deterministic: bool = False
     ema: bool = False
-    norms: bool = False
     smoothing: bool = False
     skip: bool = False
     last: bool = False
@@ -100,7 +98,6 @@ class Case:
             f"trainer.activation_checkpointing={self.recompute}",
             f"trainer.deterministic={self.deterministic}",
             f"trainer.ema={0.99 if self.ema else 'null'}",
-            f"trainer.norms_every={1 if self.norms else 'null'}",
             f"trainer.on_nonfinite={'skip' if self.skip else 'stop'}",
         ]
 

@@ -95,12 +95,6 @@ def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:
             STEPS * scaler_decides,
             "GradScaler asks whether a gradient overflowed",
         ),
-        Wait(
-            "steps",
-            "blocking copy to the host in metrics/norms.py _sum_squares",
-            STEPS * case.norms,
-            "trainer.norms_every: the norms of all parameters together",
-        ),
     ]
 
 

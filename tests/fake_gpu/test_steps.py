@@ -87,7 +87,6 @@ EVERYTHING = [
     "trainer.precision=fp16",
     "trainer.activation_checkpointing=true",
     "trainer.ema=0.99",
-    "trainer.norms_every=1",
     "trainer.on_nonfinite=skip",
 ]
 
@@ -147,5 +146,5 @@ def test_torch_has_no_fake_kernel(run, what, answer_of):
 
 
 def test_each_allowed_wait_has_a_reason():
-    waits = waits_of(Case(skip=True, norms=True), {"head.weight": [4, 4]})
+    waits = waits_of(Case(skip=True), {"head.weight": [4, 4]})
     assert len({wait.reason for wait in waits}) == len(waits)

@@ -17,7 +17,6 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
-from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.optim.muon import Muon
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
 from mingpt_ddp.snapshots.write.ledger import Ledger
@@ -79,7 +78,6 @@ def trainer_of(
     config: Config, runtime: Runtime, trainable: Trainable, step: train_step.TrainStep, meter: Meter
 ) -> trainer.Trainer:
     """Return the loop around the steps, which nothing interrupts and nobody saves."""
-    norms = LayerNorms(runtime.group, trainable.model, config.trainer.norms_every)
     run: Any = SimpleNamespace(
         config=config,
         runtime=runtime,
@@ -87,7 +85,7 @@ def trainer_of(
         trainable=trainable,
         state=TrainState(),
     )
-    metrics: Any = SimpleNamespace(norms=norms, meter=meter, log_values=lambda step, values: None)
+    metrics: Any = SimpleNamespace(meter=meter, log_values=lambda step, values: None)
     observers: Any = SimpleNamespace(signals=SimpleNamespace(signal_name=None))
     saves: Any = SimpleNamespace(
         manager=SimpleNamespace(save_in_progress=False),

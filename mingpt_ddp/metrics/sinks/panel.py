@@ -102,8 +102,6 @@ class Panel:
             parts.append(f"{per_s:,.0f} {self.unit}/s")
         if "speed/mfu" in metrics:
             parts.append(f"MFU {metrics['speed/mfu']:.0%}")
-        elif "speed/matmul_utilization" in metrics:
-            parts.append(f"utilization {metrics['speed/matmul_utilization']:.0%}")
         if "speed/goodput" in metrics:
             parts.append(f"goodput {metrics['speed/goodput']:.0%}")
         if "speed/slowest_rank" in metrics:

@@ -28,7 +28,7 @@ METRICS = {
         "train/loss": 2.5,
         "speed/tokens_per_s": 41_234.5,
         "speed/step_ms": 500.0,
-        "speed/matmul_utilization": 0.31,
+        "speed/mfu": 0.31,
     },
     **{
         "speed/goodput": 0.97,
@@ -84,7 +84,7 @@ def test_the_panel_shows_the_run():
             "validation 2.7500",
             "41,23",
         ),
-        *("tokens/s", "utilization 31%", "goodput 97%", "slowest rank 1 (1.8x)", "snapshot 90"),
+        *("tokens/s", "MFU 31%", "goodput 97%", "slowest rank 1 (1.8x)", "snapshot 90"),
     ):
         assert part in text
 

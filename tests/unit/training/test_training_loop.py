@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock, call
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -61,7 +61,6 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     observers = Observers(parts.hooks, [], None, signals)
     parts.saves.anomaly = parts.anomaly
     parts.saves.update_wall_time.side_effect = lambda: run.state
-    parts.metrics.norms.measure = MagicMock()
     trainer = Trainer(run, parts.step, parts.metrics, parts.saves, parts.validation, observers)
     trainer._send_flags = parts.send_flags
     give_flags(parts)
@@ -94,10 +93,7 @@ PASSES = [
 ]
 EVERY_STEP = [
     *PASSES,
-    "metrics.norms.measure",
-    "metrics.norms.measure().__enter__",
     "step.update",
-    "metrics.norms.measure().__exit__",
     "anomaly.on_step_accepted",
     "metrics.meter.record",
     "metrics.step_done",
@@ -366,7 +362,6 @@ def test_a_step_in_order():
     assert trainer._train(3) == StepFlags(loss=30.0)
     assert trainer.lr == 0.03
     losses = {"loss": torch.tensor(30.0)}
-    norms = call.metrics.norms.measure(3, parts.metrics.log_values)
     assert parts.mock_calls == [
         call.step.passes(3),
         call.saves.wait_for_staging(),
@@ -374,10 +369,7 @@ def test_a_step_in_order():
         call.step.clip(),
         call.receive(),
         call.anomaly.find_in_step(30.0, torch.tensor(1.0)),
-        norms,
-        norms.__enter__(),
         call.step.update(3),
-        norms.__exit__(None, None, None),
         call.anomaly.on_step_accepted(3, 30.0),
         call.metrics.meter.record(losses, torch.tensor(1.0), 0.5),
     ]
