@@ -16,7 +16,7 @@ from mingpt_ddp.metrics.mfu import Utilization
 from mingpt_ddp.metrics.sinks.panel import Panel
 from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.start_times import StartTimes
-from mingpt_ddp.metrics.stragglers import Stragglers
+from mingpt_ddp.metrics.stragglers import slowest_rank
 from mingpt_ddp.metrics.trackers.outbox import Outbox
 from mingpt_ddp.metrics.trackers.sample_texts import append_sample
 from mingpt_ddp.storage.run_directory import run_directory
@@ -67,7 +67,6 @@ class MetricsProcessor:
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
         self.panel = Panel(env, str(directory), task.unit)
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
-        self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
         self._is_set_up = False
         self._times = times
@@ -153,12 +152,8 @@ class MetricsProcessor:
         metrics["speed/communication_ms"] = communication_s * 1e3
         metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
         metrics.update(self.utilization.metrics(measured[f"speed/{self.task.unit}_per_s"]))
-        slowest = self.stragglers.check(
-            step,
-            measured["speed/work_ms"],
-            measured["speed/data_ms"],
-            strategy.clock.micro_batches,
-        )
+        work_ms = measured.get("speed/work_ms", 0.0)
+        slowest = slowest_rank(self.runtime.group, work_ms, strategy.clock.micro_batches)
         run_metrics = {"speed/goodput": goodput, **slowest}
         shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
         for logger in self.loggers:
@@ -222,7 +217,6 @@ class MetricsProcessor:
 
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
-        self.stragglers.log_end()
         for logger in self.run_loggers:
             logger.complete(step, self.task.config)
 

@@ -44,8 +44,8 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
         Wait(
             "log",
             "wait for an event in distributed/step_clock.py _seconds",
-            STEPS * _stretches(case),
-            "the time that each stretch of work took; the first has waited for all",
+            STEPS * (case.strategy not in ("fsdp", "hsdp", "tensor")),
+            "the time that the work of each step took, unless passes wait for other ranks",
         ),
         Wait(
             "stage",
@@ -55,20 +55,6 @@ def waits_of(case: Case, shapes: Shapes) -> list[Wait]:
         ),
     ]
     return [wait for wait in every if wait.count]
-
-
-def _stretches(case: Case) -> int:
-    """Return the stretches of work that the clock of a step measures.
-
-    One, unless passes wait for other ranks: then fetching, and each innermost module.
-    """
-    if case.strategy not in ("fsdp", "hsdp", "tensor"):
-        return 1
-    of_block = 6  # two norms or smears, qkv, proj, up, down
-    others = {"gpt": 2, "modern": 3}[case.model]
-    # recomputing ends before `down`, unless dropout follows, which keeps its mask
-    recomputed = case.recompute * LAYERS * (of_block - (case.strategy == "tensor"))
-    return 1 + case.accumulation * (of_block * LAYERS + others + recomputed)
 
 
 def _in_steps(case: Case, shapes: Shapes) -> list[Wait]:

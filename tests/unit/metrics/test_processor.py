@@ -63,7 +63,6 @@ TAGS = {
         "speed/tokens_per_s",
         "speed/step_ms",
         "speed/data_ms",
-        "speed/work_ms",
     ),
     *("speed/communication_ms", "speed/communication_exposed_ms", "memory/peak_mib"),
 }
