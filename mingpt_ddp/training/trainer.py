@@ -87,7 +87,8 @@ class Trainer:
         end = self._finish_resumed_step()
         while end is None and self.state.step < self.steps:
             step = self.state.step + 1
-            with self.profiler.step(step), self._refuse_out_of_memory(step):
+            self.profiler.step()
+            with self._refuse_out_of_memory(step):
                 flags = self._train(step)
             if flags is None:  # rolled back
                 continue
