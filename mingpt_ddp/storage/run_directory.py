@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from mingpt_ddp.config.config import Config, flatten, without_removed
+from mingpt_ddp.config.config import Config, flatten, without_unknown
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, delete_if_unused, is_lock_of
@@ -278,7 +278,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
             config = read_yaml(directory / name)
             if isinstance(config, dict) and _has_only_groups(config):
-                return {group: without_removed(group, keys) for group, keys in config.items()}
+                return without_unknown(config)
     return None
 
 
