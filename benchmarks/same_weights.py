@@ -62,7 +62,8 @@ CLOCKS = (
     "run_id",
     "timed_seconds",
 )
-NEWER = ("train_metrics", "timed_steps", "step_seconds")  # in state.json, of later versions alone
+# In state.json, of later or of earlier versions alone.
+NOT_IN_ALL = ("train_metrics", "timed_steps", "step_seconds", "failures")
 PARTS = ("model", "optimizer", "ema", "state", "losses")
 
 
@@ -169,7 +170,7 @@ def read_outcome(run: Path) -> Outcome:
     state = json.loads((snapshot / "state.json").read_text())
     history = read_history(run / "metrics.jsonl")
     items = sorted(state["train_state"].items())  # versions write them in different orders
-    train_state = {k: v for k, v in items if k not in (*CLOCKS, *NEWER)}
+    train_state = {k: v for k, v in items if k not in (*CLOCKS, *NOT_IN_ALL)}
     digests = {
         "state": digest_json([train_state, state["scaler"]]),
         "losses": digest_json(list(losses(history))),
