@@ -175,7 +175,7 @@ def planned_bytes(part: Part, words: list[str]) -> int | None:
     try:
         output = finished(command, part)
         plan = json.loads(output[output.index("{") :])
-        return int(plan["gpu"]["strategies"]["single"]["peak_bytes"])
+        return int(plan["strategies"]["single"]["peak_bytes"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         line = str(error).strip().splitlines()[-1]
         part.skip("the plan of a GPU", f"not available: {line}")
