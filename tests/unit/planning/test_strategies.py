@@ -73,7 +73,7 @@ def test_the_time_at_peak_is_below_that_on_an_h200():
     # 10.7M parameters, 64 x 256 tokens: 4.6 ms with CUDA graphs (docs/speed.md)
     words = ["model=gpt_mini", "data.path=a.txt", "data.train_split=0.8"]
     words += ["model.n_layer=6", "model.n_head=6", "model.n_embd=384", "data.block_size=256"]
-    words += ["trainer.batch_size=64", "trainer.micro_batch_size=64"]
+    words += ["trainer.batch_size=64", "trainer.micro_batch_size=64", "trainer.precision=bf16"]
     row = make_plan(configuration(*words), Machine("h200"), vocab_size=65)["strategies"]["single"]
     tokens = 64 * 256
     flops = 6 * (65 * 384 + 6 * 12 * 384**2) + 12 * 6 * 384 * 256
