@@ -23,12 +23,17 @@ def take_step(
     That is the peak of its memory, the waits of the host, and the collectives.
     """
     config = config_of(overrides)
-    with fake_rank(config, world_size, rank) as runtime, MemoryTracker().watching() as memory:
+    tracker = MemoryTracker()
+    with (
+        fake_rank(config, world_size, rank) as runtime,
+        tracker.watching() as memory,
+        Observer() as observer,
+    ):
         run = build_run(config, runtime, vocab_size)
         step(run, 1)  # allocates the state of the optimizer
         memory.peak = memory.bytes
-        with Observer() as observer:
-            step(run, 2)
+        observer.forget()
+        step(run, 2)
         return {
             "peak": memory.peak,
             "waits": observer.waits,
@@ -43,11 +48,11 @@ def several_gpus(overrides: list[str], ranks: int, rank: int) -> dict[str, Any]:
     """
     config = with_example(config_of(overrides))
     local = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(ranks))
-    with local, fake_rank(config, ranks, rank) as runtime:
+    with local, fake_rank(config, ranks, rank) as runtime, Observer() as observer:
         run = build_run(config, runtime, vocab_size=64)
         step(run, 1)
-        with Observer() as observer:
-            step(run, 2)
+        observer.forget()
+        step(run, 2)
         parameters = dict(run.trainable.model.named_parameters())
         return {
             "waits": observer.waits,

@@ -78,6 +78,10 @@ class Observer(TorchDispatchMode):
         self.waits = Counter[str]()
         self.collectives: dict[str, list[int]] = {}
 
+    def forget(self) -> None:
+        self.waits.clear()
+        self.collectives.clear()
+
     def __enter__(self) -> Observer:
         listeners.append(self._note)
         return super().__enter__()
