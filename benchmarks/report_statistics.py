@@ -45,9 +45,8 @@ import numpy as np
 from common import ROOT, log, parser, report, timed
 from scipy import stats
 
-from mingpt_ddp.metrics.jsonl import MetricsHistory
 from mingpt_ddp.results.analysis.compare import Setting, compare
-from mingpt_ddp.results.runs import Job, by_objective, read_jobs
+from mingpt_ddp.results.runs import Job, MetricsSummary, by_objective, read_jobs
 from mingpt_ddp.results.stats.intervals import estimate
 from mingpt_ddp.results.stats.power_law import fit
 from mingpt_ddp.results.stats.significance import LEVEL, difference
@@ -170,7 +169,7 @@ def setting(label: str, values: dict[str, float]) -> Setting:
     for seed, loss in values.items():
         config: dict[str, Any] = {"run.seed": seed}
         jobs.append(
-            Job(seed, Path(seed), "complete", config, {"val_loss": loss}, MetricsHistory(), [])
+            Job(seed, Path(seed), "complete", config, {"val_loss": loss}, MetricsSummary(), [])
         )
     return Setting(jobs, {}, label)
 

@@ -14,10 +14,9 @@ from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.mfu import Utilization
-from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.samples import append_sample, drop_samples_after
 from mingpt_ddp.metrics.start_times import StartTimes
-from mingpt_ddp.metrics.stragglers import Stragglers
+from mingpt_ddp.metrics.stragglers import slowest_rank
 from mingpt_ddp.metrics.trackers.sending import Sender
 from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 from mingpt_ddp.storage.run_directory import run_directory
@@ -58,7 +57,7 @@ class MetricsProcessor:
     ) -> None:
         """
         Args:
-            model: not wrapped; utilization is logged if it has `flops_per_token()`.
+            model: not wrapped; MFU is logged if it has `flops_per_token()`.
             start: the steps done so far.
             times: of the start of this attempt.
         """
@@ -81,8 +80,6 @@ class MetricsProcessor:
         self.progress = progress_bar(env, None, "training", "step", start)
         self._log_lines = 0
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
-        self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
-        self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
         self._is_set_up = False
         self._times = times
@@ -127,10 +124,7 @@ class MetricsProcessor:
             self._reached = 0
 
     def _set_up(self) -> None:
-        """Open TensorBoard and measure the matmul rate.
-
-        It is deferred so as not to delay the first step.
-        """
+        """Open TensorBoard, after the first step so as not to delay it."""
         if self._is_set_up:
             return
         with self.meter.paused():
@@ -139,7 +133,6 @@ class MetricsProcessor:
             config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
             env = self.runtime.group.env
             env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
-            self.utilization.measure_matmul()
         self._is_set_up = True
 
     def rollback(self, step: int) -> None:
@@ -172,12 +165,8 @@ class MetricsProcessor:
         metrics["speed/communication_ms"] = communication_s * 1e3
         metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
         metrics.update(self.utilization.metrics(measured[f"speed/{self.task.unit}_per_s"]))
-        slowest = self.stragglers.check(
-            step,
-            measured["speed/work_ms"],
-            measured["speed/data_ms"],
-            strategy.clock.micro_batches,
-        )
+        work_ms = measured.get("speed/work_ms", 0.0)
+        slowest = slowest_rank(self.runtime.group, work_ms, strategy.clock.micro_batches)
         run_metrics = {"speed/goodput": goodput, **slowest}
         shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
         for logger in self.loggers:
@@ -241,7 +230,6 @@ class MetricsProcessor:
 
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
-        self.stragglers.log_end()
         for logger in self.run_loggers:
             logger.complete(step, self.task.config)
 

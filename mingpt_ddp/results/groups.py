@@ -114,13 +114,13 @@ class Group:
     @property
     def speed(self) -> float | None:
         """The median over the jobs."""
-        speeds = known(job.speed for job in self.jobs)
+        speeds = known(job.metrics.speed for job in self.jobs)
         return statistics.median(speeds) if speeds else None
 
     @property
     def faults(self) -> int | None:
         """Those of all jobs."""
-        faults = known(job.faults for job in self.jobs)
+        faults = known(job.metrics.faults for job in self.jobs)
         return sum(faults) if faults else None
 
     @property

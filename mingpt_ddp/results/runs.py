@@ -4,11 +4,12 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from glob import glob
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,6 +42,20 @@ MAX_JSON_CHARS = 1000  # of a value that is not a scalar
 
 
 @dataclass(frozen=True)
+class MetricsSummary:
+    """What a report needs of the `metrics.jsonl` of every job."""
+
+    last: dict[str, float] = field(default_factory=dict)  # the last finite value of each key
+    last_step: int | None = None  # the last step with a measurement
+    speed: float | None = None  # the median over the log steps, in units per second over all ranks
+    # The number of attempts that a preemption or a kill ended and another followed. None if no
+    # attempt is recorded.
+    faults: int | None = None
+    began: float = math.inf  # when the first attempt began, in seconds since 1970
+    has_diverged: bool = False  # True if the last training loss is not finite
+
+
+@dataclass(frozen=True)
 class Job:
     """One run, complete or not."""
 
@@ -50,7 +65,7 @@ class Job:
     status: str
     config: dict[str, Value]  # of the last start, by dotted key
     result: dict[str, Any]
-    history: MetricsHistory
+    metrics: MetricsSummary
     notes: list[str]  # which files cannot be read
     ranked_by: Objective = LOSS
     is_edited: bool = False  # a user's file has changed since the job was trained
@@ -73,28 +88,31 @@ class Job:
     def _last(self, measured: Objective) -> float | None:
         if self.status == DIVERGED:
             return None
-        if self.status != "complete":
-            values = self.history.values(measured.series)
-            if values:
-                return number(values[-1])
+        if self.status != "complete" and measured.series in self.metrics.last:
+            return number(self.metrics.last[measured.series])
         return number(measured.recorded_in(self.result))
 
     @cached_property
     def step(self) -> int | None:
         """The last recorded step."""
-        steps = known([self.history.last_step, number(self.result.get("step"))])
+        steps = known([self.metrics.last_step, number(self.result.get("step"))])
         return max(map(int, steps), default=None)
 
     @cached_property
     def unit(self) -> str:
         """What a step consumes: samples, or tokens."""
-        return "samples" if "samples_per_s" in self.history.columns else "tokens"
+        return _unit(self.metrics.last)
 
-    @cached_property
-    def speed(self) -> float | None:
-        """The median over the log steps, in units per second over all ranks."""
-        values = self.history.values(f"{self.unit}_per_s")
-        return statistics.median(values) if values else None
+    @property
+    def history(self) -> MetricsHistory:
+        """The measurements, empty if they cannot be read.
+
+        They are read again for each job: a report of 1,000 jobs has one history in memory.
+        """
+        try:
+            return _history(self.directory / METRICS)
+        except (DataError, OSError):
+            return MetricsHistory()
 
     @cached_property
     def code(self) -> str:
@@ -102,11 +120,6 @@ class Job:
         record = recorded_code(self.result)
         earlier = [str(each)[:8] for each in record.get("earlier", [])]
         return "+".join(filter(None, [*earlier, user_code(record)]))
-
-    @property
-    def faults(self) -> int | None:
-        """The number of attempts that a preemption or a kill ended and another followed."""
-        return self.history.faults if self.history.starts else None
 
 
 def read_jobs(
@@ -161,7 +174,7 @@ def read_jobs(
 def _numbers(job: Job) -> list[str]:
     """List the names of a job's possible metrics: those in its result, or else those it logged."""
     names = [str(key) for key, value in job.result.items() if number(value) is not None]
-    return names or [name for name in job.history.columns if name.startswith(("val_", "train_"))]
+    return names or [name for name in job.metrics.last if name.startswith(("val_", "train_"))]
 
 
 def why_no_best(jobs: list[Job]) -> str:
@@ -239,14 +252,14 @@ def is_run(path: Path) -> bool:
 def _read(path: Path, name: str) -> Job:
     result = read_result(path)
     config = recorded_config(path) or {}
-    history = MetricsHistory()
+    metrics = MetricsSummary()
     notes = []
     for file, content in ((RESULT, result), ("config.yaml", config)):
         if not content and (path / file).exists():
             notes.append(f"{path / file} cannot be read")
     try:
         if (path / METRICS).exists():
-            history = read_history(path / METRICS)
+            metrics = _summary(_history(path / METRICS))
     except (DataError, OSError) as error:
         notes.append(str(error))
     flat = {}
@@ -255,10 +268,42 @@ def _read(path: Path, name: str) -> Job:
             flat[f"{plain(group)}.{plain(key)}"] = plain(value)
     if flat.get("run.resume") == "never":  # another directory, the same training
         flat["run.resume"] = "auto"
-    return Job(name, path, _status(path, result, history), flat, result, history, notes)
+    return Job(name, path, _status(path, result, metrics), flat, result, metrics, notes)
 
 
-def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
+def _history(path: Path) -> MetricsHistory:
+    """Read a history, unless it is the one that was read last and its file has not changed."""
+    stat = path.stat()
+    return _history_of(path, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _history_of(path: Path, size: int, mtime_ns: int) -> MetricsHistory:
+    return read_history(path)
+
+
+def _summary(history: MetricsHistory) -> MetricsSummary:
+    last = {}
+    for row in history.rows:
+        for key, value in row.items():
+            if value is not None:
+                last[key] = value
+    speeds = history.values(f"{_unit(last)}_per_s")
+    return MetricsSummary(
+        last,
+        history.last_step,
+        statistics.median(speeds) if speeds else None,
+        history.faults if history.attempts else None,
+        history.began,
+        history.has_diverged,
+    )
+
+
+def _unit(names: Container[str]) -> str:
+    return "samples" if "samples_per_s" in names else "tokens"
+
+
+def _status(path: Path, result: dict[str, Any], metrics: MetricsSummary) -> str:
     """Return "running" if a process holds the lock of the directory, else how the run has ended.
 
     If a complete run is continued with larger limits, its result is still the one of the earlier
@@ -269,7 +314,7 @@ def _status(path: Path, result: dict[str, Any], history: MetricsHistory) -> str:
         return "running"
     status = str(result.get("status", "unfinished" if locked is None else "stopped"))
     if status != "complete":
-        return DIVERGED if history.has_diverged else status
+        return DIVERGED if metrics.has_diverged else status
     loss = result.get(LOSS.series, 0.0)
     has_no_loss = loss is None or (isinstance(loss, float) and number(loss) is None)
     return DIVERGED if has_no_loss else status

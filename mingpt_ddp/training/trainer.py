@@ -87,7 +87,8 @@ class Trainer:
         end = self._finish_resumed_step()
         while end is None and self.state.step < self.steps:
             step = self.state.step + 1
-            with self.profiler.step(step), self._refuse_out_of_memory(step):
+            self.profiler.step()
+            with self._refuse_out_of_memory(step):
                 flags = self._train(step)
             if flags is None:  # rolled back
                 continue
@@ -172,8 +173,7 @@ class Trainer:
             self.train_step.discard()
             is_skipped = self._skip(step, anomaly, flags.loss + float(grad_norm))
             return flags if is_skipped else None
-        with self.metrics.norms.measure(step, self.metrics.log_values):
-            self.lr = self.train_step.update(step)
+        self.lr = self.train_step.update(step)
         self.anomaly.on_step_accepted(step, flags.loss)
         self.metrics.meter.record(losses, grad_norm, self.train_step.phase.fetch_s)
         return flags

@@ -187,9 +187,7 @@ def test_one_run_has_every_step_once(
     (points,) = read(killed).values()
     history = read_history(killed / "outputs" / "run" / METRICS)
     assert history.faults == 2
-    expected: dict[int, dict[str, float]] = {}
-    for row in history.rows:
-        expected.setdefault(row["step"], {}).update(to_metrics(row))
+    expected = {step: to_metrics(record) for step, record in history.by_step().items()}
     assert [step for step, _ in points] == sorted(expected)
     assert dict(points) == expected
     assert "val/loss" in points[-1][1]

@@ -221,7 +221,7 @@ def _settings(jobs: list[Job]) -> str:
     facts += [f"{size:,.0f} parameters" for size in sizes if size and len(sizes) == 1]
     codes = {describe(code) for code in map(recorded_code, [job.result for job in jobs]) if code}
     facts += [f"code {code}" for code in codes if len(codes) == 1]
-    facts.append(f"begun {when(min(job.history.began for job in jobs))}")
+    facts.append(f"begun {when(min(job.metrics.began for job in jobs))}")
     groups: dict[str, dict[str, Value]] = {}
     for key, value in config.items():
         group, _, name = key.partition(".")

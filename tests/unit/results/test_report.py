@@ -47,7 +47,7 @@ def test_jobs_by_objective_and_what_differs(tmp_path):
     ]
     assert varying(jobs) == ["optimizer.lr"], "run.name does not make the training"
     assert best_group(singles(jobs)).name == "b/c"
-    assert [(job.step, job.speed, job.faults) for job in jobs] == [
+    assert [(job.step, job.metrics.speed, job.metrics.faults) for job in jobs] == [
         (100, 4e4, 2),
         (100, 4e4, 0),
         (60, 4e4, 0),
@@ -554,7 +554,7 @@ def test_curves_of_any_height_and_length(tmp_path):
     for number, loss in enumerate([1e299, -1e99, 0.0, 5e-324]):
         run = fake_run(tmp_path / f"{number}", {"optimizer.lr": loss})
         (run / "metrics.jsonl").write_text(
-            f'{{"step": {10**50}, "train_loss": {loss}}}\n{{"step": -1, "val_loss": {loss}}}'
+            f'{{"step": -1, "val_loss": {loss}}}\n{{"step": {10**50}, "train_loss": {loss}}}'
         )
     fake_run(tmp_path / "long", steps=20_000)
     report([tmp_path], tmp_path / "page.html")

@@ -16,10 +16,9 @@ from fake_runs import fake_run
 from tools import call_tool
 
 from mingpt_ddp.cli.commands import report as tool
-from mingpt_ddp.metrics.jsonl import MetricsHistory
 from mingpt_ddp.results.analysis.compare import Setting, compare, compare_with_first
 from mingpt_ddp.results.analysis.verdict import sentence
-from mingpt_ddp.results.runs import Job, by_objective
+from mingpt_ddp.results.runs import Job, MetricsSummary, by_objective
 
 pytestmark = pytest.mark.core
 
@@ -531,11 +530,11 @@ def setting(label, losses):
     for seed, loss in losses.items():
         result = {"val_loss": loss}
         place = Path(f"{label}-{seed}")
-        jobs.append(Job(str(place), place, "complete", {"run.seed": seed}, result, HISTORY, []))
+        jobs.append(Job(str(place), place, "complete", {"run.seed": seed}, result, METRICS, []))
     return Setting(jobs, {}, label)
 
 
-HISTORY = MetricsHistory()
+METRICS = MetricsSummary()
 
 
 def random_settings(rng):
