@@ -16,7 +16,9 @@ from trainers import path_overrides
 
 LIMIT_S = 180.0
 HEADER = ["what", "figure", "expected, or why it may be"]
-PROFILED = r"profile of (\d+) steps, ([\d.]+) ms each"
+PROFILED_STEPS = range(5, 9)
+PROFILED = r"profile:\n[\s\S]*?Self CPU time total: ([\d.]+)(us|ms|s)\b"
+MILLISECONDS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 GPT2_STEPS = ["model=gpt2", "data.block_size=1024", "trainer.batch_size=12"]
 TINY_STEPS = ["model=gpt_nano", "data.block_size=16", "trainer.batch_size=4"]
 # what peaks differ by
@@ -67,7 +69,7 @@ def waits(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
 
 
 def profiled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None:
-    """Profile four steps of a short run; its summary and its trace must exist."""
+    """Profile four steps of a short run; its table and its trace must exist."""
     found = part.measure("a profiled run", partial(profile, part))
     if found is None:
         return
@@ -77,7 +79,9 @@ def profiled(part: Part, figures: dict[str, Any], rows: list[list[str]]) -> None
 
 def profile(part: Part) -> dict[str, Any]:
     words = [*data(part), "model=gpt_nano" if part.dry else "model=gpt_mini"]
-    words += ["trainer.profile=[5,8]", "trainer.max_steps=10", "trainer.eval_every=null"]
+    first, last = PROFILED_STEPS[0], PROFILED_STEPS[-1]
+    words += [f"trainer.profile=[{first},{last}]", "trainer.max_steps=10"]
+    words += ["trainer.eval_every=null"]
     words += ["data.truncate=0.05", "run.name=profiled", f"trainer.device={part.device}"]
     words += ["trainer.compile=false", "snapshot.every_steps=null"]
     output = finished([sys.executable, str(ROOT / "main.py"), *words], part)
@@ -87,7 +91,7 @@ def profile(part: Part) -> dict[str, Any]:
         raise RuntimeError(f"no profile was written:\n{output[-2000:]}")
     table = output[summary.start() :].splitlines()
     return {
-        "step_ms": float(summary[2]),
+        "step_ms": float(summary[1]) * MILLISECONDS[summary[2]] / len(PROFILED_STEPS),
         "trace_bytes": traces[0].stat().st_size,
         "summary": table[:20],
     }
@@ -171,7 +175,7 @@ def planned_bytes(part: Part, words: list[str]) -> int | None:
     try:
         output = finished(command, part)
         plan = json.loads(output[output.index("{") :])
-        return int(plan["gpu"]["strategies"]["single"]["peak_bytes"])
+        return int(plan["strategies"]["single"]["peak_bytes"])
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         line = str(error).strip().splitlines()[-1]
         part.skip("the plan of a GPU", f"not available: {line}")

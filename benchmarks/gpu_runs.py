@@ -133,13 +133,14 @@ def spreads(values: Mapping[str, list[float]]) -> dict[str, Any]:
 def device_facts(device: str) -> dict[str, Any]:
     """Return facts about the device. Call it in a new process: it allocates GPU memory."""
     import torch
+    from matmul_rate import measured_matmul_flops
 
     import mingpt_ddp.cli.train_job
     import mingpt_ddp.training.run  # noqa: F401
     from mingpt_ddp.distributed.device.compile import should_compile
     from mingpt_ddp.distributed.device.device import total_memory
     from mingpt_ddp.errors import ConfigError
-    from mingpt_ddp.metrics.mfu import measured_matmul_flops, vendor_peak_flops
+    from mingpt_ddp.metrics.mfu import vendor_peak_flops
     from mingpt_ddp.models.ops import DTYPES, resolve_device, resolve_precision
 
     where = resolve_device(device, "device")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from common import ROOT, environment, in_fresh_process
+from matmul_rate import fastest, measured_matmul_flops
 
 from mingpt_ddp.config.keys.model_config import GPTConfig
-from mingpt_ddp.metrics.mfu import fastest, measured_matmul_flops
 from mingpt_ddp.models import count_parameters
 from mingpt_ddp.models.gpt import GPT
 

@@ -9,7 +9,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from mingpt_ddp.config.hints import other_names  # noqa: E402
 from mingpt_ddp.config.keys.components import DatasetConfig  # noqa: E402
 from mingpt_ddp.config.keys.schema import GROUPS  # noqa: E402
 from mingpt_ddp.config.validation import adapter  # noqa: E402
@@ -61,13 +60,6 @@ a larger `trainer.max_steps` continues the run.
 [Reports](sweeps.md#read-the-results) go by it, and so do replays of
 [recorded steps](fault-tolerance.md). The keys of your own classes enter the name and change the training.
 """  # noqa: E501
-OTHERS = """## Coming from nanoGPT, Lightning or Hugging Face
-
-These names on the command line are answered with ours; some count in another unit.
-
-| ours | theirs |
-| --- | --- |
-"""
 
 
 def sections() -> Iterator[tuple[str, str, Keys]]:
@@ -155,11 +147,7 @@ def page() -> str:
             cells += [schema["description"], "yes" if schema["in_name"] else "", schema["changes"]]
             lines.append(f"| `{key}` | {' | '.join(cells)} |")
         lines += [""] if keys else []
-    rows = []
-    for ours, names in other_names().items():
-        theirs = ", ".join(f"`{name}`" for name in names.split())
-        rows.append(f"| `{ours}` | {theirs} |")
-    return "\n".join(lines) + "\n" + OTHERS + "\n".join(rows) + "\n"
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 FILES = {

@@ -12,7 +12,7 @@ from launching import Job, python_main
 from snapshot_helpers import tensor_digests
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mingpt_ddp.metrics.jsonl import METRICS, read_history, read_since
+from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.snapshots.store import SnapshotStore
 
 
@@ -41,7 +41,9 @@ def check_result(chaos: Chaos, reference: Path) -> str:
         InvariantError: they differ.
     """
     found, expected = tensor_digests(chaos.url), tensor_digests(str(reference))
-    rows, undisturbed_rows = (read_since(run / METRICS, 0) for run in (chaos.run, reference))
+    rows, undisturbed_rows = (
+        read_history(run / METRICS).by_step() for run in (chaos.run, reference)
+    )
     differ = [step for step in sorted(rows) if not agree(rows[step], undisturbed_rows[step])]
     if found != expected or differ:
         since = f" since step {differ[0]}" if differ else ""

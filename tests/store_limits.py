@@ -31,7 +31,11 @@ def with_limits(
     Args:
         more: code that the module begins with.
     """
-    lines = [more, "from mingpt_ddp.storage import lease, remote"]
+    lines = [
+        more,
+        "from mingpt_ddp.storage import lease",
+        "from mingpt_ddp.storage.remote import remote",
+    ]
     for module, values in (
         ("remote", REMOTE if remote is None else remote),
         ("lease", lease or {}),

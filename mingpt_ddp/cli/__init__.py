@@ -17,9 +17,6 @@ def begin() -> None:
     module = main_module()
     doors = [f"mingpt_ddp.{name}".removesuffix(".train") for name in COMMANDS]
     if module and module.removesuffix(".__main__") not in doors:
-        from mingpt_ddp.config.retired import retired  # not at every start
-
-        unknown = f"{module} is not a command; use one of {', '.join(doors)}"
-        line = retired(module.removeprefix("mingpt_ddp.")) or unknown
+        line = f"{module} is not a command; use one of {', '.join(doors)}"
         print(f"config error: {line}", file=sys.stderr)
         sys.exit(2)

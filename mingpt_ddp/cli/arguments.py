@@ -9,7 +9,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 from mingpt_ddp import __version__
-from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.validation import build, check, hint_at, refuse_credentials
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher
@@ -40,8 +39,7 @@ def run_command(usage: str, command: Command | Mapping[str, Command]) -> None:
         if isinstance(command, Mapping):
             name = words.pop(0)
             refuse_credentials("the name of the command", name)
-            unknown = f"{name} is not a command; {hint_at(name, command)}"
-            check(name in command, retired(name) or unknown)
+            check(name in command, f"{name} is not a command; {hint_at(name, command)}")
             command = command[name]
         code = command(parse_arguments(typing.get_type_hints(command)["config"], words))
         if has_parent_launcher():  # see `process_exit`: threads of torch may abort a normal exit

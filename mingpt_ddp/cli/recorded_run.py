@@ -27,30 +27,25 @@ class Interval:
 class RecordedRun:
     """What a run has recorded: its committed snapshots and its ledger."""
 
-    stores: dict[int, SnapshotStore]  # by step
+    store: SnapshotStore
     states: dict[int, dict[str, Any]]  # state.json by step
     ledger: dict[int, Record]
 
     @classmethod
-    def read(cls, url: str, follow: bool) -> "RecordedRun":
+    def read(cls, url: str) -> "RecordedRun":
         """
         Args:
             url: of a run, its snapshots or one of them, untrusted.
-            follow: as for `find_steps`.
 
         Raises:
             SnapshotError: there is no committed snapshot, or it does not say how to repeat a run.
         """
-        stores: dict[int, SnapshotStore] = {}
-        for store, steps in find_steps(url, follow):
-            for step in steps:
-                if store.is_committed(step):
-                    stores.setdefault(step, store)
-        if not stores:
+        store, steps = find_steps(url)
+        states = {step: read_state(store, step) for step in steps if store.is_committed(step)}
+        if not states:
             raise SnapshotError(f"there is no whole snapshot at {url}")
-        states = {step: read_state(store, step) for step, store in stores.items()}
         ledger = {} if "://" in url else Ledger(run_of(Path(url))).read()
-        return cls(stores, states, ledger)
+        return cls(store, states, ledger)
 
     def content(self, step: int) -> Hashes:
         """Return the hashes of what a snapshot holds now.
@@ -58,7 +53,7 @@ class RecordedRun:
         Raises:
             SnapshotError: it is damaged.
         """
-        return hash_snapshot(read_snapshot(self.stores[step], step))
+        return hash_snapshot(read_snapshot(self.store, step))
 
     def expected(self, interval: Interval) -> dict[int, Hashes]:
         """Return the recorded hashes by step, of the interval and its base."""

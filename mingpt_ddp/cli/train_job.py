@@ -99,7 +99,7 @@ def main(composed: DictConfig | None = None) -> None:
     except UserError as error:
         exits.user_error(error)
     except KeyboardInterrupt:  # while other processes run the jobs
-        log.error("interrupted (SIGINT); rerun the same command to resume")
+        log.error("interrupted; rerun the same command to resume")
         exit_process(None, INTERRUPTED)
     except Exception as error:  # from Hydra or an external launcher; `train` raises none
         if Sweep.current().is_remote and not isinstance(error, HydraException):

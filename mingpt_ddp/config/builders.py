@@ -22,7 +22,6 @@ from mingpt_ddp.config.keys.components import DataConfig, DatasetConfig, TaskCon
 from mingpt_ddp.config.keys.model_config import PARTS, ModelConfig, PartConfig
 from mingpt_ddp.config.keys.optimizer_config import SCHEDULES, OptimizerConfig, ScheduleConfig
 from mingpt_ddp.config.keys.schema import BASES, COMM_HOOKS, GROUPS, DDPConfig
-from mingpt_ddp.config.retired import retired
 from mingpt_ddp.config.validation import check, field_types, is_supported
 from mingpt_ddp.errors import CodeError, ConfigError, DataError, UserError, reason, relative_path
 
@@ -136,8 +135,6 @@ def register(
     for field, hint in field_types(config).items():
         if field in inherited:
             continue
-        if retired(f"{group}.{field}"):  # which would be dropped, as from an earlier record
-            raise TypeError(f"{label}.{field} was a key of an earlier version; choose another name")
         if not is_supported(hint) and hint != field_types(BASES[group]).get(field):
             raise TypeError(
                 f"{label}.{field} has a type that YAML cannot represent; use numbers, text, "

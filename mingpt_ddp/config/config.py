@@ -26,7 +26,6 @@ from mingpt_ddp.config.keys.schema import (
 )
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
-from mingpt_ddp.config.retired import retired, retired_names
 from mingpt_ddp.config.validation import NotRegisteredError, build, check, field_types
 from mingpt_ddp.errors import ConfigError
 
@@ -41,6 +40,7 @@ PLACES = (
     "data.cache_dir",
     "snapshot.path",
 )
+CODE_SHA256 = "code_sha256"  # a key of each group in older records: not a setting
 OMITTED_IF_NULL = ("reader", "code")  # from config.yaml and snapshots
 
 
@@ -146,16 +146,11 @@ def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     registered: then the keys of its base are added.
     """
     filled = {}
-    for group, keys in {**values, **LATER_GROUPS, **values}.items():
-        if group not in GROUPS:
-            filled[group] = keys
-            continue
-        selector, choice = selected(group, keys)
+    for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
+        selector, _ = selected(group, keys)
         base = BASES["dataset" if selector == "dataset" else group] if selector else None
-        name = DEFAULT_CHOICE.get(group) if choice is None else str(choice)
-        cls = GROUPS[group][1].get(name, base)
-        recorded = without_removed(group, keys)
-        filled[group] = recorded | (default_values(cls) if cls else {}) | recorded
+        cls = _class_of(group, keys) or base
+        filled[group] = keys | (default_values(cls) if cls else {}) | keys
     return filled
 
 
@@ -234,28 +229,33 @@ def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
             del values[key]
 
 
-def without_removed(group: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a group that this version knows or refuses, without retired ones."""
-    # A recorded key may be neither text nor a number that Python prints.
-    retired_keys = {tuple(name.split(".")) for name in retired_names()}
-    return {key: value for key, value in values.items() if (group, key) not in retired_keys}
-
-
-def without_unknown(config: dict[str, Any]) -> dict[str, Any]:
+def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration without the keys that this version does not know.
 
-    The keys of a group with the user's code all stay: one that the code has lost is a change that
-    the user has made, and must be refused.
+    A group with code of the user keeps all its keys: one that the code has lost must be refused.
+    The group `data` does not, because a run compares the content of its data.
     """
     known = {}
-    for group, values in config.items():
-        if values.get("code") is not None:
-            known[group] = values
+    for group, keys in values.items():
+        if group not in GROUPS:
             continue
-        classes = GROUPS[group][1].values() if group in GROUPS else ()
-        names = {name for cls in classes for name in field_types(cls)}
-        known[group] = {key: value for key, value in values.items() if key in names}
+        cls = _class_of(group, keys)
+        has_code = group != "data" and keys.get("code") is not None
+        known[group] = keys
+        if cls is not None:
+            names = field_types(cls)
+            known[group] = {
+                key: value
+                for key, value in keys.items()
+                if key in names or (has_code and key != CODE_SHA256)
+            }
     return known
+
+
+def _class_of(group: str, keys: dict[str, Any]) -> type | None:
+    """Return the dataclass of a group's keys; None if nobody has registered the selected name."""
+    _, choice = selected(group, keys)
+    return GROUPS[group][1].get(DEFAULT_CHOICE.get(group) if choice is None else str(choice))
 
 
 def build_group(group: str, values: Any) -> Any:
@@ -280,9 +280,8 @@ def build_group(group: str, values: Any) -> Any:
         if names in ([], [None]):
             raise NotRegisteredError(f"{key} is registered by no Python file named as code")
         known = ", ".join("null" if name is None else name for name in names)
-        raise NotRegisteredError(retired(key) or f"{key} must be one of {known}")
+        raise NotRegisteredError(f"{key} must be one of {known}")
     known_keys = field_types(classes[choice])
-    values = without_removed(group, values)
     for key in values:
         if key not in known_keys:
             raise ConfigError(f"{group}.{key} is not a key{suggest(f'{group}.{key}', known_keys)}")

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
-from mingpt_ddp.config.retired import retired
 from mingpt_ddp.errors import ConfigError
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ def check_choice(key: str, value: str, known: Iterable[str | None], also: str = 
         )
     meant = did_you_mean(value, names)
     hint = f"{', '.join(names)}{also}{f'; did you mean {meant}?' if meant else ''}"
-    raise NotRegisteredError(retired(f"{key}={value}") or f"{key}={value} must be one of {hint}")
+    raise NotRegisteredError(f"{key}={value} must be one of {hint}")
 
 
 def hint_at(key: str, known: Iterable[str], prefix: str = "") -> str:
@@ -173,8 +172,6 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     index = _index(first)
     if first["type"] == "missing":
         return f"{prefix}{key}{index} is missing; give it a value"
-    if line := retired(f"{prefix}{key}{index}={first['input']}"):
-        return line
     wanted = []  # of a union, what each member wants
     for error in errors:
         if error["loc"][0] == key and _index(error) == index:

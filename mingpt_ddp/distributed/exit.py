@@ -44,7 +44,8 @@ CLOSED_PIPE = 128 + signal.SIGPIPE  # nobody reads the rest, as in `... | head -
 EX_TEMPFAIL = 75  # of <sysexits.h>: storage is unavailable; a SLURM job asks to be requeued
 
 ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
-SLOWER_S = 5.0  # by which rank zero may come later to an error of all
+# Other ranks give local rank 0 this long to report an error that all ranks have.
+SLOWER_S = 5.0
 AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
 
 
@@ -201,38 +202,34 @@ class ProcessExit:
         """Log the error once per agent, even if every rank has it, and exit.
 
         Args:
-            may_be_of_all: rank zero reports it first, if it has it too.
+            may_be_of_all: Local rank 0 of the agent reports it, if it has it too.
         """
         if self.group is not None:
             self.group.failures.record(str(error), type(error).__name__)
+        if may_be_of_all and self.env.has_agent and self.env.local_rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(SLOWER_S)  # once local rank 0 has exited, its agent ends this process
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
-        yields = may_be_of_all and self.env.has_agent and not self.env.is_rank_zero
-        if yields:
-            time.sleep(AGENT_POLL_S)
         if isinstance(error, JoinError):
             kill_stopped_siblings(self.env)
         if isinstance(error, MAY_PASS):
             is_of_all = isinstance(error, StorageUnavailableError)
             shown = self.env.call_on_rank_zero(lambda: error) if is_of_all else error
             exit_process(shown, EX_TEMPFAIL if self.env.has_agent else USER_ERROR)
-        has_rank_zero = self.env.rank == self.env.local_rank  # this machine
-        claimed = self._claim_report(str(error), SLOWER_S if yields and has_rank_zero else 0.0)
-        exit_process(error if claimed else None, USER_ERROR)
+        exit_process(error if self._is_first_report(str(error)) else None, USER_ERROR)
 
-    def _claim_report(self, message: str, wait_s: float = 0.0) -> bool:
-        """Return whether this rank prints a user error, unless another does in `wait_s` seconds.
+    def _is_first_report(self, message: str) -> bool:
+        """Record a user error for later attempts. Return True if its agent has none so far.
 
-        The first of its agent does, or all if the store is lost.
+        If the store is lost, every rank prints the error.
         """
         if not self.env.has_agent:
             return True
-        from mingpt_ddp.distributed.group.rendezvous import ask_store, claim_error_report
+        from mingpt_ddp.distributed.group.rendezvous import ask_store, record_fatal
 
-        return ask_store(
-            lambda: claim_error_report(self.env, self.job, message, wait_s), True, wait_s
-        )
+        return ask_store(lambda: record_fatal(self.env, self.job, message), otherwise=True)
 
     def log_peer_failure(self, failure: "Failure") -> None:
         """Log the failure of another rank; a user error as that rank would, and once per agent."""
@@ -240,7 +237,7 @@ class ProcessExit:
             log.error("error: rank %d: %s", failure.rank, failure.message)
         elif failure.kind == StorageUnavailableError.__name__:
             self.env.call_on_rank_zero(lambda: log.error(failure.message))
-        elif self._claim_report(failure.message):
+        elif self._is_first_report(failure.message):
             log.error(failure.message)
 
     def failure(self, error: Exception) -> NoReturn:

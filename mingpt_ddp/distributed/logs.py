@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 from tqdm import tqdm
@@ -16,6 +17,7 @@ from mingpt_ddp.errors import RunError, printable, reason
 
 ROOT = "mingpt_ddp"
 tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which os._exit would leak
+_bars: weakref.WeakSet[tqdm] = weakref.WeakSet()
 
 
 class Console(logging.Handler):
@@ -92,7 +94,9 @@ def has_file() -> bool:
 
 
 def close() -> None:
-    """Flush, close and remove all handlers."""
+    """Erase the progress lines; flush, close and remove all handlers."""
+    for bar in list(_bars):
+        bar.close()
     logger = logging.getLogger(ROOT)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -109,20 +113,29 @@ def show(display: Display | None) -> None:
         console.show(display)
 
 
-def progress_bar(env: DistEnv, total: int, name: str, unit: str) -> tqdm:
-    """Return a progress bar; it is disabled below a display, off rank zero and off a terminal."""
+def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial: int = 0) -> tqdm:
+    """Return a progress line for rank zero's terminal. Elsewhere it is disabled.
+
+    Log lines appear above it. It is erased when it is closed, or logging is.
+
+    Args:
+        total: Number of units at the end. None if that is not known yet.
+        initial: Number of units that were done before.
+    """
     has_display = any(console.display is not None for console in _consoles())
-    return tqdm(
+    bar = tqdm(
         total=total,
+        initial=initial,
         desc=name,
         unit=unit,
-        delay=1,
-        unit_scale=total > 10**6,
+        unit_scale=total is not None and total > 10**6,
         dynamic_ncols=True,
         file=sys.stderr,
         disable=has_display or not env.is_rank_zero or not _is_wide_terminal(),
         leave=False,
     )
+    _bars.add(bar)
+    return bar
 
 
 def _is_wide_terminal() -> bool:

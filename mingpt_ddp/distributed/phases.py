@@ -44,4 +44,3 @@ class StepPhases:
         with torch.profiler.record_function(FETCH):
             yield
         self.fetch_s = time.perf_counter() - begin
-        strategy.clock.fetched()

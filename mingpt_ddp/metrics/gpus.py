@@ -17,7 +17,6 @@ class GPU:
 
     name: str  # as CUDA reports it
     memory: int  # bytes that CUDA reports of it, rounded down to GiB
-    bandwidth: float  # of its memory, bytes/s
     link: float  # bytes/s that it sends, while it receives as much
 
 
@@ -26,13 +25,13 @@ class GPU:
 # link is half of what a sheet says of NVLink, or of PCIe 4.0 with 16 lanes, for both directions.
 # Matrix-product rates are in mfu.py.
 GPUS = {
-    "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 39 * GIB, 1555 * GB, 300 * GB),
-    "a100-80gb": GPU("NVIDIA A100-SXM4-80GB", 79 * GIB, 2039 * GB, 300 * GB),
-    "h100": GPU("NVIDIA H100 80GB HBM3", 79 * GIB, 3350 * GB, 450 * GB),
-    "h200": GPU("NVIDIA H200", 139 * GIB, 4800 * GB, 450 * GB),
-    "b200": GPU("NVIDIA B200", 178 * GIB, 8000 * GB, 900 * GB),
-    "l40s": GPU("NVIDIA L40S", 44 * GIB, 864 * GB, 32 * GB),
-    "4090": GPU("NVIDIA GeForce RTX 4090", 23 * GIB, 1008 * GB, 32 * GB),
+    "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 39 * GIB, 300 * GB),
+    "a100-80gb": GPU("NVIDIA A100-SXM4-80GB", 79 * GIB, 300 * GB),
+    "h100": GPU("NVIDIA H100 80GB HBM3", 79 * GIB, 450 * GB),
+    "h200": GPU("NVIDIA H200", 139 * GIB, 450 * GB),
+    "b200": GPU("NVIDIA B200", 178 * GIB, 900 * GB),
+    "l40s": GPU("NVIDIA L40S", 44 * GIB, 32 * GB),
+    "4090": GPU("NVIDIA GeForce RTX 4090", 23 * GIB, 32 * GB),
 }
 
 

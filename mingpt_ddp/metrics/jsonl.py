@@ -1,42 +1,42 @@
 """Metrics in `metrics.jsonl`, one JSON object per line, for reports, notebooks and restarts."""
 
-import itertools
 import json
 import logging
 import math
 import time
-from array import array
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from pydantic_core import from_json
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.errors import reason
-from mingpt_ddp.metrics.jsonl_columns import MARKERS, Column, Columns, Record, parse
-from mingpt_ddp.storage.lines import MAX_LINE_BYTES, append_line, read_backwards, read_chunks
-from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.errors import DataError, reason
+from mingpt_ddp.storage.lines import append_line, read_lines
 
 log = logging.getLogger(__name__)
 
+Record: TypeAlias = dict[str, Any]
+
 METRICS = "metrics.jsonl"
-MAX_BYTES = 1 << 28  # of the file: a million lines or more
-KEYS = {  # of a record, by tag
+MAX_BYTES = 1 << 28  # size limit of the file, enough for a million lines
+MAX_VALUE = 1e300
+NUMBER_TYPES = {int, float}
+# The keys of a record, by the tag of the metric.
+KEYS = {
     "train/loss": "train_loss",
     "train/lr": "lr",
     "train/grad_norm": "grad_norm",
     "speed/tokens_per_s": "tokens_per_s",
     "speed/samples_per_s": "samples_per_s",
     "speed/mfu": "mfu",
-    "speed/matmul_utilization": "matmul_utilization",
     "speed/step_ms": "step_ms",
     "speed/goodput": "goodput",
     "train/epoch": "epoch",
     "memory/peak_mib": "peak_mib",
 }
 # prefixes of tags that a task or model names: val_accuracy
-EVALUATIONS = ("val/", "test/", "train/", "norms/")
+EVALUATIONS = ("val/", "test/", "train/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 
@@ -49,19 +49,19 @@ def own_metrics(metrics: dict[str, float]) -> dict[str, float]:
     return by_name
 
 
-def to_record(step: int, metrics: dict[str, float]) -> dict[str, Any]:
+def to_record(step: int, metrics: dict[str, float]) -> Record:
     """Return the record of metrics by tag; null stands for what is not finite."""
     values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
     for tag, value in metrics.items():
         if tag not in KEYS and tag.startswith(EVALUATIONS):
             values[tag.replace("/", "_")] = value
-    record: dict[str, Any] = {"step": step}
+    record: Record = {"step": step}
     for key, value in values.items():
         record[key] = value if math.isfinite(value) else None
     return record
 
 
-def to_metrics(record: dict[str, Any]) -> dict[str, float]:
+def to_metrics(record: Record) -> dict[str, float]:
     """Return the finite metrics of a record by tag."""
     metrics = {}
     for key, value in record.items():
@@ -97,7 +97,7 @@ class JSONLLogger:
     def complete(self, step: int, config: Config) -> None:
         self._append({"complete": round(time.time(), 3), "step": step})
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: Record) -> None:
         try:
             append_line(self._path, json.dumps(record).encode() + b"\n", MAX_BYTES)
         except OSError as error:
@@ -111,175 +111,142 @@ class JSONLLogger:
 
 
 @dataclass(frozen=True)
+class HistoryEnd:
+    """How the measurements of a run end."""
+
+    step: int | None = None  # the last step that counts
+    metrics: dict[str, float] = field(default_factory=dict)  # finite metrics of that step, by tag
+    is_complete: bool = False  # the last attempt has reached the end
+    reached: int = 0  # the highest step that any attempt has logged
+    first_start: float | None = None  # when the first attempt began to train, Unix time in seconds
+
+
+@dataclass(frozen=True)
 class MetricsHistory:
-    """The measurements that led to the last step, each step once.
+    """The measurements that led to the last step.
 
     Those that a restart or a rollback has repeated do not count.
     """
 
-    # The steps of all records with a measurement, and whether they count.
-    steps: Sequence[float] = ()
-    counts: Sequence[int] = ()
-    columns: dict[str, Column] = field(default_factory=dict)  # their values, by key
-    starts: int = 0  # attempts
+    # The records with a measurement, by step. None is a value that is not finite.
+    rows: list[Record] = field(default_factory=list)
+    attempts: list[Record] = field(default_factory=list)  # the records of their starts
     faults: int = 0  # attempts that ended early and were followed by another
     rollbacks: int = 0
     is_complete: bool = False  # the last attempt has reached the end
-    began: float = math.inf  # the first attempt, in seconds since 1970
-    attempts: list[Record] = field(default_factory=list)  # the records of their starts
+    reached: int = 0  # the highest step that any attempt has logged
+
+    @property
+    def starts(self) -> int:
+        """The number of attempts."""
+        return len(self.attempts)
+
+    @property
+    def began(self) -> float:
+        """When the first attempt began, in seconds since 1970; infinity if that is unknown."""
+        times = (record["start"] for record in self.attempts)
+        return min((time for time in times if time is not None), default=math.inf)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names of all values, in the order in which they appear."""
+        return [*dict.fromkeys(key for row in self.rows for key in row if key != "step")]
 
     @property
     def last_step(self) -> int | None:
         """The last step with a measurement."""
-        last = max(itertools.compress(self.steps, self.counts), default=None)
-        return None if last is None else int(last)
+        return self.rows[-1]["step"] if self.rows else None
 
     @property
     def has_diverged(self) -> bool:
         """True if the last training loss that counts is not finite."""
-        column = self.columns.get("train_loss", Column())
-        for row, value in zip(reversed(column.rows), reversed(column.values), strict=True):
-            if self.counts[row]:
-                return math.isnan(value)
-        return False
+        losses = (row["train_loss"] for row in reversed(self.rows) if "train_loss" in row)
+        return next(losses, 0.0) is None
 
-    def values(self, key: str) -> Sequence[float]:
-        """Return the finite values of a key, in the order of the file."""
-        return array("d", (value for _, value in self._points(key)))
+    def values(self, key: str) -> list[float]:
+        """Return the finite values of a key, by step."""
+        return [value for _, value in self.series(key)]
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Return (step, value) of all records that have a finite value."""
-        return sorted(self._points(key), key=itemgetter(0))
+        return [(row["step"], row[key]) for row in self.rows if row.get(key) is not None]
 
-    def _points(self, key: str) -> Iterator[tuple[int, float]]:
-        column = self.columns.get(key, Column())
-        for row, value in zip(column.rows, column.values, strict=True):
-            if self.counts[row] and value == value:  # not NaN
-                yield int(self.steps[row]), value
+    def by_step(self) -> dict[int, Record]:
+        """Return one record for each step, with the values of all its records."""
+        records: dict[int, Record] = {}
+        for row in self.rows:
+            records[row["step"]] = records.get(row["step"], {}) | row
+        return records
 
     @property
-    def rows(self) -> list[Record]:
-        """Return the records with a measurement, by step; None is what is not finite."""
-        rows: list[Record] = [{"step": int(step)} for step in self.steps]
-        for key, column in self.columns.items():
-            for row, value in zip(column.rows, column.values, strict=True):
-                rows[row][key] = value if value == value else None  # NaN
-        return sorted(itertools.compress(rows, self.counts), key=itemgetter("step"))
+    def end(self) -> HistoryEnd:
+        """The end of the history, without its rows."""
+        last: Record = {}
+        for row in self.rows:
+            if row["step"] == self.last_step:
+                last |= row
+        first_start = self.attempts[0]["start"] if self.attempts else None
+        return HistoryEnd(
+            self.last_step, to_metrics(last), self.is_complete, self.reached, first_start
+        )
 
 
 def read_history(path: Path) -> MetricsHistory:
-    """Read a `metrics.jsonl`, in time that grows with its lines alone.
+    """Read a `metrics.jsonl`.
 
-    Drop records beyond the step of a following `start` or `rollback`, and a partial line at the end
-    or before a `start`.
+    Drop records beyond the step of a following `start` or `rollback`. A kill may leave a partial
+    line, so a damaged line at the end or before a `start` is dropped, too.
 
     Raises:
-        DataError: any other line is not a record; names its number.
-        OSError: the file cannot be read, is not a regular file, or exceeds a limit.
+        DataError: Any other line is not a record. The message names its number.
+        OSError: The file cannot be read, is not a regular file, or exceeds a limit.
     """
-    columns = Columns(path)
-    for chunk in read_chunks(path, MAX_BYTES):
-        columns.read(chunk)
-    columns.end()
-    markers = [record for _, record in columns.markers]
-    attempts = [record for record in markers if "rollback" not in record]
-    starts = [record for record in attempts if "start" in record]
-    faults = 0
-    for one, following in itertools.pairwise(attempts):
-        faults += "start" in one and "start" in following
-    times = [record["start"] for record in starts if record["start"] is not None]
-    return MetricsHistory(
-        columns.steps,
-        _which_count(columns),
-        columns.by_key,
-        starts=len(starts),
-        faults=faults,
-        rollbacks=len(markers) - len(attempts),
-        is_complete=bool(attempts) and "complete" in attempts[-1],
-        began=min(times, default=math.inf),
-        attempts=starts,
-    )
-
-
-def _which_count(columns: Columns) -> bytearray:
-    """Return for each row whether no later start or rollback has repeated it."""
-    counts = bytearray(len(columns.steps))
-    end = len(counts)
-    limit = math.inf  # by the starts and rollbacks that follow
-    for begin, record in [*reversed(columns.markers), (0, {"step": 0})]:
-        counts[begin:end] = map(limit.__ge__, columns.steps[begin:end])
-        end = begin
-        if "complete" not in record:
-            limit = min(limit, float(record["step"]))
-    return counts
-
-
-@dataclass(frozen=True)
-class HistoryEnd:
-    """How the measurements of a run end."""
-
-    step: int | None = None  # the last one that counts
-    metrics: dict[str, float] = field(default_factory=dict)  # the finite ones of this step, by tag
-    is_complete: bool = False  # the last attempt has reached the end
-    reached: int = 0  # the highest step since, also of attempts that were repeated
-    first_start: float | None = None  # seconds since 1970 when the first attempt began to train
+    rows: list[Record] = []
+    attempts: list[Record] = []
+    faults = rollbacks = reached = 0
+    is_complete = False
+    damaged = 0  # number of the line before, if it is not a record
+    for number, line in enumerate(read_lines(path, MAX_BYTES), start=1):
+        record = _parse(line)
+        if damaged and not (record and "start" in record):
+            raise DataError(f"line {damaged} of {path} is not a record; delete the line")
+        damaged = 0 if record else number
+        if not record:
+            continue
+        # A start or a rollback repeats the steps after its own.
+        while rows and rows[-1]["step"] > record["step"]:
+            rows.pop()
+        if "start" in record:
+            faults += bool(attempts) and not is_complete
+            attempts.append(record)
+            is_complete = False
+        elif "rollback" in record:
+            rollbacks += 1
+        elif "complete" in record:
+            is_complete = True
+        else:
+            rows.append(record)
+            reached = max(reached, record["step"])
+    return MetricsHistory(rows, attempts, faults, rollbacks, is_complete, reached)
 
 
 def read_end(path: Path) -> HistoryEnd | None:
-    """Read the first line of a `metrics.jsonl`, and its end backwards to the step before the last.
-
-    Lines that are not records are skipped. Return None if there is no such file, or it cannot be
-    read.
-    """
-    step: int | None = None
-    row: Record = {}
-    is_complete: bool | None = None
-    reached = 0
+    """Read how a `metrics.jsonl` ends. Return None if there is no such file, or it is damaged."""
     try:
-        with open_regular(path) as file:
-            first = parse(file.readline(MAX_LINE_BYTES)) or {}
-        for record, counts in _backwards(path):
-            if is_complete is None and "rollback" not in record:
-                is_complete = "complete" in record
-            if not MARKERS & record.keys():
-                reached = max(reached, record["step"])
-            if not counts:
-                continue
-            if step is not None and record["step"] < step:
-                break
-            row = record | row if record["step"] == step else record
-            step = record["step"]
-    except OSError:
+        return read_history(path).end
+    except (OSError, DataError):
         return None
-    return HistoryEnd(step, to_metrics(row), bool(is_complete), reached, first.get("start"))
 
 
-def read_since(path: Path, step: int) -> dict[int, Record]:
-    """Read one record of each step from `step` on, with the values of all that count; backwards.
-
-    Lines that are not records are skipped.
-
-    Raises:
-        OSError: as of `read_backwards`.
-    """
-    records: dict[int, Record] = {}
-    for record, counts in _backwards(path):
-        at = record["step"]
-        if counts and at < step:
-            break
-        if counts:
-            records[at] = record | records.get(at, {})
-    return records
-
-
-def _backwards(path: Path) -> Iterator[tuple[Record, bool]]:
-    """Yield the records from the last one, and whether each is a measurement that counts.
-
-    Those that a later start or rollback has repeated do not.
-    """
-    limit = math.inf  # by the starts and rollbacks that follow
-    for record in filter(None, map(parse, read_backwards(path))):
-        is_measurement = not MARKERS & record.keys()
-        yield record, is_measurement and record["step"] <= limit
-        if not is_measurement and "complete" not in record:
-            limit = min(limit, record["step"])
+def _parse(line: bytes) -> Record | None:
+    """Return a record, i.e. an object with a step and numbers; None for anything else."""
+    try:
+        record = from_json(line, allow_inf_nan=False)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    numbers = [value for value in record.values() if value is not None]
+    if not NUMBER_TYPES.issuperset(map(type, numbers)) or max(map(abs, numbers)) >= MAX_VALUE:
+        return None
+    return record

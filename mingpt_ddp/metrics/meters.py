@@ -104,7 +104,8 @@ class Meter:
         metrics[f"speed/{self.unit}_per_s"] = self._timed_steps * self.items_per_step / elapsed
         metrics["speed/step_ms"] = elapsed / divisor * 1e3
         metrics["speed/data_ms"] = self._data_s / divisor * 1e3
-        metrics["speed/work_ms"] = self.runtime.strategy.clock.read() * 1e3
+        if work_s := self.runtime.strategy.clock.read():
+            metrics["speed/work_ms"] = work_s * 1e3
         metrics["memory/peak_mib"] = peak_memory(self.runtime.device) / 2**20
         self._reset()
         return metrics

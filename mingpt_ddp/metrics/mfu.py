@@ -1,7 +1,6 @@
-"""MFU: a model's FLOP/s as a share of the device's, by data sheets and as measured."""
+"""MFU: a model's FLOP/s as a share of the device's, by data sheets."""
 
 import re
-import timeit
 
 import torch
 from torch import nn
@@ -9,10 +8,6 @@ from torch import nn
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import flops_per_token
 
-# n x n; operand and result of the largest take 270 MB in bf16
-MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-SATURATED_S = 0.002  # a product that takes this long saturates the device
-REPETITIONS = 5  # per measurement; the fastest counts
 # By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources:
 # NVIDIA's data sheets of V100, T4, A100, A800, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200,
 # GH200, H20, HGX B200, HGX B300 and GB200 NVL72 (a GPU of it), and its white papers on GA102 (RTX
@@ -65,69 +60,25 @@ def peak_flops_of(name: str, dtype: torch.dtype) -> float | None:
 
 
 class Utilization:
-    """The model's FLOP/s on one device, as a share of what the device could do.
-
-    MFU divides by the rate in the vendor's data sheet, the matmul utilization by a measured one.
-    """
+    """MFU: the model's FLOP/s on one device, as a share of the rate in the vendor's data sheet."""
 
     def __init__(self, runtime: Runtime, model: nn.Module) -> None:
         """
         Args:
-            model: not wrapped; nothing is reported if it has no `flops_per_token()`.
+            model: Not wrapped. Nothing is reported if it has no `flops_per_token()`.
         """
-        self.runtime = runtime
-        self._flops_per_token = flops_per_token(model)
-        self._peak_flops = vendor_peak_flops(runtime.device, runtime.dtype)
-        self._matmul_flops = 0.0  # until `measure_matmul`
-
-    def measure_matmul(self) -> None:
-        """Measure the device's matmul rate, if it is needed."""
-        if self._flops_per_token is None:
-            return
-        device = self.runtime.device
-        self._matmul_flops = measured_matmul_flops(device, self.runtime.dtype)
-        if device.type == "cuda":
-            # exclude the measurement's matrices
-            torch.cuda.reset_peak_memory_stats(device)
+        flops = flops_per_token(model)
+        peak = vendor_peak_flops(runtime.device, runtime.dtype)
+        self._peak_tokens_per_s: float | None = None  # of all ranks
+        if flops is not None and peak is not None:
+            self._peak_tokens_per_s = peak * runtime.group.world_size / flops
 
     def metrics(self, tokens_per_s: float) -> dict[str, float]:
-        """Return `speed/matmul_utilization` and, for a listed GPU, `speed/mfu`.
+        """Return `speed/mfu` for a listed GPU.
 
         Args:
-            tokens_per_s: of all ranks.
+            tokens_per_s: Of all ranks.
         """
-        if self._flops_per_token is None:
+        if self._peak_tokens_per_s is None:
             return {}
-        flops = self._flops_per_token * tokens_per_s / self.runtime.group.world_size
-        metrics = {"speed/matmul_utilization": flops / self._matmul_flops}
-        if self._peak_flops is not None:
-            metrics["speed/mfu"] = flops / self._peak_flops
-        return metrics
-
-
-def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest product of square matrices, with torch's thread count.
-
-    Takes less than 0.1 seconds and draws nothing from torch's global generators.
-    """
-    size = MATRIX_SIZES[0]
-    generator = torch.Generator().manual_seed(0)
-    tile = torch.randn(size, size, generator=generator).to(device, dtype)
-    best = 0.0
-    for n in MATRIX_SIZES:
-        # zeros would draw less power and run faster
-        a = tile.repeat(n // size, n // size)
-        out = torch.empty_like(a)
-        seconds = fastest("torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": out})
-        best = max(best, 2 * n**3 / seconds)
-        if seconds > SATURATED_S:
-            break
-    return best
-
-
-@torch.no_grad()
-def fastest(statement: str, variables: dict[str, object]) -> float:
-    """Return the shortest time of a statement in seconds; a GPU in use is synchronized."""
-    wait = "; torch.cuda.synchronize()" if torch.cuda.is_initialized() else ""
-    timer = timeit.Timer(statement + wait, globals=variables)
-    return min(timer.repeat(REPETITIONS, number=1))
+        return {"speed/mfu": tokens_per_s / self._peak_tokens_per_s}

@@ -1,4 +1,4 @@
-"""Send the metrics of a run to the log, the panel, TensorBoard and metrics.jsonl."""
+"""Send the metrics of a run to the log, the progress line, TensorBoard and metrics.jsonl."""
 
 import logging
 import math
@@ -8,18 +8,17 @@ import yaml
 from torch import nn
 
 from mingpt_ddp.data.dataloader import Loader
+from mingpt_ddp.distributed.logs import progress_bar
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import duration
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, JSONLLogger, own_metrics
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.metrics.mfu import Utilization
-from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.metrics.samples import append_sample, drop_samples_after
-from mingpt_ddp.metrics.sinks.panel import Panel
-from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
 from mingpt_ddp.metrics.start_times import StartTimes
-from mingpt_ddp.metrics.stragglers import Stragglers
-from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.stragglers import slowest_rank
+from mingpt_ddp.metrics.trackers.sending import Sender
+from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks.task import Task
 
@@ -27,6 +26,18 @@ log = logging.getLogger(__name__)
 
 Logger: TypeAlias = TensorBoardLogger | JSONLLogger
 SPLITS = {"val": "validation", "test": "test"}
+CONSOLE_LINES = 30
+
+
+def is_on_console(line: int) -> bool:
+    """Return True if the console shows the log line of a step that has this number in its attempt.
+
+    It shows the first 30, each tenth of the first 300, each hundredth of the first 3,000 and so on.
+    """
+    interval = 1
+    while line > CONSOLE_LINES * interval:
+        interval *= 10
+    return line % interval == 0
 
 
 class MetricsProcessor:
@@ -46,7 +57,7 @@ class MetricsProcessor:
     ) -> None:
         """
         Args:
-            model: not wrapped; utilization is logged if it has `flops_per_token()`.
+            model: not wrapped; MFU is logged if it has `flops_per_token()`.
             start: the steps done so far.
             times: of the start of this attempt.
         """
@@ -59,17 +70,16 @@ class MetricsProcessor:
         self.tensorboard = TensorBoardLogger(
             directory / "tensorboard" / f"rank{env.rank}", task.config.tracker.tensorboard
         )
-        self.outboxes: list[Outbox] = []  # of the trackers, on rank zero
+        self.senders: list[Sender] = []  # one for each tracker, on rank zero
         self.loggers: list[Logger] = [
             self.tensorboard,
             *(env.call_on_rank_zero(lambda: [JSONLLogger(directory / METRICS)]) or []),
         ]
         # Rank zero alone writes metrics of the whole run.
         self.run_loggers = env.call_on_rank_zero(lambda: self.loggers) or []
-        self.panel = Panel(env, str(directory), task.unit)
+        self.progress = progress_bar(env, None, "training", "step", start)
+        self._log_lines = 0
         self.meter = Meter(runtime, loader.items_per_step, task.unit)
-        self.norms = LayerNorms(runtime.group, model, task.config.trainer.norms_every)
-        self.stragglers = Stragglers(runtime.group, start)
         self.utilization = Utilization(runtime, model)
         self._is_set_up = False
         self._times = times
@@ -79,22 +89,21 @@ class MetricsProcessor:
             logger.start(start, runtime.group.world_size)
         env.call_on_rank_zero(lambda: drop_samples_after(directory, start))
 
-    def resume(self, outboxes: list[Outbox], end: HistoryEnd | None) -> None:
+    def resume(self, senders: list[Sender], end: HistoryEnd | None) -> None:
         """Go on after what the attempts before have logged.
 
         Args:
-            outboxes: of the trackers, on rank zero.
+            senders: one for each tracker, on rank zero.
             end: of metrics.jsonl, on rank zero.
         """
-        self.outboxes = outboxes
+        self.senders = senders
         if end is not None:
             self._reached = end.reached
 
-    def cover(self, step: int | None) -> None:
-        """Let the trackers have the points before `step`, the last one with a durable snapshot."""
-        self.panel.snapshot_step = step
-        for outbox in self.outboxes:
-            outbox.cover(step or 0)
+    def commit(self, step: int | None) -> None:
+        """Send what is known of the steps before `step`, the last one with a committed snapshot."""
+        for sender in self.senders:
+            sender.commit(step or 0)
 
     def step_done(self, step: int, last: int | None) -> None:
         """Show that a step is done.
@@ -103,24 +112,19 @@ class MetricsProcessor:
             last: the last step of the run, if it is known.
         """
         if self._is_first:
-            with self.meter.paused():  # the panel imports rich
-                self.panel.advance(step, last)
+            self._is_first = False
             self._times.done("first step")
             log.info("the first step was done after %.2f s", self._times.elapsed)
             log.info("of these: %s", self._times.describe(), extra={"file_only": True})
-            self._is_first = False
-        else:
-            self.panel.advance(step, last)
+        self.progress.total = last
+        self.progress.update(step - self.progress.n)
         if self.start < self._reached < step:
             elapsed = self._times.elapsed
             log.info("step %d is new, after %.2f s", step, elapsed, extra={"file_only": True})
             self._reached = 0
 
     def _set_up(self) -> None:
-        """Open TensorBoard and measure the matmul rate.
-
-        It is deferred so as not to delay the first step.
-        """
+        """Open TensorBoard, after the first step so as not to delay it."""
         if self._is_set_up:
             return
         with self.meter.paused():
@@ -129,7 +133,6 @@ class MetricsProcessor:
             config = yaml.safe_dump(self.task.config.to_dict(), sort_keys=False)
             env = self.runtime.group.env
             env.call_on_rank_zero(lambda: self.tensorboard.log_text(step, "config", config))
-            self.utilization.measure_matmul()
         self._is_set_up = True
 
     def rollback(self, step: int) -> None:
@@ -162,22 +165,17 @@ class MetricsProcessor:
         metrics["speed/communication_ms"] = communication_s * 1e3
         metrics["speed/communication_exposed_ms"] = exposed_s * 1e3
         metrics.update(self.utilization.metrics(measured[f"speed/{self.task.unit}_per_s"]))
-        slowest = self.stragglers.check(
-            step,
-            measured["speed/work_ms"],
-            measured["speed/data_ms"],
-            strategy.clock.micro_batches,
-        )
+        work_ms = measured.get("speed/work_ms", 0.0)
+        slowest = slowest_rank(self.runtime.group, work_ms, strategy.clock.micro_batches)
         run_metrics = {"speed/goodput": goodput, **slowest}
         shown = {**metrics, **(self.runtime.group.env.call_on_rank_zero(lambda: run_metrics) or {})}
         for logger in self.loggers:
             logger.log(step, shown)
-        self.panel.update(shown)
         self._log_line(step, last, metrics)
         return metrics
 
     def _log_line(self, step: int, last: int | None, metrics: dict[str, float]) -> None:
-        """Log the main metrics in one line; to the file alone while the panel shows them."""
+        """Log the main metrics in one line; to the file alone if the progress line shows them."""
         unit = self.task.unit
         brief = f"loss {metrics['train/loss']:.4f}, {metrics[f'speed/{unit}_per_s']:,.0f} {unit}/s"
         if "speed/mfu" in metrics:
@@ -192,6 +190,9 @@ class MetricsProcessor:
         norm = metrics["train/grad_norm"]
         for name, value in own_metrics(metrics).items():
             brief += f", {name} {value:.4g}"
+        self._log_lines += 1
+        is_shown = step == last or is_on_console(self._log_lines)
+        self.progress.set_postfix_str(brief, refresh=False)
         details = f"lr {metrics['train/lr']:.2e}, gradient norm {norm:.2f}{left}"
         log.info(
             "step %d/%s: %s, epoch %d/%s, %s",
@@ -201,7 +202,7 @@ class MetricsProcessor:
             epoch,
             epochs,
             details,
-            extra={"file_only": self.panel.is_drawn},
+            extra={"file_only": not (self.progress.disable and is_shown)},
         )
 
     def log_evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
@@ -212,7 +213,6 @@ class MetricsProcessor:
     def log_values(self, step: int, metrics: dict[str, float]) -> None:
         """Log values of the whole run by tag."""
         self._set_up()
-        self.panel.update(metrics)
         for logger in self.run_loggers:
             logger.log(step, metrics)
 
@@ -230,10 +230,9 @@ class MetricsProcessor:
 
     def complete(self, step: int) -> None:
         """Log that the run is complete, or pruned, at `step`."""
-        self.stragglers.log_end()
         for logger in self.run_loggers:
             logger.complete(step, self.task.config)
 
     def close(self) -> None:
-        self.panel.close()
+        self.progress.close()
         self.tensorboard.close()

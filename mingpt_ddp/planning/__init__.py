@@ -1,1 +1,5 @@
-"""What a configuration means before it is trained: read measured_plan.py first."""
+"""What a configuration means before it is trained: read plan.py first."""
+
+from mingpt_ddp.planning.sizes import Sizes, sizes
+
+__all__ = ["Sizes", "sizes"]

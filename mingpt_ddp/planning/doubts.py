@@ -20,15 +20,14 @@ def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:
     """List the doubtful settings of a configuration.
 
     Args:
-        plan: what `make_plan` or `make_gpu_plan` return.
-        cores: of this machine.
+        plan: Result of `make_plan`, without the doubts.
+        cores: Cores of this machine.
     """
     doubts = [*_doubt_length(config, plan), *_doubt_batch(config.optimizer, plan["batch"])]
-    if "gpu" in plan:
+    measured = plan["measured"]
+    if measured is None:
         return doubts
-    doubts += _doubt_memory(plan["memory"])
-    doubts += _doubt_snapshots(plan["snapshots"])
-    doubts += _doubt_times(plan["time"])
+    doubts += [*_doubt_memory(plan), *_doubt_evaluations(measured)]
     workers = config.ddp.local_workers
     if config.trainer.device == "cpu" and workers > cores:
         doubts.append(
@@ -83,37 +82,24 @@ def _doubt_batch(optimizer: OptimizerConfig, batch: dict[str, Any]) -> Iterator[
         )
 
 
-def _doubt_memory(memory: dict[str, int]) -> Iterator[str]:
-    needed = memory["total"]
-    available = memory["available"]
+def _doubt_memory(plan: dict[str, Any]) -> Iterator[str]:
+    needed, available = plan["measured"]["peak_bytes"], plan["memory_bytes"]
     if needed > available:
         yield (
             f"each rank needs {needed / GIB:.1f} GiB and has {available / GIB:.1f} GiB; lower "
             "trainer.micro_batch_size, or set trainer.activation_checkpointing=true"
         )
-
-
-def _doubt_snapshots(snapshots: dict[str, Any]) -> Iterator[str]:
-    kept = snapshots["kept_bytes"]
-    free = snapshots["free_bytes"]
+    kept, free = plan["snapshots"]["kept_bytes"], plan["snapshots"]["free_bytes"]
     if free is not None and kept > free:
         yield (
             f"snapshots take {kept / GIB:.1f} GiB of {free / GIB:.1f} GiB free; lower "
             "snapshot.keep_last, or choose another snapshot.path"
         )
-    write_s = snapshots["write_s"]
-    every_s = snapshots["every_s"]
-    if write_s is not None and snapshots["count"] > 1 and write_s > every_s:
-        yield (
-            f"a snapshot takes {write_s:.3g} s to write and is due every {every_s:.3g} s, so "
-            "training waits; raise snapshot.every_steps, or set it to auto"
-        )
 
 
-def _doubt_times(times: dict[str, Any]) -> Iterator[str]:
+def _doubt_evaluations(times: dict[str, Any]) -> Iterator[str]:
     if times["evaluations"] > 1 and times["evaluations_s"] > times["training_s"]:
-        parts = (
+        yield (
             f"evaluations take {times['evaluations_s']:.3g} s and training "
-            f"{times['training_s']:.3g} s"
+            f"{times['training_s']:.3g} s; raise trainer.eval_every, or set trainer.eval_steps"
         )
-        yield f"{parts}; raise trainer.eval_every, or set trainer.eval_steps"

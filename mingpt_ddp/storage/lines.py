@@ -12,8 +12,6 @@ from mingpt_ddp.storage.yaml_and_json import check_size
 
 MAX_LINE_BYTES = 1 << 22
 MIN_LINE_BYTES = 24  # on average: those of a run are longer
-CHUNK = 1 << 18
-BACKWARD_CHUNK = 1 << 14
 
 
 def append_line(path: Path, line: bytes, limit: int) -> None:
@@ -41,56 +39,21 @@ def append_line(path: Path, line: bytes, limit: int) -> None:
             raise
 
 
-def read_chunks(path: Path, limit: int) -> Iterator[bytes]:
-    """Yield the file in chunks that end with a line; the last one may lack its line feed.
+def read_lines(path: Path, limit: int) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one of which may be partial.
 
     Raises:
         OSError: it is not a regular file, exceeds a limit or cannot be read.
     """
-    rest = b""
-    count = 0
+    count = 0  # of whole lines
     most = limit // MIN_LINE_BYTES
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:
             raise OSError(f"{path} has more than {limit:,} bytes")
-        while chunk := file.read(CHUNK):
-            whole, feed, begun = (rest + chunk).rpartition(b"\n")
-            rest = begun
-            if len(rest) > MAX_LINE_BYTES:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
                 raise OSError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
-            count += whole.count(b"\n") + len(feed)
+            count += line.endswith(b"\n")
             if count > most:
                 raise OSError(f"{path} has more than {most:,} lines; shorten it")
-            if feed:
-                yield whole + feed
-    if rest:
-        yield rest
-
-
-def read_lines(path: Path, limit: int) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one of which may be partial.
-
-    Raises as `read_chunks` does.
-    """
-    for chunk in read_chunks(path, limit):
-        yield from chunk.removesuffix(b"\n").split(b"\n")
-
-
-def read_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file from the last one, which may be partial, to the first.
-
-    Raises:
-        OSError: it is not a regular file, has too long a line or cannot be read.
-    """
-    rest = b""  # the end of a line that begins before `position`
-    with open_regular(path) as file:
-        position = file.seek(0, 2)
-        while position > 0:
-            size = min(position, max(BACKWARD_CHUNK, len(rest)))
-            position -= size
-            file.seek(position)
-            rest, *lines = (file.read(size) + rest).split(b"\n")
-            yield from reversed(lines)
-            if len(rest) > MAX_LINE_BYTES:
-                raise OSError(f"{path} has a line of more than {MAX_LINE_BYTES:,} bytes")
-    yield rest
+            yield line.removesuffix(b"\n")

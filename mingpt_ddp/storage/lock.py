@@ -117,17 +117,3 @@ def is_lock_of(directory: Path, lock: IO[str]) -> bool:
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
     return False
-
-
-def delete_if_unused(directory: Path, lock: IO[str], own_files: tuple[str, ...]) -> None:
-    """Delete the lock of a locked directory and its files, if the directory holds nothing else.
-
-    Args:
-        own_files: Patterns for the names of files that belong to the lock.
-    """
-    if not is_lock_of(directory, lock):
-        return
-    files = [*directory.iterdir()]
-    if all(any(map(file.match, own_files)) for file in files):
-        for file in files:
-            file.unlink()

@@ -11,10 +11,10 @@ from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from mingpt_ddp.config.config import Config, flatten, without_removed
+from mingpt_ddp.config.config import Config, flatten, without_unknown
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
-from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, delete_if_unused, is_lock_of
+from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
@@ -35,7 +35,6 @@ PARTIAL_FILES = (
     "..*.partial",
     ".hydra/.*.partial",
 )
-OF_LOCK = (LOCK, ".lease-*")  # files that only say who owns a run directory
 PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
 PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
 # Files that a run appends to: a symbolic link there could lead to any file.
@@ -118,8 +117,9 @@ class RunDirectory:
                 )
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         self._locks: dict[Path, IO[str]] = {}
-        self._created: list[Path] = []  # directories, each before its parent
-        self._new_locks: set[Path] = set()  # directories whose lock goes again with a refused start
+        # Directories, locks and records of leases, each before its directory. They are deleted
+        # again if the start is refused.
+        self._created: list[Path] = []
         try:
             self._lock(path, wait_s)
         except RunError:
@@ -128,10 +128,8 @@ class RunDirectory:
         _delete_files(path, PARTIAL_FILES)
 
     def _lock(self, path: Path, wait_s: float, **names: str) -> None:
-        """Lock a directory. Note which directories this creates, and whether the lock is new."""
-        if not os.path.lexists(path / LOCK):
-            self._new_locks.add(path)
-        self._created += [each for each in (path, *path.parents) if not os.path.exists(each)]
+        paths = (path / LOCK, path, *path.parents)
+        self._created[:0] = [each for each in paths if not os.path.lexists(each)]
         self._locks[path] = acquire_lock(path, wait_s, **names)
 
     def lock_snapshots(self, storage: Storage) -> None:
@@ -158,8 +156,10 @@ class RunDirectory:
         try:
             # This process holds the run directory's lock, so the owner recorded here is dead.
             dead = None
-            with contextlib.suppress(FileNotFoundError):
+            if record.exists():
                 dead = read_regular(record, MAX_LEASE_BYTES).decode(errors="replace")
+            else:
+                self._created.insert(0, record)
             lease = Lease(storage, dead)
             self.leases[storage.url] = lease
             atomic_write(record, lease.id.encode())
@@ -182,19 +182,18 @@ class RunDirectory:
                 )
 
     def release(self) -> None:
-        """Release all locks and leases; delete new directories that hold nothing else."""
+        """Release all locks and leases. After a refused start, delete what this has created."""
         for lease in self.leases.values():
             lease.release()
-        while self._locks:
-            path, lock = self._locks.popitem()
-            if path in self._created:
-                delete_if_unused(path, lock, OF_LOCK)
-            elif path in self._new_locks and is_lock_of(path, lock):
-                (path / LOCK).unlink()
-            lock.close()
         for path in self._created:
-            with contextlib.suppress(OSError):  # it is not empty
-                path.rmdir()
+            lock = self._locks.get(path.parent)
+            with contextlib.suppress(OSError):
+                if path.is_dir():
+                    path.rmdir()  # fails if it holds something else
+                elif path.name != LOCK or (lock and is_lock_of(path.parent, lock)):
+                    path.unlink()
+        for lock in self._locks.values():
+            lock.close()
 
     def record_start(
         self,
@@ -212,7 +211,7 @@ class RunDirectory:
             files: Contents of other files, by name.
             private: Contents of files that only this user may read, by name.
         """
-        self._new_locks.clear()
+        self._created.clear()
         for name, content in (files or {}).items():
             _write(self.path / name, content)
         for name, content in (private or {}).items():
@@ -279,7 +278,7 @@ def recorded_config(directory: Path) -> dict[str, Any] | None:
         with contextlib.suppress(OSError, ValueError):
             config = read_yaml(directory / name)
             if isinstance(config, dict) and _has_only_groups(config):
-                return {group: without_removed(group, keys) for group, keys in config.items()}
+                return without_unknown(config)
     return None
 
 

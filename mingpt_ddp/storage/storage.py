@@ -68,9 +68,6 @@ class Storage:
         """
         atomic_write(Path(self._path(name)), content)
 
-    def set_deadline(self, seconds: float) -> None:
-        """Make all remote operations, in flight and later ones, fail this many seconds from now."""
-
     def size(self, name: str) -> int | None:
         """Return the bytes of the file, or None if there is none."""
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import logging
-import signal
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.errors import JobError
+from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.sweeps.job import job_name
 from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
@@ -48,8 +48,8 @@ def run_jobs(
     if sweep.slots:
         Scheduler(sweep, source, partial(compose, context, config)).run()
         return
-    if sweep.is_remote:  # so that Ctrl-C also ends the processes that run the jobs
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sweep.is_remote:
+        raise_interrupts()  # so that the processes that run the jobs end too
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )

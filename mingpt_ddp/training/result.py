@@ -33,10 +33,10 @@ def record_end(
     result = _result(run, outcome)
     owner.write_result(result)
     if outcome.status is not RunStatus.PREEMPTED:
-        for outbox in observers.outboxes:
-            outbox.finish(run.state.step, result)
-        for outbox in observers.outboxes:
-            outbox.join()
+        for sender in observers.senders:
+            sender.finish(result)
+        for sender in observers.senders:
+            sender.join()
         if not run.is_complete:
             observers.hooks.call("end", result)
     if outcome.status is RunStatus.COMPLETE:

@@ -129,7 +129,7 @@ def begin_attempt(
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
     model = run.trainable.model
     metrics = MetricsProcessor(runtime, run.task, run.loader, model, state.step, times)
-    metrics.resume(observers.outboxes, history.end)
+    metrics.resume(observers.senders, history.end)
     anomaly = AnomalyPolicy(run)
     saves = SaveSchedule(run, train_step, metrics.meter, anomaly)
     validation = Validation(run, metrics, saves, evaluator, observers)

@@ -87,7 +87,8 @@ class Trainer:
         end = self._finish_resumed_step()
         while end is None and self.state.step < self.steps:
             step = self.state.step + 1
-            with self.profiler.step(step), self._refuse_out_of_memory(step):
+            self.profiler.step()
+            with self._refuse_out_of_memory(step):
                 flags = self._train(step)
             if flags is None:  # rolled back
                 continue
@@ -108,7 +109,7 @@ class Trainer:
             if end is None and not is_last and self._is_due(trainer.sample_every):
                 self.validation.log_sample()
             self._save(decision, flags.save_is_due)
-            self.metrics.cover(self.saves.manager.last_step)  # trackers get what is durable
+            self.metrics.commit(self.saves.manager.last_step)
         return self._end(end or RunStatus.COMPLETE)
 
     @contextmanager
@@ -172,8 +173,7 @@ class Trainer:
             self.train_step.discard()
             is_skipped = self._skip(step, anomaly, flags.loss + float(grad_norm))
             return flags if is_skipped else None
-        with self.metrics.norms.measure(step, self.metrics.log_values):
-            self.lr = self.train_step.update(step)
+        self.lr = self.train_step.update(step)
         self.anomaly.on_step_accepted(step, flags.loss)
         self.metrics.meter.record(losses, grad_norm, self.train_step.phase.fetch_s)
         return flags
@@ -290,7 +290,7 @@ class Trainer:
             if self.state.step == self.steps:
                 self.validation.log_sample()
             self.saves.commit()
-            self.metrics.cover(self.saves.manager.last_step)
+            self.metrics.commit(self.saves.manager.last_step)
         if end is RunStatus.COMPLETE:
             test_metrics = self.validation.test()
             if test_metrics is None:

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mingpt_ddp.config.compose.hydra_errors import PLUGINS
-from mingpt_ddp.metrics.trackers.outboxes import TRACKERS
+from mingpt_ddp.metrics.trackers.sending import TRACKERS
 
 pytestmark = pytest.mark.integration
 

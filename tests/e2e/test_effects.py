@@ -48,7 +48,6 @@ OTHERS = {
     "trainer.log_every": ["trainer.log_every=1"],
     "trainer.eval_every": ["trainer.eval_every=2"],
     "trainer.eval_steps": ["trainer.eval_steps=1"],
-    "trainer.norms_every": ["trainer.norms_every=2"],
     "trainer.profile": ["trainer.profile=[2,3]"],
     "trainer.sample_every": ["trainer.sample_every=2"],
     "trainer.deterministic": ["trainer.deterministic=true"],

@@ -137,7 +137,7 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
     finish(tmp_path, [7, 13], uninterrupted(2), ranks=2)
 
 
-# Runs a command on a terminal of its own, with a live panel, which is gone when this process is
+# Runs a command on a terminal of its own, with a progress line. It is gone when this process is
 # killed.
 TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
 TERMINAL += ["sh", "-c", 'stty cols 100 rows 40; exec "$@"', "sh"]

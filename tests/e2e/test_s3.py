@@ -329,23 +329,6 @@ def test_a_black_hole_times_out_at_the_deadline(call, url, seaweed, black_hole, 
     assert time.monotonic() - start < 70
 
 
-def test_a_grace_period_retries_a_stalled_request_sooner(url, proxy, monkeypatch):
-    """A request that was sent before a preemption, and would not time out before the process is
-    killed.
-    """
-    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 600.0)
-    storage = open_storage(url)
-    storage.write("other", b"connected")
-    proxy.rules = [Rule(PUT, Fault.STALL)]
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(storage.write, "file", b"content")
-        while not proxy.rules[0].hits:
-            time.sleep(0.01)
-        storage.set_deadline(8.0)
-        writing.result(timeout=300)
-    assert storage.read("file") == b"content"
-
-
 def test_access_denied_is_reported_at_once(url, proxy):
     proxy.rules = [Rule("", Fault.STATUS, times=ALWAYS, status=403)]
     storage = open_storage(url)

@@ -1,9 +1,11 @@
-"""Trackers after three kills -9: the reader of each library sees one run with every step once."""
+"""Trackers after two kills -9: the reader of each library sees one run with every step once."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import select
+import socket
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 from launching import TINY, Job, call, committed, is_running, python_main, wait_for
 
-from mingpt_ddp.metrics.jsonl import METRICS, read_history, read_since, to_metrics
+from mingpt_ddp.metrics.jsonl import METRICS, read_history, to_metrics
 
 pytestmark = pytest.mark.integration
 PROJECT = "mingpt_ddp"
@@ -62,8 +64,8 @@ def stored(database: Path) -> int:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory with a run that was killed three times after all trackers had got points, and two
-    last attempts.
+    """A directory with a run that was killed twice after all trackers had got steps, and two last
+    attempts.
 
     The first of these completes the run, the second finds it complete.
     """
@@ -76,7 +78,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         "WANDB_SILENT": "true",
     }
     run, offline = cwd / "outputs" / "run", "wandb/offline-run-*/run-*.wandb"
-    for _ in range(3):
+    for _ in range(2):
         before = [stored(database) for database in databases(cwd)], {*run.glob(offline)}
         job = Job(command(ENDLESS, cwd), cwd, **environment)
 
@@ -85,16 +87,24 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             sent = all(new > old for new, old in zip(steps, before[0], strict=True))
             return sent and ("wandb" not in TRACKERS or bool({*run.glob(offline)} - before[1]))
 
-        wait_for(all_have_more, what="points in all trackers")
+        wait_for(all_have_more, what="steps in all trackers")
         workers = job.workers()
         job.kill_tree()
         wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")  # noqa: B023
     last = command(committed(run)[-1] + 30, cwd)
     for _ in range(2):
-        job = Job(last, cwd, **environment)
-        assert job.wait() == 0, job.text()
-        assert "lacks the last points" not in job.text()
+        send_all(last, cwd, **environment)
     yield cwd
+
+
+def send_all(command: list[str], cwd: Path, **environment: str) -> None:
+    """Run a command again until nothing is left to send: a busy machine may need several runs."""
+    for _ in range(5):
+        done = call(command, cwd, **environment)
+        assert done.returncode == 0, done.stdout
+        if "lacks the last steps" not in done.stdout:
+            return
+    pytest.fail(done.stdout)
 
 
 def read_wandb(cwd: Path) -> dict[str, Points]:
@@ -175,17 +185,17 @@ def test_one_run_has_every_step_once(
     monkeypatch.setenv("TRACKIO_DIR", str(killed / "trackio"))  # read when the library is imported
     pytest.importorskip(name)
     (points,) = read(killed).values()
-    path = killed / "outputs" / "run" / METRICS
-    assert read_history(path).faults == 3
-    expected = {step: to_metrics(record) for step, record in read_since(path, 0).items()}
+    history = read_history(killed / "outputs" / "run" / METRICS)
+    assert history.faults == 2
+    expected = {step: to_metrics(record) for step, record in history.by_step().items()}
     assert [step for step, _ in points] == sorted(expected)
     assert dict(points) == expected
     assert "val/loss" in points[-1][1]
 
 
 @pytest.mark.skipif("mlflow" not in TRACKERS, reason="needs mlflow")
-def test_a_server_that_is_away_costs_points_but_not_the_run(tmp_path):
-    """Nothing listens on port 9. The same command sends the points once it can."""
+def test_a_server_that_is_away_does_not_fail_the_run(tmp_path):
+    """Nothing listens on port 9. The same command sends the steps once it can."""
     away = [
         *python_main(),
         *TINY,
@@ -196,8 +206,26 @@ def test_a_server_that_is_away_costs_points_but_not_the_run(tmp_path):
     done = call(away, tmp_path)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("cannot send to mlflow, training continues without it") == 1
-    assert "mlflow lacks the last points; run the same command again" in done.stdout
-    again = call([*away[:-1], f"tracker.uri=sqlite:///{tmp_path}/mlflow.db"], tmp_path)
-    assert again.returncode == 0, again.stdout
+    assert "mlflow lacks the last steps; run the same command again" in done.stdout
+    send_all([*away[:-1], f"tracker.uri=sqlite:///{tmp_path}/mlflow.db"], tmp_path)
     (points,) = read_mlflow(tmp_path).values()
     assert [step for step, _ in points] == [*range(1, 13)]
+
+
+@pytest.mark.skipif("mlflow" not in TRACKERS, reason="needs mlflow")
+def test_a_server_that_never_answers_does_not_fail_the_run(tmp_path):
+    """It takes connections and is silent, and the library would wait longer than the run takes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        command = [
+            *python_main(),
+            *TINY,
+            "run.name=run",
+            "tracker=mlflow",
+            f"tracker.uri=http://127.0.0.1:{port}",
+        ]
+        done = call(command, tmp_path, MLFLOW_HTTP_REQUEST_TIMEOUT="3600")
+        assert select.select([server], [], [], 0)[0], "a connection waits for an answer"
+    assert done.returncode == 0, done.stdout
+    assert "step 12/12" in done.stdout
+    assert "mlflow lacks the last steps; run the same command again" in done.stdout

@@ -1,4 +1,4 @@
-"""The process with the fake GPU: reads jobs from standard input, writes a line of JSON for each.
+"""The process with the fake GPU: reads a job of one line, and answers with a line of JSON.
 
 A job is the name of a function below and its arguments. The process has imported torch after the
 guard, so no process of the tests can take its place.
@@ -29,8 +29,8 @@ def main() -> None:
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what anything else prints is no result
     guard.load()
-    for job in json.load(sys.stdin):
-        print(json.dumps(run(job)), file=results, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), file=results, flush=True)
 
 
 if __name__ == "__main__":

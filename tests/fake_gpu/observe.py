@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ aten = torch.ops.aten
 PACKAGE = str(Path(mingpt_ddp.__file__).parent)
 READS = (aten._local_scalar_dense.default, aten.is_nonzero.default)
 COPIES = (aten._to_copy.default, aten.copy_.default)
-# Kernels of CUDA that wait for the GPU themselves, and how often.
-WAITING_KERNELS = {aten.multinomial.default: 2}
 COLLECTIVES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -71,7 +67,7 @@ def group_size(args: Any) -> int:
 
 
 class Observer(TorchDispatchMode):
-    """Count, by phase: waits by kind and place, collectives and their bytes by kind and ranks.
+    """Count waits by kind and place, and collectives with their bytes by kind and ranks.
 
     The bytes of a collective are those of the whole message: the parts of all ranks where each has
     one.
@@ -79,22 +75,20 @@ class Observer(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.phase = "start"
-        self.waits: dict[str, Counter[str]] = {}
-        self.collectives: dict[str, dict[str, list[int]]] = {}
+        self.waits = Counter[str]()
+        self.collectives: dict[str, list[int]] = {}
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        before = self.phase
-        self.phase = phase
-        self.waits.setdefault(phase, Counter())
-        self.collectives.setdefault(phase, {})
+    def forget(self) -> None:
+        self.waits.clear()
+        self.collectives.clear()
+
+    def __enter__(self) -> Observer:
         listeners.append(self._note)
-        try:
-            yield
-        finally:
-            self.phase = before
-            listeners.remove(self._note)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        listeners.remove(self._note)
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -113,15 +107,12 @@ class Observer(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func in COPIES:
             self._note_copy(func, args, kwargs, result)
-        elif func in WAITING_KERNELS and args[0].is_cuda:
-            self._note(f"{func.overloadpacket.__name__}", WAITING_KERNELS[func])
         else:
             self._note_mixture(func, args, kwargs)
         return result
 
-    def _note(self, what: str, count: int = 1) -> None:
-        if self.phase in self.waits:
-            self.waits[self.phase][f"{what} in {place()}"] += count
+    def _note(self, what: str) -> None:
+        self.waits[f"{what} in {place()}"] += 1
 
     def _note_copy(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:
         """Note a copy between host and GPU unless it is asynchronous: from or to pinned memory."""
@@ -149,9 +140,9 @@ class Observer(TorchDispatchMode):
         for value in (*args, result):
             tensors = [t for t in tensors_in(value) if t.is_cuda]
             sizes.append(sum(tensor.nbytes for tensor in tensors))
-        if self.phase not in self.collectives or name == "wait_tensor" or not any(sizes):
+        if name == "wait_tensor" or not any(sizes):
             return
         kind = f"{COLLECTIVES.get(name, name)} of {group_size(args)}"
-        entry = self.collectives[self.phase].setdefault(kind, [0, 0])
+        entry = self.collectives.setdefault(kind, [0, 0])
         entry[0] += 1
         entry[1] += max(sizes)

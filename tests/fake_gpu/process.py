@@ -1,4 +1,4 @@
-"""Start processes with the fake GPU and collect the results of their jobs."""
+"""The process with the fake GPU, and its jobs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
-GPT2_VOCABULARY = 50257
 
 
 def job(function: str, **arguments: Any) -> dict[str, Any]:
@@ -18,35 +17,32 @@ def job(function: str, **arguments: Any) -> dict[str, Any]:
     return {"function": function, "arguments": arguments}
 
 
-def answers(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run jobs one after the other in a process of their own.
+class Process:
+    """A process that runs jobs one after the other; it starts once, in seconds."""
 
-    Return of each its `result`, or its `error`: a traceback.
-    """
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "fake_gpu.child"],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-    )
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    crash = f"the process has exited with {done.returncode}\n{done.stderr}"
-    return [*found, *({"error": crash} for _ in jobs[len(found) :])]
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+        self._results: dict[str, Any] = {}  # by the job as JSON
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fake_gpu.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
 
+    def result_of(self, job: dict[str, Any]) -> Any:
+        """Return the result of a job, which runs once. An error in it fails the test."""
+        line = json.dumps(job)
+        if line not in self._results:
+            assert self._process.stdin is not None and self._process.stdout is not None
+            print(line, file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+            assert answer, f"the process with the fake GPU has exited with {self._process.wait()}"
+            self._results[line] = json.loads(answer)
+        assert "error" not in self._results[line], self._results[line]["error"]
+        return self._results[line]["result"]
 
-def result_of(answer: dict[str, Any]) -> Any:
-    assert "error" not in answer, answer["error"]
-    return answer["result"]
-
-
-def peak_bytes(overrides: list[str], world_size: int = 1, vocab_size: int = GPT2_VOCABULARY) -> int:
-    """Return the peak memory of a rank in a training step on a fake H100, in bytes.
-
-    Args:
-        overrides: of the configuration, as on the command line; trainer.device=cuda and
-            trainer.compile=false stand before them.
-    """
-    arguments = {"overrides": overrides, "world_size": world_size, "vocab_size": vocab_size}
-    return result_of(answers([job("peak_bytes", **arguments)])[0])
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()

@@ -12,21 +12,14 @@ import numpy as np
 from tasks import text_task
 from torch import Tensor
 
-from fake_gpu.expected import SAMPLED
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
-from mingpt_ddp.metrics.norms import LayerNorms
 from mingpt_ddp.optim.muon import Muon
-from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
-from mingpt_ddp.snapshots.write.ledger import Ledger
-from mingpt_ddp.snapshots.write.shard_plan import ShardPlan
-from mingpt_ddp.tasks import language_model
 from mingpt_ddp.tasks.language_model import LanguageModel
 from mingpt_ddp.training import train_step, trainer
 from mingpt_ddp.training.anomaly import AnomalyPolicy
-from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import Trainable, build_trainable
 
@@ -53,10 +46,6 @@ class FakeRun:
     trainable: Trainable
     trainer: trainer.Trainer
 
-    def train(self, step: int) -> None:
-        """Take a step of the training loop."""
-        self.trainer._train(step)
-
     @property
     def meter(self) -> Meter:
         return self.trainer.metrics.meter
@@ -79,7 +68,6 @@ def trainer_of(
     config: Config, runtime: Runtime, trainable: Trainable, step: train_step.TrainStep, meter: Meter
 ) -> trainer.Trainer:
     """Return the loop around the steps, which nothing interrupts and nobody saves."""
-    norms = LayerNorms(runtime.group, trainable.model, config.trainer.norms_every)
     run: Any = SimpleNamespace(
         config=config,
         runtime=runtime,
@@ -87,7 +75,6 @@ def trainer_of(
         trainable=trainable,
         state=TrainState(),
     )
-    metrics: Any = SimpleNamespace(norms=norms, meter=meter, log_values=lambda step, values: None)
     observers: Any = SimpleNamespace(signals=SimpleNamespace(signal_name=None))
     saves: Any = SimpleNamespace(
         manager=SimpleNamespace(save_in_progress=False),
@@ -96,11 +83,12 @@ def trainer_of(
         wait_for_staging=lambda: None,
     )
     unused: Any = None
+    metrics = mock.MagicMock(meter=meter)
     return trainer.Trainer(run, step, metrics, saves, unused, observers)
 
 
-def train(run: FakeRun) -> None:
-    """Take two steps, and check that what they leave is on the GPUs of the rank."""
+def step(run: FakeRun, number: int) -> None:
+    """Take a step, and check that what it leaves is on the GPUs of the rank."""
     record = run.meter.record
 
     def check(losses: dict[str, Tensor], grad_norm: Tensor, fetch_s: float) -> None:
@@ -109,8 +97,7 @@ def train(run: FakeRun) -> None:
         record(losses, grad_norm, fetch_s)
 
     with mock.patch.object(run.meter, "record", check):
-        for step in (1, 2):
-            run.train(step)
+        run.trainer._train(number)
     gpus = {parameter.device for parameter in run.trainable.model.parameters()}
     is_muon = isinstance(run.trainable.optimizer, Muon)
     for kind, tensors in run.trainable.tensors().items():
@@ -118,31 +105,3 @@ def train(run: FakeRun) -> None:
             is_unused = is_muon and name.endswith(":step")  # of a matrix, for AdamW's loader
             is_own = tensor.device in gpus
             assert is_own or is_unused, f"{kind} {name} is on {tensor.device}"
-
-
-def log(run: FakeRun) -> None:
-    run.meter.read()
-
-
-def stage(run: FakeRun) -> None:
-    """Copy a snapshot to the host, as the snapshot thread does."""
-    store: Any = SimpleNamespace(storage=None)
-    plan = ShardPlan(run.runtime, store)
-    plan._writers = [0]
-    files = plan.own_files(run.trainable.tensors())
-    save = AsyncSave(run.runtime, store, {}, Capture(2, {**files}), lambda: None, Ledger(Path()))
-    save._stage()
-    assert save.staged.is_set()
-
-
-def evaluate(run: FakeRun) -> None:
-    with run.trainable.average.applied():
-        metrics = Evaluator(run.task, run.runtime).run(run.trainable.model, "val")
-    assert metrics is not None  # {} on a rank without a batch
-
-
-def decode(run: FakeRun) -> None:
-    """Sample a few tokens, more than the context holds."""
-    tokens = mock.patch.object(language_model, "SAMPLE_CHARACTERS", SAMPLED)
-    with tokens, run.trainable.average.applied():
-        Evaluator(run.task, run.runtime).sample(run.trainable.model, 2)

@@ -78,7 +78,7 @@ def stop_before_training() -> None:
     for name in (
         "training.run.build",
         "distributed.launch.launcher._run_with_restarts",
-        "planning.measured_plan.measure_training",
+        "planning.plan.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (
@@ -222,7 +222,7 @@ def main() -> None:
     for name in (
         *(f"cli.commands.{name}" for name in COMMANDS),
         "training.run",
-        "planning.measured_plan",
+        "planning.plan",
         "inference.generate",
     ):
         importlib.import_module(f"mingpt_ddp.{name}")

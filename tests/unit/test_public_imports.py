@@ -31,6 +31,7 @@ PUBLIC = {
     "mingpt_ddp.parts": (
         "Attention BlockSpec CachePosition KVCache PartConfig cross_entropy dropout rms_norm"
     ),
+    "mingpt_ddp.planning": "sizes",
     "mingpt_ddp.registry": (
         "ClassesConfig DataConfig DataError DatasetConfig ModelConfig OptimizerConfig PartConfig "
         "ScheduleConfig TaskConfig acts check on register register_comm_hook"

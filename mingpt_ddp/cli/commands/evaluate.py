@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_file
-from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, as_read_then, from_mapping
+from mingpt_ddp.config.config import (
+    DEFAULT_CHOICE,
+    Config,
+    as_read_then,
+    from_mapping,
+    without_unknown,
+)
 from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.config.validation import NotRegisteredError, check
 from mingpt_ddp.distributed.env import read_env
@@ -156,7 +162,8 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
         first: the state of the snapshot whose text is measured, if that is another; also untrusted.
     """
     try:
-        values = {group: dict(keys) for group, keys in state["config"].items()}
+        recorded = without_unknown(state["config"])
+        values = {group: dict(keys) for group, keys in recorded.items()}
         values["trainer"] |= {
             "device": config.device,
             "precision": config.precision,

@@ -4,7 +4,6 @@ import itertools
 import os
 import re
 import shutil
-import signal
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import yaml
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
+from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.snapshots.format import MANIFEST, step_of
 from mingpt_ddp.snapshots.read.load import Step
 from mingpt_ddp.storage.storage import atomic_write, sync_directory
@@ -67,8 +67,7 @@ def export(config: ExportConfig) -> int:
         "directory elsewhere",
     )
     step, files = export_files(config.url, config.step, config.format, config.license)
-    # Let Ctrl-C delete the unfinished export.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise_interrupts()  # so that the unfinished export is deleted
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     try:
         for name, content in files.items():

@@ -10,16 +10,15 @@ nodes               machines with ddp.nproc_per_node of them each (1)
 network_gbps        what a machine sends to others, all its adapters together, in gigabits per second (400)
 vocab_size          tokens of the vocabulary, instead of the text's own
 
-Prints parameters and FLOPs, length, batch, memory, snapshots and time, the batch at other numbers of ranks, and what
-looks doubtful. For the times, one rank trains alone on this machine for some seconds; it writes no run directory.
-With device= nothing is measured: memory, traffic and the least time of a step of every strategy follow from formulas,
-on a machine without a GPU and without memory for the model.
+Prints the model and the length of the run, the memory of each strategy, the batch at other numbers of ranks, and what
+looks doubtful. The table of strategies comes from formulas. Without device=, one rank also trains 20 steps to time them.
+No run directory is written.
 """  # noqa: E501
 
 import json
 import sys
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -40,12 +39,8 @@ from mingpt_ddp.training.start.checked_config import checked_config
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
 HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
-PEAK_KINDS = (
-    *("weights", "gradients", "optimizer", "average"),
-    *("activations", "temporaries", "gathered", "data"),
-)
-NOT_KNOWN = "not known"  # of a model or task of one's own
-Row: TypeAlias = tuple[str, str]  # a name, and what it is
+KINDS = ("weights", "gradients", "optimizer", "average", "activations", "temporaries", "data")
+UNKNOWN = "not known"  # for a model or task of one's own
 
 
 def main() -> None:
@@ -119,129 +114,77 @@ def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
         config = checked_config(cfg)
         typed = hydra_utils.typed_keys()
         # torch takes a second to import: report a mistyped key first
-        if target is None:
-            from mingpt_ddp.planning.measured_plan import make_plan
+        from mingpt_ddp.planning.plan import make_plan
 
-            plan = make_plan(config, typed)
-        else:
-            from mingpt_ddp.planning.gpu_plan import make_gpu_plan
-
-            plan = make_gpu_plan(config, target, typed, target.vocab_size)
+        vocab_size = target.vocab_size if target else None
+        plan = make_plan(config, target, typed, vocab_size)
         echo(json.dumps(plan, indent=1) if as_json else describe(plan))
 
 
 def describe(plan: dict[str, Any]) -> str:
     """Return a plan as text."""
+    model, length, batch = plan["model"], plan["length"], plan["batch"]
+    unit = length["unit"]
+    size = f"{model['name']}: {model['parameters']:,} parameters"
+    if model["flops"]:
+        size += f"; {model['flops_per_item']:.3g} FLOP per item, {model['flops']:.3g} in all"
+    steps = f"{length['steps']:,} steps, {length['epochs']:.3g} epochs, {length['items']:,} {unit}"
+    micro = f"{batch['batch_size']} in {batch['micro_batches']} micro-batches"
+    saves = plan["snapshots"]
     rows = [
-        ("run", f"{plan['run']}, {'for' if 'gpu' in plan else 'here on'} {plan['device']}"),
+        ("run", f"{plan['run']}, on {plan['device']}"),
         ("data", plan["data"]),
-        *_model_rows(plan),
+        ("model", size),
+        ("length", f"{steps}; {model['items_per_parameter']:.3g} {unit} per parameter"),
+        ("batch", f"{micro}, {batch['items']:,} {unit} per step"),
+        ("snapshots", f"{human_size(saves['bytes'])} each; {human_size(saves['kept_bytes'])} stay"),
     ]
-    if "gpu" not in plan:
-        rows += _memory_rows(plan["memory"])
-        rows += _snapshot_rows(plan["snapshots"])
-        rows += _time_rows(plan["time"], plan["length"]["unit"])
+    if times := plan["measured"]:
+        mfu = f" (MFU {times['mfu']:.1%})" if times["mfu"] else ""
+        evaluations = f"{times['evaluations']:,} evaluations of {times['evaluation_s']:.3g} s"
+        total = _duration(times["total_s"])
+        rows += [
+            ("time", f"{total}: steps of {times['step_s']:.3g} s{mfu}, {evaluations}"),
+            ("", f"{times['items_per_s']:,.0f} {unit}/s; one rank alone, without communication"),
+            ("", f"peak of this process: {human_size(times['peak_bytes'])}"),
+        ]
     lines = [f"{name:<11}{text}" for name, text in rows]
-    if "gpu" in plan:
-        lines += ["", *_gpu_lines(plan["gpu"])]
-    lines += ["", *_rank_lines(plan["world_sizes"]), ""]
+    lines += ["", *_strategy_lines(plan), "", *_rank_lines(plan["world_sizes"]), ""]
     if plan["doubts"]:
-        lines.append("doubtful:")
-        lines += [f"* {text}" for text in plan["doubts"]]
+        lines += ["doubtful:", *(f"* {text}" for text in plan["doubts"])]
     else:
         lines.append("nothing looks doubtful")
     return "\n".join(lines)
 
 
-def _gpu_lines(gpu: dict[str, Any]) -> list[str]:
-    """Describe what each strategy needs of a rank."""
-    works = {name: each for name, each in gpu["strategies"].items() if each["passes"]}
-    kinds = [
-        kind for kind in PEAK_KINDS if any(each[f"{kind}_bytes"] != 0 for each in works.values())
-    ]
-    rows = [("strategy", "peak", *kinds, "largest", "sends", "least step", "limit")]
-    for name, figures in works.items():
-        bound = figures["step_s_bound"]
-        largest = figures["largest_micro_batch_size"]
-        limit = max(("compute", "memory", "wire"), key=lambda part: figures[f"{part}_s"] or 0)
-        if figures["ranks_per_copy"] > 1:
-            name = f"{name}={figures['ranks_per_copy']}"
+def _strategy_lines(plan: dict[str, Any]) -> list[str]:
+    """Return a table of what each strategy needs of a rank, then why others cannot run."""
+    table = {name: row for name, row in plan["strategies"].items() if "passes" in row}
+    kinds = [kind for kind in KINDS if any(row[f"{kind}_bytes"] != 0 for row in table.values())]
+    rows = [("strategy", "peak", *kinds, "largest", "sends", "step at peak", "limit")]
+    for name, row in table.items():
+        if row["ranks_per_copy"] > 1:
+            name = f"{name}={row['ranks_per_copy']}"
+        sizes = [row[f"{kind}_bytes"] for kind in ("peak", *kinds)]
+        largest, step_s = row["largest_micro_batch_size"], row["step_s_at_peak"]
+        limit = "wire" if (row["wire_s"] or 0) > (row["compute_s"] or 0) else "compute"
         rows.append(
             (
                 name,
-                *(_size(figures[f"{kind}_bytes"]) for kind in ("peak", *kinds)),
-                NOT_KNOWN if largest is None else str(largest),
-                human_size(figures["wire_bytes_per_step"]),
-                "-" if bound is None else f"{bound:.3g} s",
-                "does not fit" if bound is None else limit,
+                *(UNKNOWN if size is None else human_size(size) for size in sizes),
+                UNKNOWN if largest is None else str(largest),
+                human_size(row["wire_bytes_per_step"]),
+                "-" if step_s is None else f"{step_s:.3g} s",
+                "does not fit" if row["reason"] else "-" if step_s is None else limit,
             )
         )
-    lines = table_lines(rows, left=(0,))
-    lines.append("")
-    for name, figures in gpu["strategies"].items():
-        if figures["reason"] and gpu["ranks"] > 1:
-            lines.append(f"{name}: {figures['reason']}")
-    rates = f"a GPU sends {gpu['link_bytes_per_s'] / 1e9:.0f} GB/s"
-    if gpu["network_bytes_per_s"]:
-        rates += f", a node {gpu['network_bytes_per_s'] / 1e9:.3g} GB/s to others (network_gbps)"
-    lines.append(f"largest: micro-batch that fits; sends: a rank in a step; {rates}")
-    lines.append("not counted:")
-    lines += [f"* {text}" for text in gpu["left_out"]]
+    lines = [*table_lines(rows, left=(0,)), ""]
+    lines += [f"{name}: {r['reason']}" for name, r in plan["strategies"].items() if r["reason"]]
+    lines.append(
+        f"a rank has {human_size(plan['memory_bytes'])}; peaks are those of eager steps on a GPU, "
+        "within 10%, without CUDA's own 0.5 GiB, NCCL's buffers and fragmentation"
+    )
     return lines
-
-
-def _size(size: int | None) -> str:
-    return NOT_KNOWN if size is None else human_size(size)
-
-
-def _model_rows(plan: dict[str, Any]) -> list[Row]:
-    """Describe the model, and the length and batch of its training."""
-    model = plan["model"]
-    length = plan["length"]
-    batch = plan["batch"]
-    unit = length["unit"]
-    size = f"{model['name']}: {model['parameters']:,} parameters"
-    if model["flops"]:
-        size += f"; {model['flops_per_item']:.3g} FLOP per item, {model['flops']:.3g} in all"
-    steps = f"{length['steps']:,} steps, {length['epochs']:.3g} epochs"
-    return [
-        ("model", size),
-        ("length", f"{steps}, {length['items']:,} {unit}"),
-        ("", f"{model['items_per_parameter']:.3g} {unit} per parameter"),
-        (
-            "batch",
-            f"{batch['batch_size']} in {batch['micro_batches']} micro-batches, "
-            f"{batch['items']:,} {unit} per step",
-        ),
-    ]
-
-
-def _memory_rows(memory: dict[str, int]) -> list[Row]:
-    parts = []
-    for name, size in memory.items():
-        if size and name not in ("total", "available"):
-            parts.append(f"{name} {human_size(size)}")
-    total = f"{human_size(memory['total'])} of {human_size(memory['available'])} per rank"
-    return [("memory", total), ("", ", ".join(parts))]
-
-
-def _snapshot_rows(saves: dict[str, Any]) -> list[Row]:
-    written = "" if saves["write_s"] is None else f", written in {saves['write_s']:.2g} s"
-    kept = human_size(saves["kept_bytes"])
-    every = f"{saves['every_steps']:,} steps ({_duration(saves['every_s'])})"
-    return [
-        ("snapshots", f"{human_size(saves['bytes'])} each{written}; {kept} stay"),
-        ("", f"{saves['count']:,}, every {every}"),
-    ]
-
-
-def _time_rows(times: dict[str, Any], unit: str) -> list[Row]:
-    evaluations = f"{times['evaluations']:,} evaluations of {times['evaluation_s']:.3g} s"
-    rate = f"{times['items_per_s']:,.0f} {unit}/s"
-    return [
-        ("time", f"{_duration(times['total_s'])}: steps of {times['step_s']:.3g} s, {evaluations}"),
-        ("", f"{rate}; measured on one rank alone, without communication"),
-    ]
 
 
 def _rank_lines(world_sizes: list[dict[str, Any]]) -> list[str]:

@@ -61,7 +61,7 @@ def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
     return int(trained)
 
 
-def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bool) -> int:
+def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
     """Print whether a replay confirms what is recorded; return the exit code.
 
     Args:
@@ -69,16 +69,15 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str], follow: bo
         steps: to repeat.
         ranks: on which; None: one, or as many as the run had with ddp.reduction=fast.
         words: more of the command line that trains.
-        follow: as for `find_steps`.
     """
     raise_interrupts()  # so that the training ends and its directory is deleted
-    recorded = RecordedRun.read(url, follow)
+    recorded = RecordedRun.read(url)
     interval = choose_interval(recorded, steps, words)
     environment = interval.state["environment"]
     ranks = choose_ranks(ranks, environment)
     expected = recorded.expected(interval)
     for step in (interval.base, interval.target):
-        if step in recorded.stores:
+        if step in recorded.states:
             content = recorded.content(step)
             if difference := describe_difference(expected.setdefault(step, content), content):
                 echo(f"refuted: the snapshot of step {step} holds another {difference}")
@@ -202,8 +201,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
         "snapshot.every_steps": save_interval(recorded.expected(interval), interval),
     }
     if interval.base:
-        store = recorded.stores[interval.base]
-        values["run.resume"] = f"{store.url}/{directory_name(interval.base)}"
+        values["run.resume"] = f"{recorded.store.url}/{directory_name(interval.base)}"
     if state["config"]["optimizer"].get("schedule_steps") is None:
         values["optimizer.schedule_steps"] = state["steps"]
     if "dataset" not in state["config"]["data"]:  # a text

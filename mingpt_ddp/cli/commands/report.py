@@ -37,7 +37,6 @@ without a pair are left out, and a note says so if the order of the table contra
 """  # noqa: E501
 
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,6 +45,7 @@ from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
+from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.results.analysis.verdict import verdict
 from mingpt_ddp.results.report import page_path, report, watch
 from mingpt_ddp.results.report_json import json_report
@@ -84,7 +84,7 @@ def _command(config: ReportConfig) -> int:
     as_json = config.format == "json"
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
     if WATCH in words:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # so that Ctrl-C ends the watch
+        raise_interrupts()  # which end the watch
         echo(watch(directories, page_path(directories), config.metric))
     elif COMPARE in words:
         echo(verdict(directories, as_json, config.metric, config.accept_code))

@@ -16,7 +16,6 @@ nproc_per_node
 words      verify: more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
            also keep those of every keep_every steps, if it is given
-follow     true: include snapshots elsewhere, where the run's configuration says
 export     write the weights, their description and a model card to a new local directory
 step       which one to export: newest (the default), best (lowest validation loss) or a number
 format     safetensors (the default): model.safetensors and config.json; hf: a directory that transformers loads,
@@ -53,6 +52,7 @@ from mingpt_ddp.snapshots.write.retention import expired_steps
 from mingpt_ddp.storage.lease import Lease, LockedError
 from mingpt_ddp.storage.lock import LOCK, acquire_lock
 from mingpt_ddp.storage.remote.remote import RemoteStorage
+from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
 HEADINGS = (
@@ -71,7 +71,6 @@ HEADINGS = (
 @dataclass(frozen=True)
 class ListConfig:
     url: str
-    follow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +117,15 @@ class Entry:
 
 
 def list_snapshots(config: ListConfig) -> int:
-    """Print a table per store."""
-    for store, steps in find_steps(config.url, config.follow):
-        entries = [inspect(store, step) for step in steps]
-        best = None  # as the newest whole snapshot has it
-        for entry in entries:
-            if entry.status == "whole":
-                best = entry.train_state.get("best_step")
-        rows = [HEADINGS, *(_row(entry, best) for entry in entries)]
-        echo("\n".join([store.url, *table_lines(rows)]))
+    """Print a table of the snapshots."""
+    store, steps = find_steps(config.url)
+    entries = [inspect(store, step) for step in steps]
+    best = None  # as the newest whole snapshot has it
+    for entry in entries:
+        if entry.status == "whole":
+            best = entry.train_state.get("best_step")
+    rows = [HEADINGS, *(_row(entry, best) for entry in entries)]
+    echo("\n".join([store.url, *table_lines(rows)]))
     return 0
 
 
@@ -178,16 +177,16 @@ def verify(config: VerifyConfig) -> int:
         from mingpt_ddp.cli.commands.replay import replay  # imports torch
 
         words = shlex.split(config.words)
-        return replay(config.url, config.replay, config.nproc_per_node, words, config.follow)
+        return replay(config.url, config.replay, config.nproc_per_node, words)
     damaged = False
-    for store, steps in find_steps(config.url, config.follow):
-        for step in steps:
-            problem = verify_step(store, step)
-            verdict = str(problem or "whole")
-            if problem is not None and not isinstance(problem, IncompleteSnapshotError):
-                verdict = f"damaged: {problem}"
-                damaged = True
-            echo(f"{store.url}/{directory_name(step)}: {verdict}")
+    store, steps = find_steps(config.url)
+    for step in steps:
+        problem = verify_step(store, step)
+        verdict = str(problem or "whole")
+        if problem is not None and not isinstance(problem, IncompleteSnapshotError):
+            verdict = f"damaged: {problem}"
+            damaged = True
+        echo(f"{store.url}/{directory_name(step)}: {verdict}")
     return int(damaged)
 
 
@@ -211,55 +210,49 @@ def verify_step(store: SnapshotStore, step: int) -> CorruptSnapshotError | None:
 
 
 def prune(config: PruneConfig) -> int:
-    """Delete old snapshots; keep at least the newest whole one of each store."""
+    """Delete old snapshots; keep at least the newest whole one."""
     if step_in(config.url) is not None:
         raise ConfigError(
             f"{config.url} is one snapshot; prune takes a run directory or its snapshots"
         )
-    stores = [store for store, _ in find_steps(config.url, config.follow)]
-    with _locked(stores):
-        for store in stores:
-            intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
-            whole = list(itertools.islice(intact, config.keep_last))  # every byte verified
-            if not whole:
-                raise SnapshotError(
-                    f"there is no whole snapshot at {store.url}; nothing is deleted"
-                )
-            newest = whole[0]
-            best = None
-            if config.keep_best:
-                recorded = inspect(store, newest).train_state.get("best_step")
-                best = recorded if isinstance(recorded, int) else None
-            expired = expired_steps(store, config.keep_last, best, newest, config.keep_every)
-            for step in expired:
-                echo(f"deleting {store.url}/{directory_name(step)}")
-                store.clear(step)
-            echo(f"{store.url}: {len(expired)} deleted, {len(store.steps())} kept")
+    store, _ = find_steps(config.url)
+    with _locked(store.storage):
+        intact = (step for step in reversed(store.steps()) if verify_step(store, step) is None)
+        whole = list(itertools.islice(intact, config.keep_last))  # every byte verified
+        if not whole:
+            raise SnapshotError(f"there is no whole snapshot at {store.url}; nothing is deleted")
+        newest = whole[0]
+        best = None
+        if config.keep_best:
+            recorded = inspect(store, newest).train_state.get("best_step")
+            best = recorded if isinstance(recorded, int) else None
+        expired = expired_steps(store, config.keep_last, best, newest, config.keep_every)
+        for step in expired:
+            echo(f"deleting {store.url}/{directory_name(step)}")
+            store.clear(step)
+        echo(f"{store.url}: {len(expired)} deleted, {len(store.steps())} kept")
     return 0
 
 
 @contextlib.contextmanager
-def _locked(stores: list[SnapshotStore]) -> Iterator[None]:
-    """Hold the locks and leases of the runs that these snapshots are of, so that none uses them.
+def _locked(storage: Storage) -> Iterator[None]:
+    """Hold the locks or the lease of the run whose snapshots these are, so that it cannot run.
 
     A local directory that no run has locked so far gets no lock.
 
     Raises:
-        RunError: a run is using them.
-        StorageUnavailableError: a storage does not respond.
+        RunError: The run is using them.
+        StorageUnavailableError: The storage does not respond.
     """
-    directories = dict[Path, None]()
     with contextlib.ExitStack() as held:
         try:
-            for storage in (store.storage for store in stores):
-                if storage.local:
-                    path = Path(storage.root).resolve()
-                    directories |= dict.fromkeys([path, path.parent])  # the parent is the run's
-                elif isinstance(storage, RemoteStorage) and storage.shared:
-                    held.callback(Lease(storage).release)
-            for directory in directories:
-                if (directory / LOCK).exists():
-                    held.enter_context(acquire_lock(directory, wait_s=0))
+            if storage.local:
+                path = Path(storage.root).resolve()
+                for directory in (path, path.parent):  # the parent is the run directory
+                    if (directory / LOCK).exists():
+                        held.enter_context(acquire_lock(directory, wait_s=0))
+            elif isinstance(storage, RemoteStorage) and storage.shared:
+                held.callback(Lease(storage).release)
         except LockedError as error:
             raise LockedError(error.location, error.owner, "wait for it") from error
         yield

@@ -9,7 +9,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.config import explain_value
 from mingpt_ddp.config.hints import suggest
-from mingpt_ddp.config.retired import retired
 
 # Hydra's plugins that presets use, and the extras in setup.cfg that install them.
 PLUGINS = {
@@ -59,8 +58,6 @@ def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
     preset = f"{group}/{name}"
     if preset in PLUGINS:
         return f"{preset} is not installed; pip install 'mingpt_ddp[{PLUGINS[preset]}]'"
-    if line := retired(f"{group}={name}"):
-        return line
     options = text.partition("Config search path")[0]
     known = ", ".join(re.findall(r"^\t(\S+)$", options, re.MULTILINE))
     return known and (
@@ -71,8 +68,6 @@ def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
 
 def _explain_unknown_key(key: str, error: Exception) -> str:
     """Name an unknown key, and the one that was meant."""
-    if line := retired(key):
-        return line
     cause: Any = error.__cause__  # has the keys of the group, which a user may have registered
     in_group = (
         "." in key

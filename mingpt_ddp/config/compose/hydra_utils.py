@@ -32,7 +32,6 @@ from mingpt_ddp.config.config import (
 )
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
-from mingpt_ddp.config.retired import retired
 from mingpt_ddp.errors import ConfigError, with_commands
 
 # Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
@@ -159,8 +158,6 @@ def check_options(argv: list[str]) -> None:
         if not word.startswith("--") or name in matching or len(matching) == 1:
             continue
         key = name.lstrip("-").replace("-", "_")
-        if line := retired(key) or retired(f"{key}={value}"):
-            raise ConfigError(line)
         if key not in known_keys():
             raise ConfigError(f"{name} is not an option{suggest(key)}")
         if not value and not following.startswith("-"):
@@ -179,7 +176,6 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
         ConfigError, CodeError: a key, a value or a user's file is invalid; one line.
     """
     values = to_plain(cfg)
-    _refuse_retired(values)
     typed = set(map(key_of, overrides))
     if typed >= {*BATCH_SIZES}:
         raise ConfigError(
@@ -194,14 +190,6 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
         for group in ("task", "optimizer"):
             drop_defaults_of_others(group, values.get(group), typed)
         return from_mapping(values)
-
-
-def _refuse_retired(values: dict[str, Any]) -> None:
-    """Refuse retired keys of a preset, or added with +; those of recorded runs are dropped."""
-    for group, keys in values.items():
-        for key in keys if isinstance(keys, dict) else ():
-            if line := retired(f"{group}.{key}"):
-                raise ConfigError(line)
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:

@@ -67,9 +67,6 @@ class TrainerConfig:
         "steps",
         changes="measurement",
     )
-    norms_every: PositiveInt | None = neutral(
-        None, "between two measurements of each layer's norms; null: none", "steps"
-    )
     profile: tuple[PositiveInt, PositiveInt] | None = neutral(
         None, "the first and the last to profile; null: none", "steps"
     )

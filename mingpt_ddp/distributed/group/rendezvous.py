@@ -119,21 +119,14 @@ def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
         return otherwise
 
 
-def claim_error_report(env: DistEnv, job: int, message: str, wait_s: float) -> bool:
-    """Record a fatal error for later attempts.
+def record_fatal(env: DistEnv, job: int, message: str) -> bool:
+    """Record a fatal error for later attempts. Return True if no worker of this agent has before.
 
-    Return whether this is the first worker of its parent to do so.
-
-    Args:
-        wait_s: seconds in which another one may be the first.
+    Each agent has its own console.
     """
     store = open_store(env, job, STORE_TIMEOUT_S)
-    key = f"reported/{socket.gethostname()}/{os.getppid()}"  # each parent has its own console
-    deadline = time.monotonic() + wait_s
-    while time.monotonic() < deadline and not store.check([key]):
-        time.sleep(POLL_S)
     store.set(FATAL, message)
-    return store.add(key, 1) == 1
+    return store.add(f"reported/{socket.gethostname()}/{os.getppid()}", 1) == 1
 
 
 def raise_if_fatal(store: Store) -> None:

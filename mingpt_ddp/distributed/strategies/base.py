@@ -137,12 +137,13 @@ class Strategy:
             dist.broadcast(tensor, src=0)
 
     def watch(self, model: nn.Module, micro_batches: int) -> None:
-        """Let the clock measure the work of this rank in each step.
+        """Let the clock measure the work of this rank in each step, if its passes do not wait.
 
         Args:
             micro_batches: of a step, over all ranks.
         """
-        self.clock.attach(model, self.passes(micro_batches), is_split=self.waits_in_passes)
+        if not self.waits_in_passes:
+            self.clock.attach(model, self.passes(micro_batches))
 
     def on_whole_model(
         self, model: nn.Module, build: Callable[[], nn.Module], work: Callable[[nn.Module], T]

@@ -98,20 +98,6 @@ def split_model(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def keep_part(model: nn.Module, ranks: int) -> None:
-    """Leave a GPT the matrices that one of some ranks holds, without a process group."""
-    for block in model.get_submodule("blocks").children():
-        assert isinstance(block, Block) and isinstance(block.attention, MultiHead)
-        block.attention.n_head //= ranks
-        for name, dimension in SPLIT_DIMENSIONS.items():
-            layer = block.get_submodule(name)
-            assert isinstance(layer, nn.Linear)
-            part = layer.weight.detach().chunk(ranks, dimension)[0]
-            layer.weight = nn.Parameter(part.clone())
-            if dimension == 0 and layer.bias is not None:
-                layer.bias = nn.Parameter(layer.bias.detach().chunk(ranks)[0].clone())
-
-
 def _matrices_in(name: str) -> int:
     """Return how many matrices the parameter of this name concatenates."""
     for layer, parts in FUSED_PARTS.items():

@@ -1,1 +1,1 @@
-"""TensorBoard and the terminal."""
+"""Reading of event files."""

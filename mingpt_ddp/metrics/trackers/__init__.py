@@ -1,1 +1,1 @@
-"""Sinks outside of the run directory: Weights & Biases, MLflow, Trackio."""
+"""TensorBoard, Weights & Biases, MLflow and Trackio: a module for each, over its own library."""

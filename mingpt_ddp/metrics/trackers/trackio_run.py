@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import Config, flatten
-from mingpt_ddp.metrics.trackers.outbox import REMOTE_S, Points
+from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.storage.run_directory import run_name
 
+TIMEOUT_S = 10.0
 
-class TrackioTracker:
+
+class TrackioTracker(Tracker):
     """The run is found by its name, which has the id. Trackio says which step comes next."""
 
     name = "trackio"
@@ -18,22 +20,18 @@ class TrackioTracker:
     def __init__(self, config: Config, directory: Path, run_id: str) -> None:
         self._config = config
         self._id = run_id
-        self._server = os.environ.get("TRACKIO_SERVER_URL")
-        self.is_remote = bool(self._server or os.environ.get("TRACKIO_SPACE_ID"))
 
-    def find_run(self) -> int:
+    def start(self) -> int:
         import trackio
 
-        if self._server:  # trackio.init would take a server that is away for an empty one
-            url, _, _ = self._server.partition("?")  # without its write_token
-            urllib.request.urlopen(url, timeout=REMOTE_S).close()
-        project = self._config.tracker.project
-        name = f"{run_name(self._config)}-{self._id}"
-        config = flatten(self._config.to_dict())
+        # trackio.init would take a server that is away for an empty one.
+        if server := os.environ.get("TRACKIO_SERVER_URL"):
+            url, _, _ = server.partition("?")  # without its write_token
+            urllib.request.urlopen(url, timeout=TIMEOUT_S).close()
         self._run = trackio.init(
-            project,
-            name,
-            config=config,
+            self._config.tracker.project,
+            f"{run_name(self._config)}-{self._id}",
+            config=flatten(self._config.to_dict()),
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -41,9 +39,8 @@ class TrackioTracker:
         )
         return self._run._next_step
 
-    def send(self, points: Points) -> None:
-        for step, metrics in points:
-            self._run.log(metrics, step=step)
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
 
     def finish(self, result: dict[str, Any]) -> None:
         self._run.finish()

@@ -7,15 +7,12 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.metrics.trackers.outbox import Points
+from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.storage.run_directory import run_name
 
 
-class WandbTracker:
-    """Online, W&B says which step comes next.
-
-    Offline, the files of a killed attempt are written again.
-    """
+class WandbTracker(Tracker):
+    """Online, W&B says which step comes next. Offline, each attempt writes all steps anew."""
 
     name = "wandb"
 
@@ -23,29 +20,26 @@ class WandbTracker:
         self._config = config
         self._directory = directory
         self._id = run_id
-        self.is_remote = os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled")
 
-    def find_run(self) -> int:
+    def start(self) -> int:
         import wandb
 
-        if self.is_remote and not wandb.login(prompt=False):
+        is_online = os.environ.get("WANDB_MODE") not in ("offline", "dryrun", "disabled")
+        if is_online and not wandb.login(prompt=False):
             raise RunError("there are no credentials; set WANDB_API_KEY, or WANDB_MODE=offline")
-        name = run_name(self._config)
-        settings = wandb.Settings(
-            console="off", silent=True, disable_git=True, save_code=False, init_timeout=30
-        )
+        group, _, name = run_name(self._config).rpartition("/")
         self._run = wandb.init(
             id=self._id,
             resume="allow",
             project=self._config.tracker.project,
             entity=self._config.tracker.entity,
-            name=name.rpartition("/")[2],
-            group=name.rpartition("/")[0] or None,
+            name=name,
+            group=group or None,
             dir=str(self._directory),
             config=flatten(self._config.to_dict()),
             allow_val_change=True,
             reinit="create_new",
-            settings=settings,
+            settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
         )
         if self._run.offline:
             for other in self._directory.glob(f"wandb/offline-run-*-{self._id}"):
@@ -53,9 +47,8 @@ class WandbTracker:
                     shutil.rmtree(other)
         return self._run.step
 
-    def send(self, points: Points) -> None:
-        for step, metrics in points:
-            self._run.log(metrics, step=step)
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
 
     def finish(self, result: dict[str, Any]) -> None:
         self._run.summary.update(result)

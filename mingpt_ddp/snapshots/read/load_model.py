@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.builders import attribute_errors_to_user_code
-from mingpt_ddp.config.config import build_group
+from mingpt_ddp.config.config import build_group, without_unknown
 from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig, changed_parts
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.config.validation import NotRegisteredError
@@ -93,7 +93,8 @@ def read_model_spec(state: Any) -> ModelSpec:
         typed = isinstance(architecture, str) and type(block_size) is int
         if not typed or len(json.dumps(config)) > MAX_CONFIG_CHARS:
             raise ValueError("expected a configuration")
-        return ModelSpec(dict(config["model"]), max(1, block_size), tokenizer)
+        model = without_unknown({"model": config["model"]})["model"]
+        return ModelSpec(dict(model), max(1, block_size), tokenizer)
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"the snapshot has an invalid state: {error}") from error
 

@@ -3,20 +3,18 @@
 A request has a timeout, an operation with all its retries a deadline. Both grow with the bytes
 transferred. Until its deadline an operation retries transient errors (5xx, throttling, resets,
 timeouts) with random exponential backoff. Permanent errors raise immediately: missing file or
-bucket, bad credentials, no permission. `set_deadline`, for the grace period of a preemption, makes
-requests time out and retry sooner, including those in flight.
+bucket, bad credentials, no permission.
 """
 
 import asyncio
 import inspect
 import logging
-import math
 import random
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec.asyn
 
@@ -32,7 +30,6 @@ from mingpt_ddp.storage.remote.remote_errors import (
 from mingpt_ddp.storage.storage import Content, Storage
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / MIN_BANDWIDTH
 # seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
@@ -41,10 +38,6 @@ MIN_BANDWIDTH = 1 << 20  # bytes per second, the least assumed for all requests 
 # before a retry; doubled each time
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
-# of the remaining grace period, the most that one may take
-REQUEST_SHARE = 0.5
-BACKOFF_SHARE = 0.05
-DEADLINE_CHECK_S = 0.5  # `set_deadline` reaches operations in flight within this time
 # bytes: larger files are transferred in parts of this size, so that a fault costs one part
 PART = 1 << 24
 PARALLEL = 4  # parts in flight, and in memory, at a time
@@ -53,25 +46,9 @@ PRECONDITION_FAILED_STATUS = 412
 _jitter = random.SystemRandom()  # does not touch a run's seeded generators
 
 
-async def within(job: Awaitable[T], end: Callable[[], float]) -> T:
-    """Return the result of a job, cancelled once time.monotonic() reaches `end()`.
-
-    Args:
-        end: asked again while the job runs: it may change.
-
-    Raises:
-        TimeoutError: it was cancelled.
-    """
-    task = asyncio.ensure_future(job)
-    try:
-        while not task.done() and (left := end() - time.monotonic()) > 0:
-            await asyncio.wait([task], timeout=min(left, DEADLINE_CHECK_S))
-    finally:
-        task.cancel()  # a no-op if it is done
-        await asyncio.wait([task])
-    if task.cancelled():
-        raise TimeoutError
-    return task.result()
+def request_timeout(size: int) -> float:
+    """Return after how many seconds a request of `size` bytes times out."""
+    return REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH
 
 
 def _joined(parts: list[Any], size: int) -> bytes:
@@ -105,11 +82,6 @@ class RemoteStorage(Storage):
             asyncio.TimeoutError,
             ClientError,
         )
-        self._grace_period = (-math.inf, math.inf)  # begin and end, by time.monotonic()
-
-    def set_deadline(self, seconds: float) -> None:
-        now = time.monotonic()
-        self._grace_period = (now, now + seconds)
 
     def read(self, name: str, limit: int | None = None) -> bytes:
         path = self._path(name)
@@ -209,19 +181,19 @@ class RemoteStorage(Storage):
         self.fs.invalidate_cache()  # of listings: other processes write here too
         start = time.monotonic()
         seconds = (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
-        deadline = self._end(seconds, share=1)
         errors = deque[Exception](maxlen=1)
 
         async def call() -> Any:
-            result = await within(self._call(method, *args, **kwargs), self.end_of_request(size))
+            job = self._call(method, *args, **kwargs)
+            result = await asyncio.wait_for(job, request_timeout(size))
             return _joined(result, size) if method == "cat_ranges" else result
+
+        async def operation() -> Any:
+            return await asyncio.wait_for(self._retry(call, errors), seconds)
 
         try:
             # The timeout guards against a hanging event loop.
-            retrying = self._retry(call, errors)
-            return fsspec.asyn.sync(
-                self.loop, within, retrying, deadline, timeout=seconds + REQUEST_TIMEOUT_S
-            )
+            return fsspec.asyn.sync(self.loop, operation, timeout=seconds + REQUEST_TIMEOUT_S)
         except Exception as error:
             _, code = http_status_and_code(error)
             known = isinstance(error, (FileNotFoundError, NotADirectoryError, FileExistsError))
@@ -252,33 +224,10 @@ class RemoteStorage(Storage):
                 level = logging.DEBUG if errors else logging.INFO
                 log.log(level, "retrying: %s", redact(describe(error)))
                 errors.append(error)
-            end = self._end(backoff * _jitter.uniform(0.5, 1), BACKOFF_SHARE)
-            with suppress(TimeoutError):
-                await within(asyncio.Event().wait(), end)
+            await asyncio.sleep(backoff * _jitter.uniform(0.5, 1))
             backoff = min(2 * backoff, MAX_BACKOFF_S)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         if self.fs.async_impl:
             return await getattr(self.fs, f"_{method}")(*args, **kwargs)
         return await asyncio.to_thread(getattr(self.fs, method), *args, **kwargs)
-
-    def _end(self, seconds: float, share: float) -> Callable[[], float]:
-        """Return the end of a wait of `seconds` from now, or of a share of the grace period.
-
-        The share is of what remains of the grace period now, or when it begins.
-        """
-        start = time.monotonic()
-
-        def end() -> float:
-            grace_begin, grace_end = self._grace_period
-            begin = max(start, grace_begin)
-            return min(start + seconds, begin + (grace_end - begin) * share)
-
-        return end
-
-    def end_of_request(self, size: int) -> Callable[[], float]:
-        """Return when a request of `size` bytes that begins now times out.
-
-        `set_deadline` may shorten it.
-        """
-        return self._end(REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH, REQUEST_SHARE)

@@ -1,11 +1,12 @@
 """Objects in an S3-compatible bucket, with s3fs's requests, multipart uploads and retries."""
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from mingpt_ddp.storage.remote import remote
-from mingpt_ddp.storage.remote.remote import RemoteStorage, within
+from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Content
 
 
@@ -23,15 +24,13 @@ class S3Storage(RemoteStorage):
 
         super().__init__(url, root, fs)
         self.transient += (EndpointError, *S3_RETRYABLE_ERRORS)
-        storage = self
 
         class Session(AIOHTTPSession):
             """Time out each request; the timeouts of aiohttp and botocore do not cover sending."""
 
             async def send(self, request: Any) -> Any:
                 size = int(request.headers.get("Content-Length", remote.PART))
-                end = storage.end_of_request(size)
-                return await within(super().send(request), end)
+                return await asyncio.wait_for(super().send(request), remote.request_timeout(size))
 
         # Few retries, so that an outage surfaces soon. botocore retries 500, 502 and 504.
         fs.config_kwargs |= {"http_session_cls": Session, "retries": {"max_attempts": 1}}

@@ -10,7 +10,7 @@ from mingpt_ddp.config.builders import BUILDERS, attribute_errors_to_user_code
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.metrics.trackers.outbox import Outbox
+from mingpt_ddp.metrics.trackers.sending import Sender
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +46,6 @@ class Observers:
     """Who sees what happens in a run, and who may end it early."""
 
     hooks: Hooks
-    outboxes: list[Outbox]  # of the trackers, on rank zero
+    senders: list[Sender]  # one for each tracker, on rank zero
     judge: Judge | None  # of a job of a sweep, on rank zero; None: nothing may prune the run
     signals: SignalHandler

@@ -9,7 +9,7 @@ from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.launch.slots import visible_gpus
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.metrics.trackers.outboxes import check_installed
+from mingpt_ddp.metrics.trackers.sending import check_installed
 from mingpt_ddp.storage.urls import check_urls
 
 

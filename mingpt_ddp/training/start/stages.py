@@ -20,8 +20,7 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
-from mingpt_ddp.metrics.trackers.outbox import Outbox
-from mingpt_ddp.metrics.trackers.outboxes import open_outboxes
+from mingpt_ddp.metrics.trackers.sending import Sender, open_senders
 from mingpt_ddp.snapshots.manager import SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
@@ -330,11 +329,11 @@ def record_start(
         warn_of_lost_snapshots(history.end)
 
 
-def open_trackers(run: Run) -> list[Outbox]:
-    """Open the outboxes of the trackers; a run keeps its id there in its own snapshots."""
+def open_trackers(run: Run) -> list[Sender]:
+    """Return a sender for each tracker. The snapshots of a run keep its id at the trackers."""
     state = run.state
     has_own_snapshots = run.snapshots.last_step is not None
     if not has_own_snapshots or not state.run_id:
         state.run_id = uuid.uuid4().hex[:12]
-    open_all = partial(open_outboxes, run.config, run.directory, state.run_id)
+    open_all = partial(open_senders, run.config, run.directory, state.run_id)
     return run.runtime.group.env.call_on_rank_zero(open_all) or []

@@ -166,6 +166,8 @@ def log_changes(before: dict[str, Any], run: Run) -> None:
     recorded = {key: keys for key, keys in before["config"].items() if isinstance(keys, dict)}
     # The settings as this version would have recorded them, with the defaults of newer keys.
     old = flatten(with_defaults(as_read_then(recorded)))
+    if unknown := sorted(map(str, flatten(recorded).keys() - old.keys())):
+        log.info("ignored, because they are not keys any more: %s", ", ".join(unknown)[:LONGEST])
     new = flatten(run.config.to_dict())
     old_environment = before.get("environment")
     if isinstance(old_environment, dict):

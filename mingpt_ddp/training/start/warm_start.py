@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.config import Config, build_group
+from mingpt_ddp.config.config import Config, build_group, without_unknown
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
@@ -136,7 +136,8 @@ def _with_sizes(config: Config, description: dict[str, Any], typed: Container[st
             f"run.init_sha256={run.init_sha256}; set that to null to use it"
         )
     code = configured.get("code")  # never taken from the source of the weights
-    model = asdict(build_group("model", {**description["model"], "code": code}))
+    known = without_unknown({"model": {**description["model"], "code": code}})
+    model = asdict(build_group("model", known["model"]))
     chosen = {key for key in configured if "model" in typed or f"model.{key}" in typed}
     for key in sorted(chosen):
         if key in FREE:

@@ -144,7 +144,8 @@ def test_code_of_yours_is_typed(tmp_path):
         ("", "has no config.yaml of a run"),
         ("model: {architecture: gpt}", "has no config.yaml of a run"),
         (
-            "run: {'code ': x}\nmodel: {}\noptimizer: {}\ndata: {}\ntrainer: {}",
+            "model: {architecture: mine, 'code ': x}\nrun: {}\noptimizer: {}\ndata: {}\n"
+            "trainer: {}",
             "has the key 'code '",
         ),
     ],

@@ -182,7 +182,7 @@ CASES = [
     # Unknown keys, with the intended one
     (
         "+trainer.epochs=1",
-        "config error: trainer.epochs is not a key; did you mean trainer.max_epochs (",
+        "config error: trainer.epochs is not a key; did you mean trainer.max_epochs?",
     ),
     (
         "optimizer=sgd optimizer.betas=[0.9,0.95]",
@@ -194,14 +194,10 @@ CASES = [
         "python_docs is a text, whose task is language_model or derives from mingpt_ddp.tasks.",
     ),
     ("+nosuch=1", "config error: nosuch is not a key"),
-    # Names of the keys in other programs
+    # Names of the keys in nanoGPT
     (
         "learning_rate=1e-3",
-        "config error: learning_rate is not a key; did you mean optimizer.lr (learning rate at the",
-    ),
-    (
-        "+model.hidden_size=9",
-        "config error: model.hidden_size is not a key; did you mean model.n_embd (features:",
+        "config error: learning_rate is not a key; did you mean optimizer.lr?",
     ),
     # A habit from other templates
     (
@@ -210,10 +206,6 @@ CASES = [
     ),
     # Values of another type
     ("trainer.max_steps=1.5", "config error: trainer.max_steps=1.5 must be a whole number"),
-    (
-        "optimizer.learing_rate=1",
-        "config error: optimizer.learing_rate is not a key; did you mean o",
-    ),
     ("optimizer.lr=fast", "config error: optimizer.lr='fast' must be a number"),
     ("optimizer.lr=nan", "config error: optimizer.lr=nan must be a finite number"),
     # Values out of range
@@ -673,8 +665,6 @@ SEARCHES = [
     ),
     ("sweep.pruner=hyperband", "config error: sweep.pruner='hyperband' must be 'none', "),
     ("sweep.trials=0", "config error: sweep.trials=0 must be greater than or equal to 1"),
-    ("sweep.lag=1", "config error: sweep.lag is no longer there; leave it out, a search draws"),
-    ("sweep.sampler=qmc", "config error: sweep.sampler=qmc is no longer there; choose tpe, gp or"),
     ("sweep.seed=-1", "config error: sweep.seed=-1 must be greater than or equal to 0"),
     ("sweep.metric=''", "config error: sweep.metric is empty"),
     (

@@ -181,14 +181,6 @@ def test_an_unknown_command(run):
     assert (code, out, err.count("\n")) == (2, "", 1) and "hunter2" not in err
 
 
-def test_a_retired_command(run):
-    advice = "run examples/collectives.py under torchrun (docs/communication.md)"
-    line = f"config error: collectives is no longer there; {advice}\n"
-    assert run("collectives", "all_reduce", "nproc_per_node=2") == (2, "", line)
-    done = python_m("-m", "mingpt_ddp.collectives", "all_reduce")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-
-
 def test_setup_names_the_console_command_and_the_sweeper():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")

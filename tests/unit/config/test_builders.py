@@ -55,15 +55,6 @@ def test_two_files_may_register_the_same_name(directory):
         assert known(directory, f"{code}.py") == (code, [code])
 
 
-def test_a_key_of_an_earlier_version_is_refused(tmp_path):
-    """Its value would be dropped, as that of an earlier record."""
-    path = tmp_path / "mine.py"
-    path.write_text(FILE.format(key="devices"))
-    reason = "Mine.devices was a key of an earlier version; choose another name"
-    with pytest.raises(CodeError, match=f"mine.py:9: TypeError: {reason}"):
-        run_file(path, "model.code")
-
-
 @pytest.mark.parametrize("group", sorted(BASES))
 def test_every_base_can_be_extended(group):
     """The keys of the base are of any type: optimizer.schedule_settings is a mapping."""

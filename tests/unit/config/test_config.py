@@ -524,16 +524,31 @@ def test_a_typed_batch_size_replaces_one_per_rank(tmp_path):
     assert started(search, "trainer=mine").trainer.batch_size_per_rank == 8
 
 
-def test_a_retired_key_that_is_added_is_refused():
-    """Recorded runs may have it; it changes nothing there."""
-    key = "+trainer.prune=median"
-    with pytest.raises(ConfigError, match=r"trainer\.prune is no longer there; choose "):
-        started(key)
-    assert composed(key) == composed()
+def test_an_unknown_key_that_is_added_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.verify_every is not a key; "):
+        started("+trainer.verify_every=1")
 
 
-def test_a_recorded_key_that_the_users_code_has_lost_stays_and_is_refused():
-    """A key that the package has lost is left out: it has no meaning any more."""
-    model = {"code": "mine.py", "architecture": "mine", "noise": 0.1}
-    recorded = {"run": {"seed": 1, "on_end": "true"}, "model": model}
-    assert without_unknown(recorded) == {"run": {"seed": 1}, "model": model}
+@pytest.mark.parametrize(
+    ("group", "recorded", "known"),
+    [
+        ("run", {"seed": 1, "on_end": "true"}, {"seed": 1}),
+        ("model", {"architecture": "gpt", "devices": 2}, {"architecture": "gpt"}),
+        ("data", {"path": "a", "max_expansion": 9}, {"path": "a"}),
+        # Its content is compared.
+        ("data", {"path": "a", "code": "mine.py", "lost": 9}, {"path": "a", "code": "mine.py"}),
+        ("removed_group", {"key": 1}, None),
+    ],
+)
+def test_recorded_keys_that_the_package_does_not_know_are_dropped(group, recorded, known):
+    expected = {} if known is None else {group: known}
+    assert without_unknown({group: recorded}) == expected
+
+
+@pytest.mark.parametrize("architecture", ["mine", "gpt"])  # registered by a file of the user or not
+def test_a_recorded_key_that_the_users_code_has_lost_stays_and_is_refused(architecture):
+    model = {"code": "mine.py", "architecture": architecture, "noise": 0.1}
+    assert without_unknown({"model": model}) == {"model": model}
+    recorded = {"model": {**model, "code_sha256": "0" * 64}}
+    if architecture == "gpt":  # a key of the package's, which each group with code had
+        assert without_unknown(recorded) == {"model": model}

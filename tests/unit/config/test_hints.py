@@ -8,13 +8,12 @@ import pytest
 
 from mingpt_ddp.config.compose.hydra_utils import check_options
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.config.hints import other_names, suggest
+from mingpt_ddp.config.hints import NANOGPT, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.config.validation import build
 from mingpt_ddp.errors import ConfigError
 
-NAMES = [(theirs, ours) for ours, names in other_names().items() for theirs in names.split()]
 KEYS = {
     f"{group}.{field.name}"
     for group, (_, classes) in GROUPS.items()
@@ -26,41 +25,18 @@ KEYS = {
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        ("learning_rate", "; did you mean optimizer.lr (learning rate at the peak of the schedule"),
-        ("optimizer.learning_rate", "; did you mean optimizer.lr ("),
-        ("optimizer.learing_rate", "; did you mean optimizer.lr ("),
-        ("learing_rate", "; did you mean optimizer.lr ("),
-        ("trainer.grad_accumulation_steps", "; did you mean trainer.micro_batch_size ("),
-        ("model.hiden_size", "; did you mean model.n_embd ("),
+        ("learning_rate", "; did you mean optimizer.lr?"),
+        ("optimizer.learning_rate", "; did you mean optimizer.lr?"),
+        ("learing_rate", "; did you mean optimizer.lr?"),
         ("optimizer.weigth_decay", "; did you mean optimizer.weight_decay?"),
-        ("trainer.learning_rate", "; did you mean optimizer.lr ("),
         (
             "gradient_accumulation_steps",
-            "; did you mean trainer.micro_batch_size (sequences: per rank per forward) = "
-            "trainer.batch_size / "
+            "; did you mean trainer.micro_batch_size = trainer.batch_size / "
             "(ranks x gradient_accumulation_steps)?",
         ),
-        (
-            "accumulate_grad_batches",
-            "; did you mean trainer.micro_batch_size (sequences: per rank per ",
-        ),
-        ("epochs", "; did you mean trainer.max_epochs (epochs: limit of passes over the text)?"),
-        ("trainer.epochs", "; did you mean trainer.max_epochs ("),
+        ("trainer.epochs", "; did you mean trainer.max_epochs?"),
         ("max_epoch", "; did you mean trainer.max_epochs?"),
-        ("steps", "; did you mean trainer.max_steps ("),
-        ("trainer.devices", "; did you mean ddp.nproc_per_node (local workers to start)?"),
-        ("trainer.per_device_train_batch_size", "; did you mean trainer.micro_batch_size ("),
-        ("eval_interval", "; did you mean trainer.eval_every (steps: between evaluations)?"),
-        ("log_interval", "; did you mean trainer.log_every (steps: "),
-        ("max_iters", "; did you mean trainer.max_steps (steps: "),
-        (
-            "min_lr",
-            (
-                "; did you mean optimizer.min_lr_ratio (final learning rate over the peak) = "
-                "min_lr / optimizer.lr?"
-            ),
-        ),
-        ("model.hidden_size", "; did you mean model.n_embd ("),
+        ("min_lr", "; did you mean optimizer.min_lr_ratio = min_lr / optimizer.lr?"),
         ("dataset", "; did you mean data.dataset?"),
         ("modle.n_head", "; did you mean model.n_head?"),
         ("seed", "; did you mean run.seed?"),
@@ -75,33 +51,25 @@ KEYS = {
         ("extras", ""),
         ("maxsteps", "; did you mean trainer.max_steps?"),
         ("init_from", "; did you mean run.init_from?"),
-        (
-            "model_name_or_path",
-            "; did you mean run.init_from (weights to start from: a run, snapshot, export or ",
-        ),
         ("wandb_log", "; did you mean tracker?"),
         ("tokenizer", "; did you mean data.tokenizer?"),
     ],
 )
 def test_hints(key, hint):
-    assert suggest(key) == hint or (
-        hint.endswith(("(", " ", "schedule")) and suggest(key).startswith(hint)
-    )
+    assert suggest(key) == hint
 
 
 def test_a_group_has_the_keys_of_the_chosen_class():
-    assert suggest("model.hidden_size", ["n_hidden", "width"]) == "; did you mean model.n_hidden?"
+    assert suggest("model.n_hiden", ["n_hidden", "width"]) == "; did you mean model.n_hidden?"
     assert suggest("model.qqq", ["n_hidden", "width"]) == "; use one of n_hidden, width"
     assert suggest("trainer.qqq").startswith("; use one of max_epochs, max_steps, ")
 
 
-@pytest.mark.parametrize(("theirs", "ours"), NAMES)
-def test_a_name_of_another_program_has_one_key_of_ours(theirs, ours):
-    assert ours in KEYS | GROUPS.keys()
-    assert [name for name, _ in NAMES].count(theirs) == 1
+@pytest.mark.parametrize(("theirs", "ours"), NANOGPT.items())
+def test_a_name_of_nanogpt_has_a_key_of_ours(theirs, ours):
+    assert ours.partition(" = ")[0] in KEYS | GROUPS.keys()
     own = {key.split(".")[1] for key in KEYS} - {"dtype"}  # nanoGPT's is another than data.dtype
     assert theirs not in own, "an existing key needs no hint"
-    assert f"did you mean {ours}" in suggest(theirs)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +93,14 @@ def test_a_value_of_another_program(value, meant):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--epochs", "3"], "--epochs is not an option; did you mean trainer.max_epochs ("),
-        (["--epochs=3"], "--epochs is not an option; did you mean trainer.max_epochs ("),
+        (["--max-iters", "3"], "--max-iters is not an option; did you mean trainer.max_steps?"),
+        (["--max_iters=3"], "--max_iters is not an option; did you mean trainer.max_steps?"),
         (
             ["--trainer.epochs", "3"],
-            "--trainer.epochs is not an option; did you mean trainer.max_epochs (",
+            "--trainer.epochs is not an option; did you mean trainer.max_epochs?",
         ),
         (["--optimizer.lr", "1e-3"], "--optimizer.lr is not an option; write optimizer.lr=1e-3"),
         (["--trainer.compile"], "--trainer.compile is not an option; write trainer.compile=VALUE"),
-        (["--model.devices=2"], "model.devices is no longer there; leave it out, or place "),
-        (["--trainer.prune_after", "9"], "trainer.prune_after is no longer there; choose "),
-        (["--data=digits"], "data=digits is no longer there; add --config-dir="),
     ],
 )
 def test_spellings_of_other_command_lines(words, message):
@@ -151,7 +116,7 @@ def test_the_options_of_hydra():
 
 def test_a_key_that_was_added_to_a_group():
     with pytest.raises(
-        ConfigError, match=r"trainer.grad_clip is not a key; did you mean trainer.grad_norm_clip \("
+        ConfigError, match=r"trainer.grad_clip is not a key; did you mean trainer.grad_norm_clip\?"
     ):
         from_mapping({"run": {}, "model": {}, "trainer": {"grad_clip": 1}} | _rest())
 

@@ -1,37 +1,68 @@
-"""The progress bar of an evaluation on a terminal."""
+"""The progress line on a terminal, and the log lines above it."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import pty
 import struct
 import sys
 import termios
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.logs import progress_bar
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(100, True), (0, False)])
-def test_a_bar_is_drawn_on_a_terminal_with_a_width(columns, shown, monkeypatch):
-    """A terminal of a container may have none."""
-    main, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    with os.fdopen(terminal, "w") as stderr:
+@contextlib.contextmanager
+def terminal(monkeypatch, columns: int) -> Iterator[Callable[[], str]]:
+    """Let standard error be a terminal. Yield a function that returns what it shows."""
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+
+    def drawn() -> str:
+        os.write(side, b"THE-END")
+        shown = b""
+        while not shown.endswith(b"THE-END"):  # a terminal may hand over a part
+            shown += os.read(main, 10_000)
+        return shown.decode()
+
+    with os.fdopen(side, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
+        yield drawn
+    os.close(main)
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(100, True), (0, False)])
+def test_a_line_is_drawn_on_a_terminal_with_a_width(columns, shown, monkeypatch):
+    """A terminal of a container may have none."""
+    with terminal(monkeypatch, columns) as drawn:
         bar = progress_bar(DistEnv(), 10, "evaluating", "batch")
         assert bar.disable == (not shown)
         bar.update(5)
         bar.refresh()
         bar.close()
-        os.write(terminal, b"end")
-        drawn = b""
-        while not drawn.endswith(b"end"):  # a terminal may hand over a part
-            drawn += os.read(main, 10_000)
-        assert (b"evaluating:  50%" in drawn) == shown
+        assert ("evaluating:  50%" in drawn()) == shown
+
+
+def test_log_lines_stand_above_the_line_and_the_end_of_the_log_erases_it(monkeypatch):
+    with terminal(monkeypatch, 100) as drawn:
+        logs.to_console(DistEnv())
+        bar = progress_bar(DistEnv(), 200, "training", "step", initial=90)
+        bar.update(10)
+        bar.refresh()
+        logging.getLogger("mingpt_ddp.test").info("step 100: [red]validation\x1b[2J")
+        logs.close()
+        before, line, after = drawn().partition("step 100: [red]validation\\x1b[2J")
+    assert line, "the line is as it was logged, without control characters"
+    assert "training:  50%" in before and "100/200" in before
+    assert "100/200" in after, "it is drawn again below the line"
+    assert after.rpartition("100/200")[2].endswith(" \rTHE-END"), "and erased at the end"
 
 
 def test_no_bar_without_a_terminal():

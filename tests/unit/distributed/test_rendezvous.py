@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 from counting import Network
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import PrefixStore
 
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group import rendezvous
 from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.errors import JoinError
 
@@ -34,19 +31,3 @@ def test_a_rank_that_has_joined_is_not_missing(later_s, limit_s):
         network.run(work)
     expected = "run error: rank 2 did not join in time; start all ranks, or raise ddp.timeout_s"
     assert found == {0: expected, 1: expected}
-
-
-def test_a_later_worker_reports_an_error_of_all_first(monkeypatch):
-    """The ranks that leave the report to it wait for it."""
-    store = HashStore()
-    monkeypatch.setattr(rendezvous, "open_store", lambda *_: store)
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(rendezvous.claim_error_report, DistEnv(), 0, "an error", 600.0)
-        assert rendezvous.claim_error_report(DistEnv(), 0, "an error", 0.0)
-        assert not waiting.result()
-
-
-def test_a_worker_reports_what_no_other_does(monkeypatch):
-    store = HashStore()
-    monkeypatch.setattr(rendezvous, "open_store", lambda *_: store)
-    assert rendezvous.claim_error_report(DistEnv(), 0, "an error", 0.01)

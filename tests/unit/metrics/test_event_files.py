@@ -8,7 +8,7 @@ import pytest
 
 from mingpt_ddp.metrics.sinks import event_files
 from mingpt_ddp.metrics.sinks.event_files import read_events
-from mingpt_ddp.metrics.sinks.tensorboard import TensorBoardLogger
+from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
 
 
 def log_steps(directory, steps: range, offset: float = 0.0) -> None:

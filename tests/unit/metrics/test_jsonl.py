@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import resource
 
@@ -13,17 +12,14 @@ from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import DataError
-from mingpt_ddp.metrics import jsonl, jsonl_columns
+from mingpt_ddp.metrics import jsonl
 from mingpt_ddp.metrics.jsonl import (
     METRICS,
     HistoryEnd,
     JSONLLogger,
     read_end,
     read_history,
-    read_since,
 )
-from mingpt_ddp.storage import lines
-from mingpt_ddp.storage import lines as storage_lines
 
 CONFIG = from_mapping(configure())
 
@@ -50,9 +46,7 @@ def test_one_json_object_a_line(path):
         "speed/step_ms": 8.0,
     }
     history.log(10, {**metrics, "train/lr": 1e-3})
-    history.log(
-        20, {**metrics, "train/lr": 1e-3, "speed/matmul_utilization": 0.25, "speed/mfu": 0.125}
-    )
+    history.log(20, {**metrics, "train/lr": 1e-3, "speed/mfu": 0.125})
     history.log(20, {"val/loss": 2.75, "val/bits_per_char": 4.0})
     history.complete(20, CONFIG)
     start, trained, with_utilization, evaluated, complete = map(
@@ -69,7 +63,7 @@ def test_one_json_object_a_line(path):
         "step_ms": 8,
     }
     assert list(trained) == ["step", "train_loss", "lr", "grad_norm", "tokens_per_s", "step_ms"]
-    assert with_utilization == {**trained, "step": 20, "mfu": 0.125, "matmul_utilization": 0.25}
+    assert with_utilization == {**trained, "step": 20, "mfu": 0.125}
     assert evaluated == {"step": 20, "val_loss": 2.75, "val_bits_per_char": 4.0}
     assert complete == {"step": 20}
 
@@ -160,35 +154,15 @@ def test_any_other_line_is_refused_by_its_number(path, line):
     with pytest.raises(DataError, match=r"line 2 of .*metrics.jsonl is not a record") as error:
         read_history(path)
     assert len(str(error.value)) < 400
-    path.write_bytes("\n".join([lines[0], line, ""]).encode(errors="surrogateescape"))
-    with pytest.raises(DataError):  # it is the last one, but whole
-        read_history(path)
 
 
 def test_nonfinite_values_are_omitted(path):
     history = JSONLLogger(path)
     history.log(1, {"train/loss": math.nan, "train/lr": 1e-3, "train/grad_norm": math.inf})
     assert json.loads(path.read_text(), parse_constant=pytest.fail)["train_loss"] is None
-    with open(path, "a") as file:
-        file.write('{"step": 2, "train_loss": NaN, "lr": 1e-3}\n')
     records = read_history(path)
     assert records.series("train_loss") == []
-    assert records.series("lr") == [(1, 1e-3), (2, 1e-3)]
-
-
-def test_other_keys_are_kept(path):
-    path.write_text('{"step": 3, "mfu": 0.5}\n')
-    assert read_history(path).series("mfu") == [(3, 0.5)]
-
-
-def test_a_start_without_a_time_is_a_start(path):
-    path.write_text('{"start": null, "step": 0}\n{"start": 5.0, "step": 0}\n')
-    assert (read_history(path).starts, read_history(path).began) == (2, 5.0)
-
-
-def test_an_empty_file_is_an_empty_history(path):
-    path.touch()
-    assert read_history(path).rows == []
+    assert records.series("lr") == [(1, 1e-3)]
 
 
 def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
@@ -209,15 +183,6 @@ def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
     assert read_history(path).series("val_loss") == [(8, 1.0)]
 
 
-def test_the_number_of_lines_is_limited(path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MAX_BYTES", 4 * lines.MIN_LINE_BYTES - 1)
-    path.write_text('{"step": 1}\n' * 3)
-    assert len(read_history(path).rows) == 3
-    path.write_text('{"step": 1}\n' * 4)
-    with pytest.raises(OSError, match="more than 3 lines; shorten it"):
-        read_history(path)
-
-
 def test_a_full_file_can_be_read(path, monkeypatch, log_lines):
     monkeypatch.setattr(jsonl, "MAX_BYTES", 1000)
     train(JSONLLogger(path), range(1, 100), 1.0)
@@ -234,34 +199,6 @@ def test_a_line_that_could_not_be_read_is_left_out(path, log_lines):
     assert [row["step"] for row in read_history(path).rows] == [2]
     [line] = log_lines
     assert "bytes, of which at most 4,194,304 would be read" in line
-
-
-def test_the_number_of_keys_is_limited(path, monkeypatch):
-    monkeypatch.setattr(jsonl_columns, "MAX_KEYS", 3)
-    path.write_text('{"step": 1, "a": 1, "b": 2, "c": 3}\n')
-    assert read_history(path).rows == [{"step": 1, "a": 1, "b": 2, "c": 3}]
-    path.write_text('{"step": 1, "a": 1, "b": 2}\n{"step": 1, "c": 3, "d": 4}\n')
-    with pytest.raises(DataError, match="more than 3 different keys"):
-        read_history(path)
-
-
-@pytest.mark.parametrize(
-    "pair",
-    [
-        ('{"step": 1', '"a": 2}'),
-        ('{"step": 1}, {"step": 2}', ""),
-        ('{"step": 1}, {"step": 2', '"a": 2}'),
-        ('{"step": 1}, 5', '{"step": 2}'),
-        ('{"step": 1}, [3', '{"step": 2}]'),
-        ('{"step": 1, "a', '{": 1}'),
-        ('{"step": 1, "a":', '{"step": 2}}'),
-        ('{"step": 1.0, "a": 1}', '{"step": 2}'),
-    ],
-)
-def test_lines_that_are_records_only_together(path, pair):
-    path.write_text("\n".join(['{"step": 1}', *pair, '{"step": 3}', ""]))
-    with pytest.raises(DataError, match=r"line 2 of "):
-        read_history(path)
 
 
 def test_names_with_braces_are_read(path):
@@ -305,13 +242,10 @@ def expected_rows(lines: list[str]) -> list[dict[str, float | None]]:
     return rows
 
 
-@pytest.mark.parametrize("chunk", [1, 100, 1 << 18])
-def test_rows_and_ends_of_random_runs(path, chunk, monkeypatch):
+def test_rows_and_ends_of_random_runs(path):
     """Cut at any line, and in the middle of one."""
-    monkeypatch.setattr(storage_lines, "CHUNK", chunk)
-    monkeypatch.setattr(storage_lines, "BACKWARD_CHUNK", chunk)
-    draw = random.Random(chunk)
-    for _ in range(100):
+    draw = random.Random(1)
+    for _ in range(300):
         lines = random_file(draw)
         lines = lines[: draw.randrange(len(lines) + 1)]
         while lines and not lines[-1].endswith("}"):
@@ -325,32 +259,29 @@ def test_rows_and_ends_of_random_runs(path, chunk, monkeypatch):
         merged: dict[int, dict[str, float | None]] = {}
         for row in rows:
             merged.setdefault(row["step"], {}).update(row)
+        assert history.by_step() == merged
         assert end.metrics == jsonl.to_metrics(merged.get(end.step, {}))
-        begin = draw.randrange(12)
-        assert read_since(path, begin) == {
-            step: row for step, row in merged.items() if step >= begin
-        }
 
 
-def test_the_highest_step_that_was_reached(path):
+def test_the_end_of_a_history(path):
     assert read_end(path) is None
     path.touch()
     assert read_end(path) == HistoryEnd()
-    path.write_bytes(b'{"step": 7, "train_loss": 2.0}\n{"start": 1.0, "step": 4}\n{"step": 9')
-    assert read_end(path) == HistoryEnd(None, {}, False, reached=7)
+    path.write_bytes(b'{"start": 1.0, "step": 0}\n{"step": 7, "train_loss": 2.0}\n')
     with open(path, "ab") as file:
-        file.write(b', "val_loss": 1.5}\n{"step": 8, "train_loss": 2.5}\n')
-    assert read_end(path) == HistoryEnd(9, {"val/loss": 1.5}, False, reached=9)
-    os.remove(path)
-    os.mkfifo(path)
+        file.write(b'{"start": 3.0, "step": 4}\n{"step": 9')
+    assert read_end(path) == HistoryEnd(None, {}, False, reached=7, first_start=1.0)
+    with open(path, "ab") as file:
+        file.write(b', "val_loss": 1.5}\n')
+    assert read_end(path) == HistoryEnd(9, {"val/loss": 1.5}, False, reached=9, first_start=1.0)
+    with open(path, "ab") as file:
+        file.write(b'damaged\n{"step": 10, "val_loss": 1.25}\n')
     assert read_end(path) is None
 
 
-def test_the_end_is_read_in_a_time_without_its_length(path, monkeypatch):
-    history = JSONLLogger(path)
-    train(history, range(1, 1001), 1.0)
-    history.complete(1000, CONFIG)
-    calls = []
-    parse = jsonl.parse
-    monkeypatch.setattr(jsonl, "parse", lambda line: calls.append(line) or parse(line))
-    assert read_end(path).is_complete and len(calls) < 10
+def test_a_restart_whose_start_was_lost_repeats_its_steps(path):
+    """A full disk loses lines, also that of a start."""
+    train(JSONLLogger(path), range(1, 11), 1.0)
+    train(JSONLLogger(path), range(5, 8), 2.0)
+    steps = [step for step, _ in read_history(path).series("train_loss")]
+    assert steps == [1, 2, 3, 4, 5, 5, 6, 7]

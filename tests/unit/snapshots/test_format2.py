@@ -123,6 +123,22 @@ def test_additions_of_a_later_version_are_ignored(name, expected):
     assert train(name, MORE_STEPS) == pytest.approx(expected["train_loss"], abs=1e-4)
 
 
+def test_recorded_keys_of_an_earlier_version_are_ignored(name, expected, caplog):
+    """Which have no meaning any more; one line names them."""
+    store = SnapshotStore("run/snapshots")
+    state = json.loads((NEWEST / STATE).read_text())
+    state["config"]["trainer"]["removed"] = 1
+    state["config"]["model"]["removed"] = None
+    files = store.files(STEPS)
+    files |= store.write_files(STEPS, {STATE: json.dumps(state).encode()})
+    store.write_files(STEPS, {MANIFEST: encode_manifest(STEPS, files)})
+    with caplog.at_level("INFO"):
+        assert train(name, MORE_STEPS) == pytest.approx(expected["train_loss"], abs=1e-4)
+    assert "ignored, because they are not keys any more: " in caplog.text
+    assert "model.removed" in caplog.text and "trainer.removed" in caplog.text
+    load_model("run")
+
+
 def test_loading_only_the_model(name, expected):
     model, tokenizer = load_model("run")
     assert hashes(model_state(model)) == expected["model"]

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -435,20 +434,6 @@ def test_an_operation_ends_at_its_deadline(unsteady, monkeypatch):
         unsteady.write("file", b"x")
     assert Unsteady.calls > 2
     assert unsteady.size("file") is None
-
-
-def test_a_grace_period_shortens_a_backoff(unsteady, monkeypatch):
-    """A retry that would come after the process is killed is made at once."""
-    for name in ("INITIAL_BACKOFF_S", "MAX_BACKOFF_S"):
-        monkeypatch.setattr(remote, name, 500.0)
-    Unsteady.faults[:] = [store_error(503, "SlowDown")]
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(unsteady.write, "file", b"x")
-        while not Unsteady.calls:
-            time.sleep(0.01)
-        unsteady.set_deadline(60.0)
-        writing.result(timeout=150)
-    assert unsteady.read("file") == b"x"
 
 
 @pytest.mark.parametrize(

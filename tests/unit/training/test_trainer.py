@@ -25,7 +25,6 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.errors import ConfigError, StorageUnavailableError, TrainingError
-from mingpt_ddp.metrics import mfu
 from mingpt_ddp.metrics.jsonl import read_history
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
@@ -52,13 +51,6 @@ SETTINGS = [
 # snapshots are kept
 ALL = ("snapshot.keep_last=100", "snapshot.keep_best=false", "trainer.eval_every=null")
 NOW = 2e6  # seconds
-pytestmark = pytest.mark.usefixtures("quick")
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """Do not measure the matmul rate, which takes as long as training."""
-    monkeypatch.setattr(mfu, "measured_matmul_flops", lambda *_: 1e9)
 
 
 def train(root: Path, *overrides: str, interrupt: SignalHandler | None = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock, call
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -61,7 +61,6 @@ def trainer_of(*overrides: str, state: TrainState | None = None) -> tuple[Traine
     observers = Observers(parts.hooks, [], None, signals)
     parts.saves.anomaly = parts.anomaly
     parts.saves.update_wall_time.side_effect = lambda: run.state
-    parts.metrics.norms.measure = MagicMock()
     trainer = Trainer(run, parts.step, parts.metrics, parts.saves, parts.validation, observers)
     trainer._send_flags = parts.send_flags
     give_flags(parts)
@@ -94,10 +93,7 @@ PASSES = [
 ]
 EVERY_STEP = [
     *PASSES,
-    "metrics.norms.measure",
-    "metrics.norms.measure().__enter__",
     "step.update",
-    "metrics.norms.measure().__exit__",
     "anomaly.on_step_accepted",
     "metrics.meter.record",
     "metrics.step_done",
@@ -113,10 +109,9 @@ def test_the_order_of_a_run():
     trainer, parts = trainer_of(*settings, state=TrainState(step=2))
     parts.saves.manager.last_step = 1
     profiled: list[int] = []
-    original = trainer.profiler.step
-    trainer.profiler.step = lambda step: profiled.append(step) or original(step)
+    trainer.profiler.step = lambda: profiled.append(trainer.state.step + 1)
     assert trainer.train() == Outcome(COMPLETE, {"loss": 1.0})
-    evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.cover"]
+    evaluate, sample, cover = ["validation.evaluate"], ["validation.log_sample"], ["metrics.commit"]
     assert names(parts) == [
         *["pause", "step.warm_up", "go_on", "saves.begin", *DECIDE],
         *[*EVERY_STEP, *DECIDE, "saves.maybe_save", *cover],
@@ -131,7 +126,7 @@ def test_the_order_of_a_run():
     assert profiled == [3, 4, 5, 6]
     assert parts.step.passes.mock_calls == [call(3), call(4), call(5), call(6)]
     assert parts.metrics.step_done.mock_calls == [call(step, 6) for step in (3, 4, 5, 6)]
-    assert parts.metrics.cover.mock_calls == [call(1)] * 5
+    assert parts.metrics.commit.mock_calls == [call(1)] * 5
     assert parts.saves.maybe_save.mock_calls == [call(False)] * 3
 
 
@@ -366,7 +361,6 @@ def test_a_step_in_order():
     assert trainer._train(3) == StepFlags(loss=30.0)
     assert trainer.lr == 0.03
     losses = {"loss": torch.tensor(30.0)}
-    norms = call.metrics.norms.measure(3, parts.metrics.log_values)
     assert parts.mock_calls == [
         call.step.passes(3),
         call.saves.wait_for_staging(),
@@ -374,10 +368,7 @@ def test_a_step_in_order():
         call.step.clip(),
         call.receive(),
         call.anomaly.find_in_step(30.0, torch.tensor(1.0)),
-        norms,
-        norms.__enter__(),
         call.step.update(3),
-        norms.__exit__(None, None, None),
         call.anomaly.on_step_accepted(3, 30.0),
         call.metrics.meter.record(losses, torch.tensor(1.0), 0.5),
     ]

@@ -25,7 +25,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
-from mingpt_ddp.planning.measured_plan import make_plan
+from mingpt_ddp.planning.plan import make_plan
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.store import SnapshotStore

@@ -1,0 +1,40 @@
+"""The rate at which a device multiplies matrices, as measured."""
+
+from __future__ import annotations
+
+import timeit
+
+import torch
+
+# n x n; operand and result of the largest take 270 MB in bf16
+MATRIX_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+SATURATED_S = 0.002  # a product that takes this long saturates the device
+REPETITIONS = 5  # per measurement; the fastest counts
+
+
+def measured_matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest product of square matrices, with torch's thread count.
+
+    Takes less than 0.1 seconds and draws nothing from torch's global generators.
+    """
+    size = MATRIX_SIZES[0]
+    generator = torch.Generator().manual_seed(0)
+    tile = torch.randn(size, size, generator=generator).to(device, dtype)
+    best = 0.0
+    for n in MATRIX_SIZES:
+        # zeros would draw less power and run faster
+        a = tile.repeat(n // size, n // size)
+        out = torch.empty_like(a)
+        seconds = fastest("torch.mm(a, a, out=out)", {"torch": torch, "a": a, "out": out})
+        best = max(best, 2 * n**3 / seconds)
+        if seconds > SATURATED_S:
+            break
+    return best
+
+
+@torch.no_grad()
+def fastest(statement: str, variables: dict[str, object]) -> float:
+    """Return the shortest time of a statement in seconds; a GPU in use is synchronized."""
+    wait = "; torch.cuda.synchronize()" if torch.cuda.is_initialized() else ""
+    timer = timeit.Timer(statement + wait, globals=variables)
+    return min(timer.repeat(REPETITIONS, number=1))

@@ -1,0 +1,155 @@
+"""Send the metrics of a run to its trackers: each step once, without delaying the training."""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import threading
+import time
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.schema import TrackerConfig
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.metrics.jsonl import METRICS, to_metrics
+from mingpt_ddp.metrics.trackers.mlflow_run import MLflowTracker
+from mingpt_ddp.metrics.trackers.tracker import Tracker
+from mingpt_ddp.metrics.trackers.trackio_run import TrackioTracker
+from mingpt_ddp.metrics.trackers.wandb_run import WandbTracker
+from mingpt_ddp.storage.remote.remote_errors import describe, redact
+from mingpt_ddp.storage.storage import open_regular
+
+log = logging.getLogger(__name__)
+
+TRACKERS: dict[str, type[WandbTracker] | type[MLflowTracker] | type[TrackioTracker]] = {
+    cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
+}
+END_S = 60.0  # how long the end of a run waits for one call of a library
+
+
+def check_installed(tracker: TrackerConfig) -> None:
+    """Refuse a tracker whose library is missing.
+
+    Raises:
+        ConfigError: names the tracker and the extra to install.
+    """
+    for name in TRACKERS:
+        if getattr(tracker, name):
+            is_installed = importlib.util.find_spec(name) is not None
+            extra = f"pip install 'mingpt_ddp[{name}]'"
+            check(is_installed, f"tracker={name} is not installed; {extra}")
+
+
+def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]:
+    """Return a sender for each chosen tracker."""
+    senders = []
+    for name, cls in TRACKERS.items():
+        if getattr(config.tracker, name):
+            senders.append(Sender(cls(config, directory, run_id), directory / METRICS))
+    return senders
+
+
+class Sender:
+    """Send each step to one tracker, once a later snapshot is committed and no restart repeats it.
+
+    One thread sends what metrics.jsonl has, beginning with the first step that the tracker lacks.
+    While a server is away, nothing but that file grows.
+    """
+
+    def __init__(self, tracker: Tracker, metrics: Path) -> None:
+        """
+        Args:
+            metrics: metrics.jsonl of the run.
+        """
+        self._tracker = tracker
+        self._metrics = metrics
+        self._committed: float = 0  # step of the newest snapshot that the thread was told of
+        # What the thread does next: the step before which it sends, and at the end the result.
+        self._queue: Queue[tuple[float, dict[str, Any] | None]] = Queue(maxsize=2)
+        self._is_open = False
+        self._has_failed = False
+        self._has_finished = False
+        self._called_at = 0.0  # time.monotonic() when the library was last called
+        name = f"tracker {tracker.name}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def commit(self, step: int) -> None:
+        """Send the steps before `step`, which has a committed snapshot, but may be evaluated.
+
+        While others are being sent they are left to the next call.
+        """
+        if step > self._committed and self._queue.empty():
+            self._committed = step
+            self._put(step, None)
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Send all that is left, and the content of result.json."""
+        self._called_at = time.monotonic()
+        self._put(math.inf, result)
+
+    def _put(self, end: float, result: dict[str, Any] | None) -> None:
+        self._queue.put((end, result))
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def join(self) -> None:
+        """Wait until all has arrived, but not for a server that does not answer."""
+        while self._thread.is_alive() and time.monotonic() - self._called_at < END_S:
+            self._thread.join(0.05)
+        if not self._has_finished:
+            message = "%s lacks the last steps; run the same command again to send them"
+            log.warning(message, self._tracker.name)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        result = None
+        while result is None:
+            end, result = self._queue.get()
+            try:
+                self._send(end)
+                if result is not None:
+                    self._called_at = time.monotonic()
+                    self._tracker.finish(result)
+                    self._has_finished = True
+            except (Exception, SystemExit) as error:
+                self._is_open = False
+                if not self._has_failed:
+                    message = "cannot send to %s, training continues without it: %s"
+                    log.warning(message, self._tracker.name, redact(describe(error)))
+                self._has_failed = True
+
+    def _send(self, end: float) -> None:
+        """Send the steps before `end` that the tracker lacks."""
+        if not self._is_open:
+            self._called_at = time.monotonic()
+            self._next_step = self._tracker.start()
+            self._offset = 0  # in metrics.jsonl
+            self._points: dict[int, dict[str, float]] = {}  # steps that are read, but not sent
+            self._is_open = True
+        self._read_new_lines()
+        for step in sorted(step for step in self._points if step < end):
+            metrics = self._points.pop(step)
+            if step >= self._next_step:
+                self._called_at = time.monotonic()
+                self._tracker.log(step, metrics)
+                self._next_step = step + 1
+        self._has_failed = False
+
+    def _read_new_lines(self) -> None:
+        """Read metrics.jsonl from the last whole line on. Drop the steps that were repeated."""
+        with open_regular(self._metrics) as file:
+            file.seek(self._offset)
+            while (line := file.readline()).endswith(b"\n"):
+                self._offset += len(line)
+                with contextlib.suppress(ValueError):  # a kill has cut off a line
+                    record = json.loads(line)
+                    if "start" in record or "rollback" in record:
+                        for later in [step for step in self._points if step > record["step"]]:
+                            del self._points[later]
+                    else:
+                        metrics = self._points.setdefault(record["step"], {})
+                        metrics.update(to_metrics(record))

@@ -1,0 +1,25 @@
+"""What a run needs from a tracker."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+
+class Tracker(ABC):
+    """A run at a tracker, which cannot take back what it was sent.
+
+    Any method may raise anything. `start` is then called again.
+    """
+
+    name: str  # of the tracker and of its library
+
+    @abstractmethod
+    def start(self) -> int:
+        """Open the run by its id, or create it. Return the first step that it lacks."""
+
+    @abstractmethod
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Add the metrics of a step, which is later than the steps before."""
+
+    @abstractmethod
+    def finish(self, result: dict[str, Any]) -> None:
+        """Add the content of result.json. Return when all steps have arrived."""

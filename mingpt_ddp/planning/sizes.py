@@ -1,0 +1,207 @@
+"""The sizes of a model and of its training step, without memory for either.
+
+The model is built and its optimizer takes a step on torch's meta device, where tensors have shapes
+and no values. What the passes keep comes from formulas: a row of BLOCKS for each architecture.
+
+Symbols: B sequences of a micro-batch, T tokens of a context, C = n_embd, H = n_head, V outputs;
+E = B T C, the elements between two blocks; s bytes of an element in matrix products.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mingpt_ddp.config.builders import attribute_errors_to_user_code
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.keys.model_config import TransformerConfig, changed_parts
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.strategies.single import for_one_rank
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.models import apply_activation_checkpointing, flops_per_token
+from mingpt_ddp.models.gpt import GPT
+from mingpt_ddp.models.modern import Modern
+from mingpt_ddp.models.ops import DTYPES
+from mingpt_ddp.optim import build_optimizer
+from mingpt_ddp.optim.muon import Muon
+from mingpt_ddp.tasks import build_task
+from mingpt_ddp.tasks.language_model import LanguageModel
+from mingpt_ddp.tasks.task import Task
+
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class BlockRow:
+    """What one block keeps for its backward pass, as numbers of E elements."""
+
+    fp32: int
+    products: int  # in the type of matrix products
+    split: int  # how many of `products` tensor parallelism divides
+    per_head: int  # bytes for each head and token: sums and norms of attention
+    before: int  # in the type of products, kept before the first block
+    backward: int  # in the type of products, allocated by the backward pass of one block
+    fp32_input: bool  # the residual stream, which recomputed blocks keep, is in fp32
+    is_tied: bool  # the head's weight is the embedding's
+
+
+# gpt keeps in fp32 the inputs of both norms; in products the inputs of qkv and up; and q, k, v, the
+# input of proj, and the hidden features (4 E) before and after GELU, which are split.
+# modern keeps in fp32 those of the norms of q and k too; in products what both smears add and
+# return (4), rotated q and k (2), values and the input of proj (2), the hidden features (8).
+BLOCKS: dict[type, BlockRow] = {
+    GPT: BlockRow(2, 14, 12, per_head=4, before=0, backward=7, fp32_input=True, is_tied=True),
+    Modern: BlockRow(4, 16, 0, per_head=20, before=7, backward=11, fp32_input=False, is_tied=False),
+}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What the passes of a model keep and allocate, in bytes."""
+
+    row: BlockRow
+    model: TransformerConfig
+    length: int  # T
+    outputs: int  # V
+    itemsize: int  # s
+
+    def stream(self, rows: int) -> int:
+        """Return E of `rows` sequences."""
+        return rows * self.length * self.model.n_embd
+
+    def block(self, rows: int, parts: int = 1) -> int:
+        """Return what a block keeps, without copies of its weights.
+
+        Args:
+            parts: Ranks that divide its matrices (ddp.tensor_parallel).
+        """
+        products = self.row.products - self.row.split * (parts - 1) / parts
+        masks = 2 * (self.model.dropout > 0)
+        per_element = FP32 * self.row.fp32 + self.itemsize * products + masks
+        heads = self.row.per_head * rows * self.length * self.model.n_head
+        return round(per_element * self.stream(rows) + heads / parts)
+
+    def block_input(self, rows: int, gathers: bool) -> int:
+        """Return the bytes of a block's input.
+
+        Args:
+            gathers: The strategy gathers weights in the type of products (fsdp, hsdp).
+        """
+        is_fp32 = self.row.fp32_input and not gathers
+        return (FP32 if is_fp32 else self.itemsize) * self.stream(rows)
+
+    def logits(self, rows: int) -> int:
+        """Return B T V."""
+        return rows * self.length * self.outputs
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model and its optimizer after a step. Without a unit these are numbers of elements."""
+
+    parameters: int
+    trained: int
+    largest: int  # the largest trained parameter
+    block: int  # the largest block
+    blocks: int  # all blocks together, which tensor parallelism divides
+    muon: int  # the matrices that Muon orthogonalizes
+    optimizer_bytes: int
+    buffer_bytes: int
+    flops_per_item: float | None  # forward and backward pass; None if the model does not say
+    itemsize: int  # s
+    scalars: list[str]  # names of trained parameters without rows
+    activations: Activations | None  # None if the model, a part or the task is a user's
+
+    def snapshot_bytes(self, with_average: bool) -> int:
+        weights = FP32 * self.parameters * (1 + with_average)
+        return weights + self.buffer_bytes + self.optimizer_bytes
+
+
+def sizes(config: Config, vocab_size: int | None = None) -> Sizes:
+    """Return the sizes of what a configuration trains. Reads its data, but for the vocabulary.
+
+    Args:
+        vocab_size: Replaces the size of the text's own vocabulary.
+
+    Raises:
+        UserError: Training would refuse the configuration, or a user's code needs values.
+    """
+    task = build_task(config, ProcessGroup(DistEnv(), for_one_rank(config.ddp), job=0))
+    if vocab_size is not None:
+        task.set_outputs(vocab_size)
+    return sizes_of(task, gpu_precision(config.trainer.precision))
+
+
+def gpu_precision(precision: str) -> str:
+    """Return fp32, bf16 or fp16; on a GPU that is fast at bf16, auto is bf16."""
+    return "bf16" if precision == "auto" else precision
+
+
+def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
+    """Return the sizes of a task's model, with matrix products in a precision.
+
+    Args:
+        device: Where to build the model: meta, or cpu for code that reads values.
+
+    Raises:
+        ConfigError: A user's code fails without values.
+    """
+    config = task.config
+    try:
+        with attribute_errors_to_user_code():
+            with torch.device(device):
+                model = task.build_model()
+                if config.trainer.activation_checkpointing:
+                    apply_activation_checkpointing(model)
+                optimizer = build_optimizer(model, config.optimizer)
+            _take_step(optimizer)  # outside: an optimizer may read its count of steps
+    except ConfigError:
+        raise
+    except Exception as error:  # from a user's code
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            "device= builds the model and steps its optimizer without data, and there they "
+            f"fail; leave it out, or let the code read no values ({reason[:300]})"
+        ) from error
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    blocks = [sum(p.numel() for p in b.parameters()) for b in getattr(model, "blocks", ())]
+    state = optimizer.state
+    muon = [p for p in state if "momentum" in state[p]] if isinstance(optimizer, Muon) else []
+    tensors = [value for values in state.values() for value in values.values()]
+    itemsize = DTYPES[precision].itemsize
+    return Sizes(
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in trained.values()),
+        largest=max((p.numel() for p in trained.values()), default=0),
+        block=max(blocks, default=0),
+        blocks=sum(blocks),
+        muon=sum(p.numel() for p in muon),
+        optimizer_bytes=sum(value.nbytes for value in tensors if isinstance(value, Tensor)),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        flops_per_item=flops_per_token(model),
+        itemsize=itemsize,
+        scalars=[name for name, p in trained.items() if p.dim() == 0],
+        activations=_activations(task, model, itemsize),
+    )
+
+
+def _take_step(optimizer: Optimizer) -> None:
+    """Let an optimizer create its state."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            group["fused"] = False  # the meta device has no fused kernel
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+def _activations(task: Task, model: nn.Module, itemsize: int) -> Activations | None:
+    config = task.config.model
+    row = BLOCKS.get(type(model))
+    if row is None or type(task) is not LanguageModel or changed_parts(vars(config)):
+        return None
+    assert isinstance(config, TransformerConfig)
+    outputs, length = task.shape
+    return Activations(row, config, length, outputs, itemsize)
