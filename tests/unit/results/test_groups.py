@@ -93,11 +93,12 @@ def test_weights_of_another_run_are_another_recipe(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    "key", ["trainer.max_steps", "trainer.eval_steps", "ddp.comm_hook", "data.path", "my.key"]
+    "key", ["trainer.max_steps", "trainer.eval_steps", "ddp.comm_hook", "data.path", "model.mine"]
 )
 def test_keys_that_make_the_numbers_separate_recipes(tmp_path, key):
-    fake_run(tmp_path / "a", {"run.seed": 1, key: 7})
-    fake_run(tmp_path / "b", {"run.seed": 2, key: 8})
+    code = {"model.code": "mine.py"}  # whose keys are not known here
+    fake_run(tmp_path / "a", {**code, "run.seed": 1, key: 7})
+    fake_run(tmp_path / "b", {**code, "run.seed": 2, key: 8})
     assert len(groups_in(tmp_path)) == 2
 
 

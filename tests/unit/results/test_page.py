@@ -202,7 +202,8 @@ def test_jobs_without_curves(tmp_path):
 
 def test_many_parameters(tmp_path):
     for number in range(3):
-        fake_run(tmp_path / "s" / f"{number}", {f"model.key{key}": number for key in range(40)})
+        keys = {f"model.key{key}": number for key in range(40)}
+        fake_run(tmp_path / "s" / f"{number}", {"model.code": "mine.py", **keys})
     page = page_of(tmp_path / "s")
     assert len(page.titles()) == 2 + 12
     assert "the table has the other 28" in page.text

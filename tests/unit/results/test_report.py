@@ -221,14 +221,13 @@ def test_nothing_blocks_the_report(tmp_path):
 def test_integers_of_any_length(tmp_path):
     """Python refuses to print them in decimal, although it reads them in hexadecimal."""
     giant = f"0x{'F' * 5000}"
-    content = (
-        f"optimizer: {{betas: [{giant}, .inf], ? {giant} : 1}}\n? {giant}\n: {{? {giant} : 1}}"
-    )
+    content = f"optimizer: {{code: a.py, betas: [{giant}, .inf], ? {giant} : 1}}\n"
+    content += f"? {giant}\n: {{? {giant} : 1}}"
     (fake_run(tmp_path / "a") / "config.yaml").write_text(content)
     fake_run(tmp_path / "b")
     report([tmp_path], tmp_path / "page.html")
     config = next(job.config for job in read_jobs([tmp_path]) if job.name == "a")
-    hostile = {"optimizer.betas": ["int", "inf"], "optimizer.int": 1, "int.int": 1}
+    hostile = {"optimizer.betas": ["int", "inf"], "optimizer.int": 1}
     assert {key: config[key] for key in hostile} == hostile
 
 
@@ -237,7 +236,7 @@ def test_extreme_numbers_and_names_are_short(tmp_path):
     for number, loss in enumerate((1e99, 1e299)):
         run = fake_run(
             tmp_path / f"{number}",
-            {key: 10**99 + number, "run.name": None},
+            {"optimizer.code": "mine.py", key: 10**99 + number, "run.name": None},
             val_loss=loss,
             overrides=[],
         )
@@ -305,7 +304,8 @@ def test_hostile_names_and_values_are_escaped(tmp_path):
 
 def test_many_parameters(tmp_path):
     for number in range(2):
-        fake_run(tmp_path / f"{number}", {f"model.key{key}": number for key in range(40)})
+        keys = {f"model.key{key}": number for key in range(40)}
+        fake_run(tmp_path / f"{number}", {"model.code": "mine.py", **keys})
     assert "and 32 more parameters: model.key8, " in report([tmp_path], tmp_path / "page.html")
 
 
