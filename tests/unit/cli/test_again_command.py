@@ -161,7 +161,7 @@ def test_code_of_yours_is_typed(tmp_path, call, printed):
     assert printed(run, *typed)[0][-2:] == typed
 
 
-ODD_KEY = "run: {'code ': x}\nmodel: {}\noptimizer: {}\ndata: {}\ntrainer: {}"
+ODD_KEY = "model: {architecture: mine, 'code ': x}\nrun: {}\noptimizer: {}\ndata: {}\ntrainer: {}"
 
 
 @pytest.mark.parametrize(
