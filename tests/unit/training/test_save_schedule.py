@@ -193,3 +193,24 @@ def test_the_first_snapshot_measures_the_cost(clock):
     assert (schedule.state.save_stall_s, schedule.state.save_durable_s) == (3.0, 4.0)
     expected = automatic_interval(3.0, DAY, 4.0)
     assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_cost_is_a_moving_mean_of_snapshots_that_were_committed(monkeypatch):
+    """Training may have waited a minute for a storage that was down: that is no cost."""
+    schedule, device = schedule_of(staged_at=13.0, every_steps="auto")
+    monkeypatch.setattr(save_schedule, "snapshot_state", lambda *_: {})
+    monkeypatch.setattr(save_schedule, "with_loaded_files", lambda *_: {})
+    schedule.run.trainable, schedule.run.code = SimpleNamespace(tensors=dict), {}
+    schedule.run.runtime, schedule.run.task = device, None
+    schedule.train_step = SimpleNamespace(plan=None, steps=9)
+    schedule.anomaly = SimpleNamespace(check=lambda *_: None)
+    manager: Any = schedule.manager
+    manager.save = lambda state: None
+    costs = []
+    for stall_s, committed in ((3, 1), (60, 1), (7, 2)):
+        manager.staged_at = max(device.time, device.done_at) + stall_s
+        schedule.wait_for_staging()
+        manager.durable_s, manager.last_step = 4.0, committed
+        schedule.save()
+        costs.append(schedule.state.save_stall_s)
+    assert costs == [3.0, 3.0, 4.0]
