@@ -473,15 +473,21 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch):
     assert committed(tmp_path / "run") == [4]
 
 
-def test_a_rollback_with_averaged_weights_equals_a_skip(tmp_path, monkeypatch):
-    """The steps since the snapshot are repeated with the same weights, moments and averages."""
+def test_a_rollback_equals_a_skip(tmp_path, monkeypatch):
+    """The steps since the snapshot are repeated with the same weights, moments and averages. The
+    losses since the last line of the log are summed up anew.
+    """
     spoil_gradients(monkeypatch, 7, torch.nan)
+    settings = [*KEEP_ALL, "trainer.ema=0.9", "trainer.log_every=5"]
     for policy in ("skip", "rollback"):
-        train(tmp_path / policy, *KEEP_ALL, f"trainer.on_nonfinite={policy}", "trainer.ema=0.9")
+        train(tmp_path / policy, *settings, f"trainer.on_nonfinite={policy}")
         assert committed(tmp_path / policy / "run") == [4, 8, 12]
     files = tensor_files(tmp_path / "skip")
     assert len(files) == 3
     assert tensor_files(tmp_path / "rollback") == files
+    losses = series(tmp_path / "skip", "train_loss")
+    assert [step for step, _ in losses] == [5, 10, 12]
+    assert series(tmp_path / "rollback", "train_loss") == losses
 
 
 def test_a_rollback_keeps_what_belongs_to_the_run():
