@@ -258,6 +258,7 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
     resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
     manager = manager_at(tmp_path / "new", resuming_config)
     assert load_latest(manager).step == 5
+    assert manager.last_step is None  # the run has none of its own
     assert not any("is ignored" in line for line in log_lines)
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
