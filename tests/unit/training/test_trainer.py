@@ -150,8 +150,9 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run(tmp_path, monkeypatch
 
 def test_a_run_stops_early_and_its_patience_survives_a_resume(tmp_path, caplog):
     caplog.set_level(logging.INFO, "mingpt_ddp")
-    part = train(tmp_path, "trainer.patience=2", "trainer.max_steps=4")
+    part = train(tmp_path, "trainer.patience=1", "trainer.max_steps=4")
     assert (part["status"], part["step"], part.get("stopped_early")) == ("complete", 4, None)
+    assert "stopped early" not in caplog.text, "it was the last step"
     result = train(tmp_path, "trainer.patience=2")
     assert (result["status"], result["step"], result["stopped_early"]) == ("complete", 6, True)
     assert "stopped early at step 6: trainer.patience=2 evaluations" in caplog.text
