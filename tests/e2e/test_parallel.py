@@ -162,7 +162,7 @@ def killed_often(command: list[str], directory: Path, cwd: Path, kills: list[str
 
 
 def check_ended(directory: Path, count: int) -> None:
-    """Check that a search has all trials, each once, and that Optuna reads them."""
+    """Check that a search has all trials, each once with values of its own, as Optuna reads it."""
     assert len(statuses(directory)) == count
     assert set(statuses(directory).values()) <= {"complete", "pruned"}
     found = recorded(directory)
@@ -170,16 +170,27 @@ def check_ended(directory: Path, count: int) -> None:
     assert {trial["state"] for trial in found} <= {"COMPLETE", "PRUNED"}
     assert sorted(ends(directory)) == list(range(count)), "a trial ended twice, or never"
     assert {trial["job"] for trial in found} == set(statuses(directory))
+    assert len({json.dumps(trial["params"]) for trial in found}) == count, "a value drawn twice"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_search_with_a_pruner_killed_five_times(tmp_path):
+    """No job runs twice, and each complete one has the bits of its configuration alone."""
     command = sweep(*SEARCH, "sweep.trials=24", "sweep.pruner=asha", TWO)
     kills = ["a rank", "the parent", "everything", "the fork server", "the parent"]
-    killed_often(command, tmp_path / DIRECTORY, tmp_path, kills)
-    check_ended(tmp_path / DIRECTORY, 24)
-    assert "PRUNED" in states(tmp_path / DIRECTORY)
+    directory = tmp_path / DIRECTORY
+    killed_often(command, directory, tmp_path, kills)
+    check_ended(directory, 24)
+    assert "PRUNED" in states(directory)
+    complete = [trial for trial in recorded(directory) if trial["state"] == "COMPLETE"]
+    searched = weights(directory)
+    for trial in complete:
+        values = [f"{key}={value}" for key, value in trial["params"].items()]
+        succeed(sweep(*SHORT, *values, f"run.name=alone/{trial['job']}"), tmp_path)
+    assert weights(tmp_path / "outputs" / "alone") == {
+        trial["job"]: searched[trial["job"]] for trial in complete
+    }
 
 
 @pytest.mark.timeout(600)
