@@ -49,21 +49,16 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
 
 
 def test_a_failure_is_that_of_a_directory_however_its_job_is_spelled(tmp_path):
-    """Lines that name the job alone, and sweep.json, are those of earlier versions."""
-    earlier = {"lr=3": {"directory": "lr=3-1234", "count": 2, "reason": "why"}, "lr=4": 5}
-    (tmp_path / SWEEP).write_text(json.dumps({"failures": earlier}))
     file = SweepFile(tmp_path)
     file.fail("lr=1e-3", "lr=1e-3-abcd", "why")
     file.fail("lr=1e-3", "lr=1e-3-ef01", "of another size")
     file.fail("lr=0.001, seed=1", "lr=0.001,seed=1-abcd", "why")
     assert file.failure_of("lr=1.0e-3", "lr=1.0e-3-abcd").count == 2
     assert file.failure_of("lr=1e-3", "lr=1e-3-2345") is None
-    assert [failure.count for failure in read_failures(tmp_path)] == [2, 1, 2]
+    assert [failure.count for failure in read_failures(tmp_path)] == [1, 2]
     file.succeed("lr=1e-3", "lr=1e-3-abcd")
-    assert [failure.reason for failure in read_failures(tmp_path)] == ["why", "of another size"]
-    with (tmp_path / FAILURES).open("a") as lines:
-        for label in ("lr=3", "lr=1e-3"):
-            lines.write(json.dumps({"job": label, "directory": None, "reason": None}) + "\n")
+    assert [failure.reason for failure in read_failures(tmp_path)] == ["of another size"]
+    file.succeed("lr=1e-3", "lr=1e-3-ef01")
     assert read_failures(tmp_path) == []
 
 
@@ -73,7 +68,7 @@ def test_a_failure_is_that_of_a_directory_however_its_job_is_spelled(tmp_path):
         "",
         "[",
         "[]",
-        '{"cores": "2", "threads": [1], "failures": [2]}',
+        '{"cores": "2", "threads": [1]}',
         '{"job": 1}\n{"reason": 2}\n[3]\n\xff',
     ],
 )
