@@ -288,6 +288,10 @@ SWEEPS = [
         )
     ),
     (
+        "-m sweep.pruner=median run.name=pruned run.seed=1,2",
+        "config error: sweep.pruner=median ends jobs of a search: add sweep=optuna, or leave it",
+    ),
+    (
         "-m 'sweep.pruner_settings={n_startup_trials:3}' run.seed=1,2",
         "config error: sweep.pruner_settings is used by a pruner only: add sweep.pruner=median, or",
     ),
@@ -346,7 +350,7 @@ SEARCHES = [
     ),
     (
         "run.name=null",
-        "config error: a search or a pruner compares the jobs of one directory",
+        "config error: a search compares the jobs of one directory",
     ),
     (
         "'optimizer.lr=tag(log,interval(-1,1))'",
