@@ -1,9 +1,7 @@
-"""Seconds to start a sweep whose jobs are all complete, and to record that they run for longer.
+"""Seconds to start a sweep whose jobs are all complete.
 
 The directories of a grid and of a search are written here, without training. Each command then
-finds all jobs complete, and prints their table. "Larger limits"
-is what the record of the search takes where every trial runs again and ends again, without the
-training of the jobs.
+finds all jobs complete, and prints their table.
 
     python benchmarks/sweep_starts.py
 """
@@ -13,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,6 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.storage.run_directory import run_directory, with_run_name
 from mingpt_ddp.sweeps.job import job_name
-from mingpt_ddp.sweeps.search.trial_jobs import Trials
 from mingpt_ddp.sweeps.sources import source_of
 
 MAIN = [sys.executable, str(ROOT / "main.py"), "-m"]
@@ -49,23 +45,18 @@ def write_job(config: Config, lr: float) -> Path:
     return directory
 
 
-def write_search(config: Config, trials: int) -> tuple[Trials, dict[int, Path]]:
+def write_search(config: Config, trials: int) -> None:
     """Write the jobs of a search and their record."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     root = Path(config.run.root, config.run.name or "")
     root.mkdir(parents=True)
     overrides = OverridesParser.create().parse_overrides([*RUN, "run.name=search", SPACE])
-    settings = replace(config.sweep, sampler="random", trials=trials)
-    study = source_of(settings, overrides, config, root, DistEnv()).trials
+    config = replace(config, sweep=replace(config.sweep, sampler="random", trials=trials))
+    study = source_of(config, overrides, root, DistEnv()).study
     assert study is not None
-    study.begin()
-    done = {}
     for number in range(trials):
-        lr = float(study.overrides(number)[-1].partition("=")[2])
-        done[number] = write_job(config, lr)
-        study.finish(number, done[number])
-    return study, done
+        study.end(number, write_job(config, study.values(number)[LR]))
 
 
 def start(cwd: Path, words: list[str]) -> float:
@@ -83,17 +74,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         cwd = Path(directory)
         config = compose_config(*RUN, f"run.root={cwd / 'outputs'}", "run.name=search")
-        study, done = write_search(config, n)
+        write_search(config, n)
         for trials, what in ((1, "search of one job"), (n, "search")):
             command = [*SEARCH, "run.name=search", f"sweep.trials={trials}"]
             seconds[what] = start(cwd, command)
             log(f"{what}: {seconds[what]:.1f} s")
-        began = time.perf_counter()
-        for number, job in done.items():
-            study.start(number)
-            study.finish(number, job)
-        seconds["larger limits"] = time.perf_counter() - began
-        log(f"larger limits: {seconds['larger limits']:.1f} s")
         grid = compose_config(*RUN, f"run.root={cwd / 'outputs'}", "run.name=grid")
         lrs = [round(1e-4 * (1 + i), 6) for i in range(n)]
         for lr in lrs:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import torch
@@ -70,14 +67,6 @@ def text_task(
     task.val_texts = {}
     task.shape = vocab_size, config.data.block_size
     return task
-
-
-@contextlib.contextmanager
-def noted_pause(parts: Mock) -> Iterator[None]:
-    """Stand for `Meter.paused`: note its begin and its end among the calls of the parts."""
-    parts.pause()
-    yield
-    parts.go_on()
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,67 @@ NO_HEARTBEAT = {**FIRST_HEARTBEAT, "beat": 0.0}  # of a rank that has not writte
 BLOCKED_S = 2.0
 
 
+class HangDetector:
+    """Find the rank that hangs by comparing the heartbeats of ranks over time."""
+
+    def __init__(self, limit_s: float, world_size: int) -> None:
+        self.limit_s = limit_s
+        self.world_size = world_size
+        # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value
+        # and when it changed.
+        self._latest: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def find(self, heartbeats: dict[int, dict[str, Any]], now: float) -> str | None:
+        """Return a message that names the rank that hangs, if any.
+
+        Args:
+            heartbeats: Those that this rank looks at, by rank.
+            now: Seconds by the clock of this rank.
+        """
+        idle_s = {}  # since the training thread of each rank did something
+        silent_s = {}  # since the watchdog of each rank wrote a heartbeat
+        unresponsive = []  # stopped, or the node is down
+        stragglers = []
+        for rank, heartbeat in heartbeats.items():
+            idle_s[rank] = self._unchanged_s(rank, heartbeat, "count", now)
+            silent_s[rank] = self._unchanged_s(rank, heartbeat, "beat", now)
+            if silent_s[rank] > self.limit_s:
+                unresponsive.append(rank)
+            limit_s = self.limit_s
+            if heartbeat["activity"] == STARTING:
+                limit_s = max(limit_s, START_S)
+            elif heartbeat["activity"] == PREPARING:
+                limit_s = math.inf
+            if idle_s[rank] > limit_s and not heartbeat["waiting"]:
+                stragglers.append(rank)
+
+        if unresponsive or stragglers:
+            rank = (unresponsive or stragglers)[0]
+            activity = heartbeats[rank]["activity"]
+            reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {activity}"
+            # The training thread's last change may precede the watchdog's by some heartbeats.
+            is_silent = silent_s[rank] > self.limit_s / 2
+            return f"{reason}{UNRESPONSIVE}" if is_silent else reason
+        shortest_s = min(idle_s.values())
+        all_wait = all(heartbeat["waiting"] for heartbeat in heartbeats.values())
+        sees_all = len(heartbeats) == self.world_size
+        if sees_all and all_wait and shortest_s > self.limit_s:
+            return (
+                f"all ranks have waited for each other for {shortest_s:.0f} s while "
+                f"{heartbeats[0]['activity']}: check the network"
+            )
+        return None
+
+    def _unchanged_s(self, rank: int, heartbeat: dict[str, Any], counter: str, now: float) -> float:
+        """Return the seconds since a counter of a rank changed."""
+        value = heartbeat[counter]
+        latest_value, changed_at = self._latest.get((rank, counter), (None, now))
+        if value != latest_value:
+            changed_at = now
+            self._latest[rank, counter] = (value, now)
+        return now - changed_at
+
+
 class Watchdog:
     """A thread that ends the process when a rank hangs; all ranks agree on which one."""
 
@@ -54,9 +115,7 @@ class Watchdog:
         # earlier than the timeout of collectives, which would blame the waiting ranks
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
-        # By rank and counter ("count" of its training thread, "beat" of its watchdog): the value
-        # and when it changed.
-        self._latest: dict[tuple[int, str], tuple[float, float]] = {}
+        self._detector = HangDetector(self.limit_s, group.world_size)
         self._are_written = False  # the heartbeats that this rank looks at
         # After a failure: the heartbeat of this rank, and since when it has been that.
         self._unchanged_since: tuple[dict[str, Any], float] | None = None
@@ -108,7 +167,7 @@ class Watchdog:
         log.error("rank %d %s:\n%s", self.group.rank, what, stack, extra={"file_only": True})
 
     def _check(self) -> None:
-        reason = self._find_hang(self._read_heartbeats())
+        reason = self._detector.find(self._read_heartbeats(), time.monotonic())
         if reason is not None:
             self._store.compare_set(HANG, "", reason)
         if self.group.closed.is_set() or not self._store.check([HANG]):
@@ -134,53 +193,3 @@ class Watchdog:
         time.sleep(AGENT_POLL_S)  # so that the other ranks log the reason too
         kill_stopped_siblings(self.exits.env)
         exit_process(None, FAILURE)
-
-    def _find_hang(self, heartbeats: dict[int, dict[str, Any]]) -> str | None:
-        """Return a message that names the rank that hangs, if any.
-
-        Args:
-            heartbeats: by rank.
-        """
-        idle_s = {}  # since the training thread of each rank did something
-        silent_s = {}  # since the watchdog of each rank wrote a heartbeat
-        unresponsive = []  # stopped, or the node is down
-        stragglers = []
-        for rank, heartbeat in heartbeats.items():
-            idle_s[rank] = self._unchanged_s(rank, heartbeat, "count")
-            silent_s[rank] = self._unchanged_s(rank, heartbeat, "beat")
-            if silent_s[rank] > self.limit_s:
-                unresponsive.append(rank)
-            limit_s = self.limit_s
-            if heartbeat["activity"] == STARTING:
-                limit_s = max(limit_s, START_S)
-            elif heartbeat["activity"] == PREPARING:
-                limit_s = math.inf
-            if idle_s[rank] > limit_s and not heartbeat["waiting"]:
-                stragglers.append(rank)
-
-        if unresponsive or stragglers:
-            rank = (unresponsive or stragglers)[0]
-            activity = heartbeats[rank]["activity"]
-            reason = f"rank {rank} has stalled for {idle_s[rank]:.0f} s while {activity}"
-            # The training thread's last change may precede the watchdog's by some heartbeats.
-            is_silent = silent_s[rank] > self.limit_s / 2
-            return f"{reason}{UNRESPONSIVE}" if is_silent else reason
-        shortest_s = min(idle_s.values())
-        all_wait = all(heartbeat["waiting"] for heartbeat in heartbeats.values())
-        sees_all = len(heartbeats) == self.group.world_size
-        if sees_all and all_wait and shortest_s > self.limit_s:
-            return (
-                f"all ranks have waited for each other for {shortest_s:.0f} s while "
-                f"{heartbeats[0]['activity']}: check the network"
-            )
-        return None
-
-    def _unchanged_s(self, rank: int, heartbeat: dict[str, Any], counter: str) -> float:
-        """Return the seconds since a counter of a rank changed, by the clock of this rank."""
-        value = heartbeat[counter]
-        now = time.monotonic()
-        latest_value, changed_at = self._latest.get((rank, counter), (None, now))
-        if value != latest_value:
-            changed_at = now
-            self._latest[rank, counter] = (value, now)
-        return now - changed_at

@@ -55,10 +55,6 @@ def _failures(directory: Path) -> dict[str, Failure]:
 
 def _records(directory: Path) -> Iterator[Any]:
     """Yield what has been recorded of the jobs, as values of JSON."""
-    earlier = read_json(directory / SWEEP).get("failures")  # where earlier versions kept them
-    for label, record in earlier.items() if isinstance(earlier, dict) else ():
-        if isinstance(record, dict):
-            yield {**record, "job": label}
     with contextlib.suppress(OSError):
         for line in read_lines(directory / FAILURES, MAX_BYTES):
             with contextlib.suppress(ValueError, RecursionError):
@@ -87,7 +83,7 @@ def _find(label: str, directory: str, failures: dict[str, Failure]) -> Failure |
 def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
     """Count a failure; forget those of a job whose record has no reason: it has succeeded."""
     label, directory = str(record["job"]), str(record["directory"] or "")
-    count = _count(record.get("count")) or 1  # of earlier versions
+    count = 1
     if before := _find(label, directory, failures):
         count += before.count
         for key in _keys(before.label, before.directory):

@@ -76,20 +76,15 @@ def _readable(swept: dict[str, str]) -> str:
     return safe.lstrip("._=,+-")[:100] or "job"
 
 
-def has_ended(directory: Path, config: Config) -> bool:
-    """Return whether a job has ended for good, as its own directory says."""
-    return _has_ended(read_result(directory), recorded_config(directory) or {}, config)
-
-
 def _has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config) -> bool:
-    """Return whether a job is complete at the limits of `config`, or was pruned and remains so.
+    """Return True if a job is complete at the limits of `config`, or was pruned.
 
     Args:
         recorded: the configuration of its last start.
     """
     try:
         if result["status"] == RunStatus.PRUNED:  # whatever the limits
-            return config.sweep.pruner != "none"
+            return True
         if result["status"] != RunStatus.COMPLETE:
             return False
         keys = [*LIMITS]

@@ -32,7 +32,7 @@ from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
 from mingpt_ddp.sweeps.settings import check_settings, has_own_sweeper, plan_slots
-from mingpt_ddp.sweeps.sources import number_of_jobs, source_of
+from mingpt_ddp.sweeps.sources import check_search, number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,7 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
     settings = check_settings(config, jobs, env)
     objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
     is_by_bits = settings.metric is None and objective is BITS_PER_BYTE
+    metric = settings.metric
     if is_by_bits:
         settings = replace(settings, metric=objective.series)
     is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
@@ -91,19 +92,23 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
             f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
         )
     directory = own_directory or Path(first.run.root)
+    first = replace(first, sweep=settings)
+    if settings.is_search:
+        check_search(first, overrides)
+    lock = env.call_on_rank_zero(lambda: acquire_lock(own_directory) if own_directory else None)
     sweep = Sweep(
         env=env,
-        settings=settings,
+        config=first,
         directory=directory,
         planned=number_of_jobs(settings, overrides),
         is_remote=is_remote,
-        source=source_of(settings, overrides, first, directory, env) if is_ours else None,
+        source=source_of(first, overrides, directory, env) if is_ours else None,
         slots=slots,
-        lock=env.call_on_rank_zero(lambda: acquire_lock(own_directory) if own_directory else None),
+        lock=lock,
         file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
     )
     if is_ours:
-        env.call_on_rank_zero(lambda: _keep(sweep, first.sweep.metric))
+        env.call_on_rank_zero(lambda: _keep(sweep, metric))
     log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
         for_jobs = config.hydra.overrides.hydra
@@ -124,8 +129,6 @@ def _keep(sweep: Sweep, metric: str | None) -> None:
     sweep.file.keep_metric(metric)
     if sweep.file.cores is None:
         sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
-    if sweep.trials is not None:
-        sweep.trials.begin()
 
 
 def _constant(overrides: list[Override]) -> str:

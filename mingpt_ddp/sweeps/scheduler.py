@@ -17,8 +17,8 @@ from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
 from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.run_directory import RunStatus, read_result
-from mingpt_ddp.sweeps.live_table import LiveTable
 from mingpt_ddp.sweeps.local_workers import LocalJob, conclude_local, prepare_local
+from mingpt_ddp.sweeps.progress_line import ProgressLine
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.training.start.checked_config import checked_config
@@ -45,7 +45,7 @@ class Scheduler:
         self._left = sweep.jobs_left(source)
         self._forwarder = SignalForwarder()
         self._running: dict[Slot, LocalJob] = {}
-        self._table = LiveTable(sweep, self._running)
+        self._line = ProgressLine(sweep, self._running.values())
         self._codes: list[int] = []  # of jobs that a signal ended
 
     def run(self) -> None:
@@ -63,8 +63,10 @@ class Scheduler:
 
     async def _run(self) -> None:
         self._changed = asyncio.Condition()
-        async with self._table.shown():
+        try:
             await asyncio.gather(*map(self._work, self._sweep.slots))
+        finally:
+            self._line.close()
 
     async def _work(self, slot: Slot) -> None:
         """Run one job after the other in a slot."""
@@ -101,6 +103,7 @@ class Scheduler:
         if not isinstance(prepared, LocalJob):
             return
         self._running[slot] = prepared
+        self._line.update()
         try:
             ended = await run_workers(
                 prepared.launch, prepared.env, prepared.started_at, self._forwarder
@@ -108,6 +111,7 @@ class Scheduler:
             self._conclude(prepared, ended)
         finally:
             del self._running[slot]
+            self._line.update()
 
     def _has_running(self, directory: Path) -> bool:
         return any(local.launch.directory == directory for local in self._running.values())

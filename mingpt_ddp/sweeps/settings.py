@@ -57,12 +57,16 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
     launcher = str(config.hydra.launcher._target_)
     is_remote = hydra_utils.is_external(launcher)
     _check_sweeper(config, settings, is_remote)
-    if settings.is_study:
-        _check_study(jobs[0])
+    if settings.is_search:
+        _check_search(jobs[0])
     if is_remote:
         _check_remote(settings, launcher.rpartition(".")[2])
     if env.world_size > 1 or not env.is_standalone:
         _check_lock_step(settings)
+    check(
+        settings.is_search or settings.pruner == "none",
+        f"sweep.pruner={settings.pruner} ends jobs of a search: add sweep=optuna, or leave it out",
+    )
     check(
         settings.pruner != "none" or not settings.pruner_settings,
         "sweep.pruner_settings is used by a pruner only: add sweep.pruner=median, or leave it out",
@@ -74,28 +78,28 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
 def _check_sweeper(config: DictConfig, settings: SweepConfig, is_remote: bool) -> None:
     """Check the sweeper that has been chosen, and its key that only external launchers need."""
     has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
-    gives_batches = is_remote and not settings.is_study
+    gives_batches = is_remote and not settings.is_search
     check(
         not has_batches or gives_batches or not has_own_sweeper(config),
         "hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how many jobs run",
     )
     check(
-        has_own_sweeper(config) or (not settings.is_study and settings.parallel == 1),
-        "sweep.sampler, sweep.pruner and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
+        has_own_sweeper(config) or (not settings.is_search and settings.parallel == 1),
+        "sweep.sampler and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
         f"{config.hydra.sweeper._target_}",
     )
 
 
-def _check_study(first: Config) -> None:
-    """Check what a search, or a pruner, needs of its jobs."""
+def _check_search(first: Config) -> None:
+    """Check what a search needs of its jobs."""
     check(
         first.run.name is not None,
-        "a search or a pruner compares the jobs of one directory; give the sweep a run.name",
+        "a search compares the jobs of one directory; give the sweep a run.name",
     )
     check(
         first.run.resume != "never",
-        "run.resume=never would train jobs again of which a search or a pruner has the "
-        "results; choose another run.name",
+        "run.resume=never would train jobs again of which the search has the results; choose "
+        "another run.name",
     )
 
 
@@ -144,7 +148,7 @@ def _check_remote(settings: SweepConfig, launcher: str) -> None:
         f"sweep.parallel=auto is for jobs of this machine, not of {launcher}; give a number",
     )
     check(
-        settings.is_study or settings.parallel == 1,
+        settings.is_search or settings.parallel == 1,
         f"sweep.parallel={settings.parallel}: {launcher} gets all jobs of a grid at once, and its "
         "own settings say how many run; leave sweep.parallel out",
     )

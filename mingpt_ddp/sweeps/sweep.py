@@ -31,7 +31,7 @@ from mingpt_ddp.sweeps.kept_results import KeptResults
 from mingpt_ddp.sweeps.sources import Source
 
 if TYPE_CHECKING:
-    from mingpt_ddp.sweeps.search.trial_jobs import Trials
+    from mingpt_ddp.sweeps.search.study import Study
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Sweep:
     """
 
     env: DistEnv = field(default_factory=DistEnv)
-    settings: SweepConfig = field(default_factory=SweepConfig)
+    config: Config | None = None  # of the first job, with the settings of the sweep
     directory: Path = Path()  # of all jobs, or run.root
     planned: int = 0  # number of jobs
     is_remote: bool = False  # other processes run the jobs, count them and log their errors
@@ -77,9 +77,14 @@ class Sweep:
         _current.set(self)
 
     @property
-    def trials(self) -> "Trials | None":
-        """Return what becomes of the trials of a study, on rank zero; None without one."""
-        return None if self.source is None else self.source.trials
+    def settings(self) -> SweepConfig:
+        """The keys of `sweep`, with their defaults for a run alone."""
+        return SweepConfig() if self.config is None else self.config.sweep
+
+    @property
+    def study(self) -> "Study | None":
+        """The study of a search, on rank zero; None of a grid, and on the other ranks."""
+        return None if self.source is None else self.source.study
 
     @property
     def is_over(self) -> bool:
@@ -112,48 +117,45 @@ class Sweep:
                     self.settings.max_failures,
                 )
                 return
-            if not self._take_earlier_end(number, source):
+            if not self._has_ended(number, source):
                 yield number
 
-    def _take_earlier_end(self, number: int, source: Source) -> bool:
-        """Count a job that has ended as its study says, or failed; return whether it has.
+    def _has_ended(self, number: int, source: Source) -> bool:
+        """Count a trial that has ended, as its study says; return True if it has.
 
-        Several ranks ask rank zero once the job has its process group.
+        Ranks in lock-step ask rank zero once the job has its process group, in `start_job`.
         """
-        if self.trials is None or self.env.world_size > 1:
+        if self.study is None or self.config is None or self.env.world_size > 1:
             return False
-        directory = self.trials.ended_in(number)
+        directory = self.study.directory_of(number)
         if directory is not None:
-            self.kept.check(directory, self.trials.config)
+            self.kept.check(directory, self.config)
             self.done[number] = directory
             self.n_done_before += 1
             log.info("%s: already complete", directory)
             return True
+        if not self.study.has_failed(number):
+            return False
         job = source.job(number)
-        reason = self._end_failed(job)
-        if reason is not None:
-            self.failed[number] = job.label
-            log.info("%s has failed before: %s", job.label, reason)
-        return reason is not None
+        self.failed[number] = job.label
+        log.info("%s has failed before: %s", job.label, self._reason(job))
+        return True
 
     def attempts(self, number: int) -> Iterator[None]:
         """Yield for each time that a job may start, the first and `sweep.retries`."""
         retries = self.settings.retries
         yield
         for retry in range(1, retries + 1):
-            if self._end_failed(Job(number, self.failed[number])) is not None:
+            if self.study is not None and self.study.has_failed(number):
                 return  # as often, with earlier starts
             log.warning("job %d: retry %d of %d", number + 1, retry, retries)
             del self.failed[number]  # it has not failed for good
             yield
 
-    def _end_failed(self, job: Job) -> str | None:
-        """End the trial of a job that has failed too often; return why it has, else None."""
+    def _reason(self, job: Job) -> str:
+        """Return why a job has failed for good."""
         failure = self.file.failure_of(job.label, self._names.get(job.number, ""))
-        if self.trials is None or failure is None or failure.count <= self.settings.retries:
-            return None
-        self.trials.fail(job.number)
-        return failure.reason
+        return "its reason is not recorded" if failure is None else failure.reason
 
     def start_job(
         self, config: Config, run_on_rank_zero: RunOnRankZero
@@ -177,9 +179,8 @@ class Sweep:
             self._names[job.number] = directory.name
             if value is not None:
                 self.kept.check(directory, config)
-            if self.trials is not None:
-                self.trials.open(job.number, directory)
-            return name, value, None if value is not None else self._end_failed(job)
+            has_failed = self.study is not None and self.study.has_failed(job.number)
+            return name, value, self._reason(job) if has_failed else None
 
         try:
             name, value, failure = run_on_rank_zero(known)
@@ -198,8 +199,6 @@ class Sweep:
         else:
             total = f" of {self.planned}" if self.planned else ""
             log.info("job %d%s: %s", job.number + 1, total, job.label)
-            if self.trials is not None:
-                self.trials.start(job.number)
         return config, value
 
     def use_threads(self) -> None:
@@ -214,13 +213,14 @@ class Sweep:
 
     def report_of(self, job: Job) -> Judge | None:
         """Return the function that judges the evaluations of a job; None if nothing does."""
-        if self.source is None or not self.settings.is_study:
+        if self.source is None or not self.settings.is_search:
             return None
         return partial(self._judge, job.number)
 
     def _judge(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
-        assert self.trials is not None  # on rank zero
-        return self.trials.report(number, step, metrics)
+        assert self.study is not None  # on rank zero
+        name = objective_named(self.settings.metric).series.removeprefix("val_")
+        return self.study.report(number, step, metrics[name]) if name in metrics else None
 
     def finish_job(
         self, directory: Path, value: float | None, signalled: bool, exit_code: int
@@ -266,8 +266,8 @@ class Sweep:
 
     def _keep_done(self, job: Job, directory: Path) -> None:
         self.file.succeed(job.label, directory.name)
-        if self.trials is not None:
-            self.trials.finish(job.number, directory)
+        if self.study is not None:
+            self.study.end(job.number, directory)
 
     def record_failed(self, job: Job, message: str, code: int) -> JobError:
         """Log the failure of a job on rank zero and return the error to raise."""
@@ -279,9 +279,13 @@ class Sweep:
     def _keep_failed(self, job: Job, message: str) -> None:
         name = f"job {job.number + 1}: " if self.slots else ""  # among the lines of others
         log.error("%s%s", name, message)
-        if self.source is not None:
-            self.file.fail(job.label, self._names.get(job.number, ""), message)
-        self._end_failed(job)
+        if self.source is None:
+            return
+        directory = self._names.get(job.number, "")
+        self.file.fail(job.label, directory, message)
+        failure = self.file.failure_of(job.label, directory)
+        if self.study is not None and failure and failure.count > self.settings.retries:
+            self.study.fail(job.number)
 
     def finish(self) -> None:
         """On rank zero, print the table, write the page and exit with an error if jobs failed."""
@@ -311,8 +315,8 @@ class Sweep:
         if not self.failed:
             return
         again = "rerun the same command to retry"
-        if self.trials is not None:
-            again = "raise sweep.retries to retry"
+        if self.study is not None:
+            again = "they do not start again; raise sweep.trials for other values"
         if count < self.planned:
             left = self.planned - count
             again = f"{left} have not started; raise sweep.max_failures, or {again}"

@@ -53,7 +53,7 @@ def run_jobs(
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )
-    if sweep.is_remote and sweep.settings.is_study:
+    if sweep.is_remote and sweep.settings.is_search:
         _run_batches(sweep, source, launcher, partial(compose, context, config))
     elif sweep.is_remote:
         _run_grid(sweep, source, launcher, max_batch_size or sweep.planned)

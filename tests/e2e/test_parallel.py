@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import random
+import re
 import signal
+import struct
+import subprocess
+import termios
 import time
 from pathlib import Path
 
@@ -16,6 +22,7 @@ from launching import (
     call,
     children,
     committed,
+    environment,
     is_running,
     last_step,
     python_main,
@@ -162,7 +169,7 @@ def killed_often(command: list[str], directory: Path, cwd: Path, kills: list[str
 
 
 def check_ended(directory: Path, count: int) -> None:
-    """Check that a search has all trials, each once, and that Optuna reads them."""
+    """Check that a search has all trials, each once with values of its own, as Optuna reads it."""
     assert len(statuses(directory)) == count
     assert set(statuses(directory).values()) <= {"complete", "pruned"}
     found = recorded(directory)
@@ -170,16 +177,27 @@ def check_ended(directory: Path, count: int) -> None:
     assert {trial["state"] for trial in found} <= {"COMPLETE", "PRUNED"}
     assert sorted(ends(directory)) == list(range(count)), "a trial ended twice, or never"
     assert {trial["job"] for trial in found} == set(statuses(directory))
+    assert len({json.dumps(trial["params"]) for trial in found}) == count, "a value drawn twice"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_search_with_a_pruner_killed_five_times(tmp_path):
+    """No job runs twice, and each complete one has the bits of its configuration alone."""
     command = sweep(*SEARCH, "sweep.trials=24", "sweep.pruner=asha", TWO)
     kills = ["a rank", "the parent", "everything", "the fork server", "the parent"]
-    killed_often(command, tmp_path / DIRECTORY, tmp_path, kills)
-    check_ended(tmp_path / DIRECTORY, 24)
-    assert "PRUNED" in states(tmp_path / DIRECTORY)
+    directory = tmp_path / DIRECTORY
+    killed_often(command, directory, tmp_path, kills)
+    check_ended(directory, 24)
+    assert "PRUNED" in states(directory)
+    complete = [trial for trial in recorded(directory) if trial["state"] == "COMPLETE"]
+    for number, trial in enumerate(complete):
+        values = [f"{key}={value}" for key, value in trial["params"].items()]
+        succeed(sweep(*SHORT, *values, f"run.name=alone/{number}"), tmp_path)
+    searched, alone = weights(directory), weights(tmp_path / "outputs" / "alone")
+    assert len(alone) == len(complete) > 1
+    for number, trial in enumerate(complete):
+        assert alone[f"{number}"] == searched[trial["job"]], trial
 
 
 @pytest.mark.timeout(600)
@@ -309,6 +327,29 @@ def test_the_fork_server_is_killed(tmp_path):
     started = starts(tmp_path / SWEEP)
     assert interrupted, "both jobs were too fast"
     assert {started[name] for name in interrupted} == {2}
+
+
+def test_one_line_on_a_terminal(tmp_path):
+    """Below the log: how many jobs have ended and run, and the best; erased at the end."""
+    main, side = pty.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 160, 0, 0))
+    command = sweep(*GRID, "run.seed=1,2,3", TWO)
+    env = environment(tmp_path, TERM="xterm")
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=side
+    )
+    os.close(side)
+    shown = b""
+    with contextlib.suppress(OSError):  # the sweep has closed the terminal
+        while text := os.read(main, 1 << 16):
+            shown += text
+    os.close(main)
+    assert process.wait() == 0, shown.decode()
+    best = min(result["val_loss"] for result in results(tmp_path / SWEEP).values())
+    last = re.findall(r"sweep: [^\r\n]*running[^\r\n]*", shown.decode())[-1]
+    assert "3/3" in last and f"0 running, best validation loss {best:.4f}" in last
+    assert "2 running" in shown.decode()
+    assert re.fullmatch(r"\s*", shown.decode().partition(last)[2].split("\n")[0]), "it is erased"
 
 
 def test_ranks_in_lock_step_refuse_it(tmp_path):

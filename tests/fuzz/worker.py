@@ -77,8 +77,8 @@ def stop_before_training() -> None:
 
     for name in (
         "training.run.build",
-        "distributed.launch.launcher._run_with_restarts",
-        "planning.plan.measure",
+        "distributed.launch.launcher.run_with_restarts",
+        "planning.measured_plan.measure_training",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (

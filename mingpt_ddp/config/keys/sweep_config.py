@@ -36,19 +36,19 @@ class SweepConfig:
         "better; -NAME: higher is better; null: val_loss, or bits_per_byte if tokenizers differ",
     )
     pruner: Literal["none", "median", "asha"] = neutral(
-        "none", "ends jobs whose evaluations are worse than those of others"
+        "none", "ends jobs of a search whose evaluations are worse than those of others"
     )
     pruner_settings: dict[str, Any] | None = neutral(
         None,
         "settings of the pruner by name; median: {n_startup_trials: 5, n_warmup_steps: 0, "
         "interval_steps: 1, n_min_trials: 1}; asha: {min_resource: null, reduction_factor: 3, "
-        "min_early_stopping_rate: 0, bootstrap_count: 0}, null: the step of the first evaluation",
+        "min_early_stopping_rate: 0, bootstrap_count: 0}, null: trainer.eval_every",
     )
 
     @property
-    def is_study(self) -> bool:
-        """Whether the evaluations of the jobs are recorded: by a search, or for a pruner."""
-        return self.sampler is not None or self.pruner != "none"
+    def is_search(self) -> bool:
+        """Whether a sampler draws the values of the jobs; else they are a grid."""
+        return self.sampler is not None
 
     def __post_init__(self) -> None:
         check(

@@ -112,7 +112,7 @@ async def run_workers(
         await asyncio.to_thread(_host_store, env, ddp.timeout_s)
     group = _WorkerGroup(launch, composed, first, forwarder)
     try:
-        code, interrupted = await _run_with_restarts(group.run, started_at, ddp, launch.directory)
+        code, interrupted = await run_with_restarts(group.run, started_at, ddp, launch.directory)
     finally:
         group.store.stop()
     if code and env.is_rank_zero and not env.is_standalone:
@@ -130,7 +130,7 @@ def _host_store(env: DistEnv, timeout_s: float) -> None:
     open_store(env, 0, timeout_s)
 
 
-async def _run_with_restarts(
+async def run_with_restarts(
     attempt: Callable[[float], Awaitable[tuple[int, int]]],
     started_at: float,
     ddp: DDPConfig,

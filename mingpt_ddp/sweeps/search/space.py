@@ -1,188 +1,93 @@
-"""The space of a search: Hydra's sweep overrides as Optuna's distributions."""
+"""The space of a search: Hydra's sweep overrides as Optuna's distributions, and drawn values."""
 
-import contextlib
-import itertools
-import json
 import math
 from decimal import Decimal
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
-    IntervalSweep,
-    Override,
-    Quote,
-    QuotedString,
-    RangeSweep,
-    Transformer,
-)
-from hydra.errors import HydraException
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.results.optuna_library import no_warnings, optuna
-from mingpt_ddp.storage.yaml_and_json import finite
+from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.results.optuna_library import optuna
 from mingpt_ddp.sweeps.checks import expand
-from mingpt_ddp.sweeps.search.optuna_trials import BaseDistribution
 
+BaseDistribution = optuna.distributions.BaseDistribution
 CategoricalDistribution = optuna.distributions.CategoricalDistribution
 FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
 
-MAX_CHOICES = 10_000  # of a range of floats, all of which Hydra lists
+DIGITS = 4  # of a drawn float: values are part of the names of directories
 MAX_INT = 2**53  # Optuna computes with floats
-SCALARS = (bool, int, float)
 
 
 def search_space(overrides: list[Override]) -> dict[str, BaseDistribution]:
     """Return the distribution of each key that is swept; the last override of a key counts.
 
+    The order of the keys does not depend on that of the command line, nor do the draws.
+
     Raises:
-        ConfigError: a sweep is invalid, or has one value.
+        ConfigError: An override cannot be searched.
     """
     by_key = {override.get_key_element(): override for override in overrides}
-    return {
-        key: _distribution(override)
-        for key, override in by_key.items()
-        if override.is_sweep_override()
-    }
-
-
-def grid(overrides: list[Override]) -> tuple[list[dict[str, Any]], dict[str, BaseDistribution]]:
-    """Return the values of each job of a grid, and for Optuna's tools those of each key.
-
-    Args:
-        overrides: those that are swept.
-    """
-    pairs = [list(map(_key_and_value, expand(override))) for override in overrides]
-    space: dict[str, BaseDistribution] = {}
-    for (key, first), *others in pairs:
-        choices = dict.fromkeys([first, *(value for _, value in others)])
-        space[key] = CategoricalDistribution([*choices])
-    return list(map(dict, itertools.product(*pairs))), space
-
-
-def _key_and_value(word: str) -> tuple[str, Any]:
-    """Return the key of an override, and its value; as text unless it is a number."""
-    key, _, text = word.partition("=")
-    with contextlib.suppress(ValueError):
-        number = json.loads(text)
-        if finite(number) is not None:
-            return key, number
-    return key, text
-
-
-def override_text(key: str, value: Any) -> str:
-    """Return an override that Hydra parses to this value.
-
-    Text that Hydra reads as one value, such as `[1,2]`, stays as it is; other text is quoted.
-    """
-    if isinstance(value, str) and not _is_one_value(value):
-        value = QuotedString(text=value, quote=_quote(value)).with_quotes()
-    elif not isinstance(value, str):
-        value = Transformer.str(value)
-    return f"{key}={value}"
-
-
-def _quote(text: str) -> Quote:
-    return Quote.double if "'" in text and '"' not in text else Quote.single
-
-
-def _parse(text: str) -> Override | None:
-    """Return the override of a value; None if Hydra cannot parse it."""
-    try:
-        return OverridesParser.create().parse_override(f"key={text}")
-    except HydraException:
-        return None
-
-
-def _is_one_value(text: str) -> bool:
-    override = _parse(text)
-    return override is not None and not override.is_sweep_override()
+    space = {}
+    for key, override in sorted(by_key.items()):
+        if override.is_sweep_override():
+            try:
+                space[key] = _distribution(override)
+            except (ValueError, ArithmeticError) as error:  # from Optuna, or from decimal
+                raise ConfigError(f"{override.input_line}: {error}") from error
+    return space
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    sweep = override.value()
+    sweep: Any = override.value()
+    line = override.input_line
     tags: set[str] = getattr(sweep, "tags", set())
-    line = str(override.input_line)
-    unknown = sorted(tags - {"log"})
-    check(not unknown, f"{line}: the only tag is log, not {', '.join(unknown)}")
+    check(tags <= {"log"}, f"{line}: the only tag is log, not {', '.join(sorted(tags))}")
+    check(not tags or isinstance(sweep, IntervalSweep), f"{line}: tag(log, ...) needs an interval")
     if isinstance(sweep, IntervalSweep):
-        return _interval(line, sweep)
-    check(not tags, f"{line}: tag(log, ...) needs an interval")
+        assert sweep.start is not None and sweep.end is not None
+        return _numbers(line, sweep.start, sweep.end, log="log" in tags)
     if isinstance(sweep, RangeSweep):
         return _range(line, sweep)
-    return _choice(line, _choices(override))
+    # The texts of a choice are overrides already. Sorted, since shuffle() has another order later.
+    texts = {word.partition("=")[2] for word in expand(override)}
+    return CategoricalDistribution(sorted(texts))
 
 
-def _interval(line: str, sweep: IntervalSweep) -> BaseDistribution:
-    low, high = sweep.start, sweep.end
-    is_log = "log" in sweep.tags
-    assert low is not None and high is not None
-    check(math.isfinite(low) and math.isfinite(high), f"{line}: both ends must be finite")
-    check(low < high, f"{line}: the first end must be less than the second")
-    check(low > 0 or not is_log, f"{line}: a logarithmic interval begins above 0")
+def _numbers(
+    line: str | None, low: float, high: float, *, log: bool = False, step: float | None = None
+) -> BaseDistribution:
     if isinstance(low, int) and isinstance(high, int):
         check(max(-low, high) <= MAX_INT, f"{line}: whole numbers end at {MAX_INT}")
-        return IntDistribution(low, high, log=is_log)
-    check(math.isfinite(high - low), f"{line}: the ends are too far apart")
-    return FloatDistribution(low, high, log=is_log)
+        return IntDistribution(low, high, log=log, step=int(step or 1))
+    check(math.isfinite(high - low), f"{line}: the ends must be finite, and not too far apart")
+    return FloatDistribution(low, high, log=log, step=step)
 
 
-def _range(line: str, sweep: RangeSweep) -> BaseDistribution:
-    assert sweep.start is not None and sweep.stop is not None
+def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
     ends: tuple[Any, ...] = (sweep.start, sweep.stop, sweep.step)
-    for cast in getattr(sweep, "transformers", ()):  # Hydra 1.3 has cast them itself
+    for cast in getattr(sweep, "transformers", ()):  # Hydra 1.3 has cast the ends itself
         ends = tuple(map(cast, ends))
-    # as typed: in binary the step is not exact, and Hydra 1.3 may add a value behind the last
+    # Count in decimals, as the range is written: a binary float misses the last value or adds one.
     start, stop, step = (Decimal(str(end)) for end in ends)
-    is_valid = all(end.is_finite() for end in (start, stop, step)) and step != 0
-    check(is_valid, f"{line}: is not a range of numbers")
     count = math.ceil((stop - start) / step)
     check(count >= 1, f"{line} is empty")
-    check(count > 1, f"{line} has one value; give that value, or a longer range")
+    number = int if all(isinstance(end, int) for end in ends) else float
     low, high = sorted((start, start + (count - 1) * step))
-    if all(isinstance(end, int) for end in ends):
-        check(max(map(abs, ends)) <= MAX_INT, f"{line}: whole numbers end at {MAX_INT}")
-        return IntDistribution(int(low), int(high), step=int(abs(step)))
-    check(count <= MAX_CHOICES, f"{line} has {count} values; write interval(...)")
-    is_wide = float(low) < float(high)
-    check(is_wide, f"{line} has one value; give that value, or a longer range")
-    return FloatDistribution(float(low), float(high), step=float(abs(step)))
+    return _numbers(line, number(low), number(high), step=number(abs(step)))
 
 
-def _choices(override: Override) -> list[Any]:
-    """Return the values in the order of the command line, also of a shuffle or a glob."""
-    listed = getattr(override.value(), "list", None)
-    return list(override.sweep_iterator()) if listed is None else listed
+def rounded(value: Any, distribution: BaseDistribution) -> Any:
+    """Round a drawn float to four significant digits, or to more if the interval is narrow.
 
-
-def _choice(line: str, values: list[Any]) -> BaseDistribution:
-    choices = list(dict.fromkeys(_with_type(_override_value(value)) for value in values))
-    check(len(choices) > 0, f"{line} has no values to search")
-    check(len(choices) > 1, f"{line} has one value; give that value alone, or more")
-    plain = [value for _, value in choices]
-    # Optuna compares choices with ==, which takes 1, 1.0 and true for the same
-    plain = [_text(value) if plain.count(value) > 1 else value for value in plain]
-    with no_warnings():
-        return CategoricalDistribution(plain)
-
-
-def _with_type(value: Any) -> tuple[str, Any]:
-    return type(value).__name__, value
-
-
-def _override_value(value: Any) -> bool | int | float | str | None:
-    """Return a scalar, or the text of an override for anything else."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if value is None or isinstance(value, SCALARS):
+    With a step return the decimal number that is meant: 0.3 for 0.1 + 2 * 0.1.
+    """
+    if not isinstance(distribution, FloatDistribution) or value == 0 or distribution.single():
         return value
-    if not isinstance(value, QuotedString):
-        return str(Transformer.str(value))
-    parsed = _parse(value.text)
-    is_same = parsed is not None and parsed.value() == value.text
-    return value.text if is_same else value.with_quotes()
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else str(Transformer.str(value))
+    low, high, step = distribution.low, distribution.high, distribution.step
+    if step is not None:
+        return float(Decimal(str(low)) + round((value - low) / step) * Decimal(str(step)))
+    magnitude = math.floor(math.log10(abs(value))) + 1
+    digits = max(DIGITS, magnitude - math.floor(math.log10((high - low) / 1000)))
+    return min(max(float(f"{value:.{digits}g}"), low), high)

@@ -1,228 +1,254 @@
-"""The study of a sweep: which values its trials have, how they ended, which are pruned."""
+"""The study of a search: Optuna's, in its journal in the directory of the sweep."""
 
-import copy
+import contextlib
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.keys.sweep_config import SweepConfig
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.errors import RunError, counted, reason
-from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.results.optuna_library import optuna
-from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT
-from mingpt_ddp.sweeps.search.journal import Journal
-from mingpt_ddp.sweeps.search.methods import pruner_settings, sampler_settings
-from mingpt_ddp.sweeps.search.optuna_trials import (
-    BaseDistribution,
-    FrozenTrial,
-    TrialState,
-    direction,
-    distributions_as_json,
-    in_memory,
-)
-from mingpt_ddp.sweeps.search.pruners import Pruning
-from mingpt_ddp.sweeps.search.study_checks import (
-    ANOTHER,
-    HEADERS,
-    Header,
-    check_same_study,
-)
-from mingpt_ddp.sweeps.search.trial_values import draw
+from mingpt_ddp.errors import ConfigError, RunError, counted, reason
+from mingpt_ddp.results.objective import Objective, objective_named
+from mingpt_ddp.results.optuna_library import journal, no_warnings, optuna
+from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT, RunStatus, read_result
+from mingpt_ddp.storage.storage import open_regular
+from mingpt_ddp.storage.yaml_and_json import finite
+from mingpt_ddp.sweeps.search.methods import pruner, sampler
+from mingpt_ddp.sweeps.search.space import BaseDistribution, rounded
 
-EARLIER = "trials.jsonl"  # the record of earlier versions
+FrozenTrial = optuna.trial.FrozenTrial
+TrialState = optuna.trial.TrialState
+
+ANOTHER = "choose another run.name"
+PRUNED_AT = "pruned_at"  # attribute of a trial: the step of the evaluation that has ended it
 
 
 class Study:
-    """The trials of the sweep in a directory, which this process has locked.
+    """The trials of a search, by the numbers of their jobs.
 
-    Optuna's journal is their only record. A trial is drawn from the seed, its number and the
-    results that there are, so that a sweep of one job at a time draws what an undisturbed one
-    would. A trial that still runs at a start was interrupted: in a search its number finds its
-    values, these its directory; in a grid the directory finds the trial.
+    This process has locked the directory. A trial is recorded, with its values, before its job
+    begins, and ends when the directory of the job says so. A kill therefore leaves a trial RUNNING
+    at any moment between the two, and the next start takes it up again with its values.
     """
 
     def __init__(
         self,
         directory: Path,
-        settings: SweepConfig,
-        space: Mapping[str, BaseDistribution],
-        fixed: Mapping[str, Any] | None = None,
+        config: Config,
+        space: dict[str, BaseDistribution],
+        fixed: dict[str, Any],
     ) -> None:
-        """Read the journal and check that this command continues it; write nothing.
+        """Open the journal, or begin it.
 
         Args:
-            space: The space of a search, or the values of each key of a grid.
-            fixed: JSON values that all trials share and that must stay the same.
+            config: Configuration of one of the jobs, with the settings of the sweep.
+            fixed: JSON values of the keys that all trials share and that must stay the same.
 
         Raises:
-            ConfigError: A setting is invalid or belongs to another study, or the journal is gone.
-            RunError: the journal is damaged.
+            ConfigError: A setting is invalid or belongs to another search, or the journal is gone.
+            RunError: The journal is damaged, or cannot be written.
         """
-        sampler_settings(settings)  # checks them
-        pruner_settings(settings)
-        self._settings = settings
-        self._objective = objective_named(settings.metric)
-        self._direction = direction(self._objective)
-        self._path = directory / JOURNAL
-        self._header = Header(
-            sampler=settings.sampler,
-            space=distributions_as_json(space) if settings.sampler else {},
-            metric=self._objective.metric,
-            seed=settings.seed,
-            fixed=json.loads(json.dumps(dict(fixed or {}))),
-        )
-        check(
-            not (directory / EARLIER).exists(),
-            f"{directory} holds a search of an earlier version, {EARLIER}; {ANOTHER}",
-        )
-        self._space = dict(space)
-        self._journal = self._read()
-        if settings.sampler and self._journal.is_new:
-            ended = len([*directory.glob(f"*/{RESULT}")])
-            check(
-                not ended,
-                f"{self._path} is missing or empty, and {counted(ended, 'job')} of its search have "
-                f"ended; restore it, or {ANOTHER}",
-            )
-
-    def begin(self) -> None:
-        """Write the journal of a new study, or repair that of one that was interrupted.
-
-        Raises:
-            ConfigError, RunError: another sweep has just ended that this one cannot continue; the
-                directory cannot be written.
-        """
-        with self._journal.written():
-            self._journal.repair()
-        self._journal = self._read()
-        if self._journal.is_new:
-            self._journal.write(self._direction, {HEADER: asdict(self._header)}, [])
+        self._directory = directory
+        self._sweep = config.sweep
+        self._space = space
+        self._objective = objective_named(config.sweep.metric)
+        self._path = directory.absolute() / JOURNAL  # Optuna's lock is a symbolic link to it
+        header = {
+            "sweep.metric": self._objective.metric,
+            "sweep.seed": config.sweep.seed,
+            **{key: str(distribution) for key, distribution in space.items()},
+            **fixed,
+        }
+        with no_warnings():
+            self._storage, self._study = self._open()
+            self._study.pruner = pruner(config)
+            self._study.sampler = optuna.samplers.RandomSampler()  # draws nothing: see `values`
+        self._study_id = self._storage.get_study_id_from_name(self._study.study_name)
+        known = self._study.user_attrs.get(HEADER)
+        if known is None:
+            with self._written():
+                self._study.set_user_attr(HEADER, header)
+        else:
+            _check_same_search(known, json.loads(json.dumps(header)))
 
     def values(self, number: int) -> dict[str, Any]:
-        """Return the values of a trial of a search; draw and record them if it is the next one."""
-        trials = self._journal.trials()
-        assert number <= len(trials), f"trial {number} is not the next one, {len(trials)}"
+        """Return the values of a trial; draw and record them if it is the next one."""
+        trials = self._trials()
         if number == len(trials):
-            self._add(draw(self._settings, self._space, trials))
-        return dict(self.trial(number).params)
+            values = self._draw(trials)
+            trial = optuna.create_trial(
+                state=TrialState.RUNNING, params=values, distributions=self._space
+            )
+            with self._written():
+                self._study.add_trial(trial)  # one line: a kill leaves no trial without its values
+        return dict(self._trials()[number].params)
 
-    def number_of(self, job: str, params: Mapping[str, Any]) -> int:
-        """Return the number of the trial of a job of a grid; record it if there is none.
+    def directory_of(self, number: int) -> Path | None:
+        """Return the directory of a trial that is complete or pruned; None of another one."""
+        if self._state(number) not in (TrialState.COMPLETE, TrialState.PRUNED):
+            return None
+        return self._directory / self._trials()[number].user_attrs["job"]
 
-        Other keys may vary than when it was recorded.
-
-        Args:
-            job: the name of its directory.
-            params: its values.
-        """
-        for trial in self._journal.trials():
-            if trial.user_attrs.get("job") == job:
-                return trial.number
-        self._add(params, job=job)
-        return len(self._journal.trials()) - 1
-
-    def trial(self, number: int) -> FrozenTrial:
-        """Return a trial that has been recorded."""
-        return self._journal.trials()[number]
-
-    def state(self, number: int) -> TrialState:
-        """Return the state of a trial, WAITING before it has been recorded."""
-        has_begun = number < len(self._journal.trials())
-        return self.trial(number).state if has_begun else TrialState.WAITING
+    def has_failed(self, number: int) -> bool:
+        """Return True if a trial has failed for good."""
+        return self._state(number) == TrialState.FAIL
 
     def report(self, number: int, step: int, value: float) -> str | None:
-        """Record an evaluation and return why the trial is pruned after it; None: it goes on.
+        """Record an evaluation, and return why the pruner ends the trial; None if it goes on.
 
-        A job that was interrupted reports steps again: the recorded decision holds. It is written
-        before the evaluation, so that a kill leaves none without its decision.
+        A job that was interrupted reports again what has been recorded: the decisions hold.
         """
-        trial = self.trial(number)
-        has_pruner = self._settings.pruner != "none"
-        pruned = trial.user_attrs.get("pruned") if has_pruner else None
-        if step not in trial.intermediate_values and not trial.state.is_finished():
-            value = value if math.isfinite(value) else self._objective.cost(math.inf)
-            if has_pruner and pruned is None:
-                pruned = self._judge(trial, step, value)
-            self._journal.report(trial.number, step, value)
-        return pruned["reason"] if pruned and step >= pruned["step"] else None
+        known = self._trials()[number]
+        pruned_at = known.user_attrs.get(PRUNED_AT)
+        if pruned_at is None and step >= (known.last_step or 0):
+            trial = self._trial(number)
+            with self._written():
+                trial.report(value, step)
+                if trial.should_prune():
+                    pruned_at = step
+                    trial.set_user_attr(PRUNED_AT, step)
+        if pruned_at is None or step < pruned_at:
+            return None
+        return f"other jobs have better evaluations (sweep.pruner={self._sweep.pruner})"
 
-    def finish(self, number: int, state: TrialState, value: float | None, job: str) -> None:
-        """Record the end of a complete or pruned trial.
+    def end(self, number: int, directory: Path) -> None:
+        """Record the end of a complete or pruned job, unless that is recorded.
 
-        Args:
-            value: Finite value of the metric if the trial is complete.
-            job: the name of its directory.
+        Raises:
+            RunError: Its result.json has no number of this metric.
         """
-        trial = self.trial(number)
-        if state == TrialState.PRUNED and trial.last_step is not None:
-            value = trial.intermediate_values[trial.last_step]
-        self._journal.set(number, "job", job)
-        self._journal.end(number, state, value)
+        if self._state(number).is_finished():
+            return
+        result = read_result(directory)
+        is_pruned = result.get("status") == RunStatus.PRUNED
+        value = None if is_pruned else _number(result, self._objective)
+        state = TrialState.PRUNED if is_pruned else TrialState.COMPLETE
+        with self._written():
+            self._trial(number).set_user_attr("job", directory.name)
+            self._study.tell(number, value, state)
 
     def fail(self, number: int) -> None:
-        """End a trial that has failed."""
-        self._journal.end(number, TrialState.FAIL)
+        """Record that a job has failed for good."""
+        with self._written():
+            self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
-    def reopen(self, number: int) -> None:
-        """Let a finished trial run again; if it was pruned, past that step.
+    def _draw(self, trials: list[FrozenTrial]) -> dict[str, Any]:
+        """Draw the values of the next trial, from its seed and the results that there are."""
+        with no_warnings():
+            copy = optuna.create_study(
+                direction=self._study.direction, sampler=sampler(self._sweep, len(trials))
+            )
+            copy.add_trials(trials)
+            drawn = copy.ask(self._space).params
+        return {key: rounded(drawn[key], self._space[key]) for key in self._space}
 
-        Optuna forbids it, so the journal is replaced.
+    def _trials(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False)
+
+    def _state(self, number: int) -> TrialState:
+        trials = self._trials()
+        return trials[number].state if number < len(trials) else TrialState.WAITING
+
+    def _trial(self, number: int) -> optuna.Trial:
+        trial_id = self._storage.get_trial_id_from_study_id_trial_number(self._study_id, number)
+        return optuna.Trial(self._study, trial_id)
+
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Leave no half of a line if the disk is full.
+
+        Raises:
+            RunError: The disk is full, or fails.
         """
-        trials = copy.deepcopy(self._journal.trials())
-        trial = trials[number]
-        trial.state = TrialState.RUNNING
-        trial.values = None
-        trial.datetime_complete = None
-        pruned = trial.user_attrs.pop("pruned", None)
-        if pruned is not None:
-            trial.intermediate_values.pop(pruned["step"], None)
-        self._journal.write(self._direction, self._journal.attributes, trials)
-
-    def _judge(self, trial: FrozenTrial, step: int, value: float) -> dict[str, Any] | None:
-        """Return the decision to prune a trial, which has been recorded; None: it goes on."""
-        trials = self._journal.trials()
-        first = next((min(t.intermediate_values) for t in trials if t.intermediate_values), step)
-        decision = Pruning(self._settings, first).decide(trials, trial, step, value)
-        if decision is None:
-            return None
-        self._journal.set(trial.number, "pruned", asdict(decision))
-        return asdict(decision)
-
-    def _add(self, params: Mapping[str, Any], **attributes: str) -> None:
-        """Record a trial, in one line, before its job begins."""
-        trial = optuna.create_trial(
-            state=TrialState.RUNNING,
-            params=dict(params),
-            distributions={key: self._space[key] for key in params},
-            user_attrs=attributes,
-        )
-        self._journal.add(trial)
-
-    def _read(self) -> Journal:
-        """Read the journal, and check that this command continues it."""
         try:
-            journal = Journal(self._path)
-            if journal.is_new:
-                return journal
-            header = HEADERS.validate_json(json.dumps(journal.attributes[HEADER]))
-            in_memory(direction(objective_named(header.metric)), journal.trials())  # checks values
-            if not all(_is_name(trial.user_attrs.get("job", "-")) for trial in journal.trials()):
-                raise ValueError("a job is not a directory of the sweep")
-        except Exception as error:  # of the system, of Optuna, of pydantic
+            with no_warnings():
+                yield
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._repair()
+            raise RunError(f"cannot write {self._path}: {reason(error)}") from error
+
+    def _open(self) -> tuple[journal.JournalStorage, optuna.Study]:
+        """Open the study of the journal. Begin one if the directory has no jobs of a search."""
+        try:
+            size = self._repair()
+            if size == 0:
+                self._check_new()
+            storage = journal.JournalStorage(journal.JournalFileBackend(str(self._path)))
+            if size == 0:
+                optuna.create_study(
+                    storage=storage,
+                    study_name=self._directory.name,
+                    direction="maximize" if self._objective.maximize else "minimize",
+                )
+            # The directory may have been moved since, so that its name is another one.
+            (name,) = [study.study_name for study in storage.get_all_studies()]
+            study = optuna.load_study(study_name=name, storage=storage)
+            if study.get_trials(deepcopy=False) and type(study.user_attrs[HEADER]) is not dict:
+                raise ValueError("another program has written the trials")
+        except ConfigError:
+            raise
+        except Exception as error:  # from the system, or from Optuna
             what = (
                 f"cannot be read: {reason(error)}" if isinstance(error, OSError) else "is damaged"
             )
             raise RunError(
-                f"{self._path} {what}; move it away to begin a new study, or {ANOTHER}"
+                f"{self._path} {what}; move it away to begin a new search, or {ANOTHER}"
             ) from error
-        check_same_study(header, self._header)
-        return journal
+        return storage, study
+
+    def _check_new(self) -> None:
+        """Check that the directory holds no jobs of a search: a new one would train others."""
+        ended = len([*self._directory.glob(f"*/{RESULT}")])
+        check(
+            not ended,
+            f"{self._path} is missing or empty, and {counted(ended, 'job')} of its search have "
+            f"ended; restore it, or {ANOTHER}",
+        )
+
+    def _repair(self) -> int:
+        """Remove what a kill or a full disk has left: locks, and half of a last line.
+
+        Optuna would wait 30 seconds for such a lock, and append to half a line.
+
+        Returns:
+            The size of the file, 0 if there is none.
+        """
+        for stale in self._directory.glob(f"{JOURNAL}.lock*"):
+            stale.unlink()
+        if not os.path.lexists(self._path):
+            return 0
+        with open_regular(self._path, os.O_RDWR | os.O_NOFOLLOW, "r+b") as file:
+            content = file.read()
+            size = content.rfind(b"\n") + 1 or len(content)
+            file.truncate(size)
+        return size
 
 
-def _is_name(text: Any) -> bool:
-    """Return whether a text can only name something in a directory itself."""
-    return isinstance(text, str) and text not in (".", "..") and not {"/", "\0"} & {*text}
+def _check_same_search(before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Check that a command continues the recorded search.
+
+    Raises:
+        ConfigError: It names the key that differs.
+    """
+    for key in {**before, **now}:
+        old, new = (json.dumps(each[key]) if key in each else "not set" for each in (before, now))
+        check(old == new, f"{key}={new} was {old} in this directory; {ANOTHER}")
+
+
+def _number(result: dict[str, Any], objective: Objective) -> float:
+    """Return the objective in a result.json.
+
+    Raises:
+        RunError: It has no such number.
+    """
+    value = finite(objective.recorded_in(result))
+    if value is not None:
+        return value
+    numbers = [key for key, each in result.items() if type(each) in (int, float)]
+    raise RunError(
+        f"sweep.metric={objective.series}: the job's result.json has no such number; "
+        f"it has {', '.join(numbers)}"
+    )

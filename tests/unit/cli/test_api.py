@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 from fake_runs import fake_run
-from launching import ROOT
+from launching import PATIENCE_S, ROOT, is_running, wait_for
 from omegaconf import OmegaConf
 
 import mingpt_ddp
-from mingpt_ddp.cli import api
-from mingpt_ddp.cli.api import error_of
-from mingpt_ddp.errors import (
-    ConfigError,
-    DataError,
-    RunError,
-    SnapshotError,
-    UserError,
-    pack_error,
-)
+from mingpt_ddp.errors import ConfigError, DataError, RunError, SnapshotError
 
+DOCS = ROOT / "docs"
 FORMAT_2 = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
 
 
@@ -44,11 +37,8 @@ def test_a_loaded_model():
     assert not run.model.training
     ids = torch.tensor([run.tokenizer.encode("the sea")] * 2)
     logits = run.model(ids)
-    assert logits.shape == (
-        2,
-        7,
-        run.config["model"] and len(set((FORMAT_2.parent / "text.txt").read_text())),
-    )
+    characters = set((FORMAT_2.parent / "text.txt").read_text())
+    assert logits.shape == (2, 7, len(characters))
     torch.testing.assert_close(logits[0], logits[1])
     assert run.step == 4
     assert mingpt_ddp.load(str(FORMAT_2), step=4).config["run"]["seed"] == run.config["run"]["seed"]
@@ -57,13 +47,9 @@ def test_a_loaded_model():
 def test_generated_text_depends_on_the_seed_alone():
     run = mingpt_ddp.load(FORMAT_2)
     one = run.generate("the ", max_new_tokens=40)
-    assert one.startswith("the ")
-    assert len(one) == 44
-    assert (
-        run.generate("the ", max_new_tokens=40)
-        == one
-        != run.generate("the ", max_new_tokens=40, seed=2)
-    )
+    assert one.startswith("the ") and len(one) == 44
+    assert run.generate("the ", max_new_tokens=40) == one
+    assert run.generate("the ", max_new_tokens=40, seed=2) != one
     greedy = run.generate("the ", 9, temperature=0)
     ids = run.tokenizer.encode("the ")
     for _ in range(9):
@@ -94,13 +80,12 @@ def test_generated_text_depends_on_the_seed_alone():
             ConfigError,
             "temperature=-1 must be greater than",
         ),
-        (
-            lambda: mingpt_ddp.history(ROOT / "docs"),
-            RunError,
-            "name a run or the directory of a sweep",
-        ),
+        (lambda: mingpt_ddp.history(DOCS), RunError, "name a run or the directory of a sweep"),
         (lambda: mingpt_ddp.history(ROOT / "setup.cfg"), RunError, "is not a run directory"),
-        (lambda: mingpt_ddp.rows(ROOT / "docs"), RunError, "there is no run in "),
+        (lambda: mingpt_ddp.rows(DOCS), RunError, "there is no run in "),
+        (lambda: mingpt_ddp.rows(), ConfigError, "rows takes one directory"),
+        (lambda: mingpt_ddp.rows(["a"]), ConfigError, "rows takes one directory"),
+        (lambda: mingpt_ddp.rows(""), ConfigError, "rows takes one directory"),
         (lambda: mingpt_ddp.train(["-m", "run.seed=1,2"]), ConfigError, "train runs one job"),
         (
             lambda: mingpt_ddp.train("run.seed=1"),
@@ -108,41 +93,47 @@ def test_generated_text_depends_on_the_seed_alone():
             "train takes a list of overrides: train(['run.seed=1'])",
         ),
         (
-            lambda: mingpt_ddp.sweep("run.seed=1,2"),
+            lambda: mingpt_ddp.sweep("a=1"),
             ConfigError,
-            "sweep takes a list of overrides: sweep(['run.seed=1,2'])",
+            "sweep takes a list of overrides: sweep(['a",
         ),
-        *(
-            (lambda words=words: mingpt_ddp.sweep(words), ConfigError, f"not {words!r}: sweep([")
-            for words in (None, [1, 2], b"ab", OmegaConf.create({"a": 1}))
+        (lambda: mingpt_ddp.sweep(None), ConfigError, "not None: sweep(["),
+        (lambda: mingpt_ddp.sweep([1, 2]), ConfigError, "not [1, 2]: sweep(["),
+        (lambda: mingpt_ddp.sweep(b"ab"), ConfigError, "not b'ab': sweep(["),
+        (
+            lambda: mingpt_ddp.sweep(OmegaConf.create({"a": 1})),
+            ConfigError,
+            "not {'a': 1}: sweep([",
         ),
-        *(
-            (lambda paths=paths: mingpt_ddp.rows(*paths), ConfigError, "rows takes one directory")
-            for paths in ([], [["a"]], [""])
+        # of the process that trains
+        (lambda: mingpt_ddp.train(["data.path=nowhere"]), DataError, "there is no such file"),
+        (
+            lambda: mingpt_ddp.train(["optimizer.lr=1,2"]),
+            ConfigError,
+            "; call mingpt_ddp.sweep([...]) to train a job with each",
+        ),
+        (
+            lambda: mingpt_ddp.train(["optimizer.lr=interval(1,2)"]),
+            ConfigError,
+            "requires mingpt_ddp.sweep([...])",
         ),
     ],
 )
-def test_errors_are_one_line(call, kind, message):
+def test_an_error_is_one_line_that_is_raised_and_not_printed(call, kind, message, capfd):
+    """A script or a notebook shows the exception, once."""
     with pytest.raises(kind) as caught:
         call()
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_history_has_each_step_once(tmp_path):
-    records = [
-        {"start": 1.0, "step": 0},
-        {"step": 1, "train_loss": 3.0},
-        {"step": 2, "train_loss": 2.9},
-    ]
-    records += [{"start": 2.0, "step": 1}, {"step": 2, "train_loss": 2.8, "lr": 0.1}]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
-    assert mingpt_ddp.history(tmp_path) == [
-        {"step": 1, "train_loss": 3.0},
-        {"step": 2, "train_loss": 2.8, "lr": 0.1},
-    ]
+    one, two = {"step": 1, "train_loss": 3.0}, {"step": 2, "train_loss": 2.8, "lr": 0.1}
+    first = [{"start": 1.0, "step": 0}, one, {"step": 2, "train_loss": 2.9}]
+    records = [*first, {"start": 2.0, "step": 1}, two]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    assert mingpt_ddp.history(tmp_path) == [one, two]
 
 
 def test_the_history_of_a_sweep_has_the_rows_of_every_job(tmp_path):
@@ -153,15 +144,6 @@ def test_the_history_of_a_sweep_has_the_rows_of_every_job(tmp_path):
         (f"job{seed}", seed, step) for seed in (1, 2) for step in (20, 40, 60, 80, 100)
     ]
     assert mingpt_ddp.history(tmp_path / "job1")[0].keys().isdisjoint({"job", "run.seed"})
-
-
-def test_a_sweep_is_named_as_the_call_that_starts_it():
-    line = "config error: Sweep parameters 'optimizer.lr=interval(1,2)' requires --multirun"
-    assert str(error_of({}, line)).endswith("requires mingpt_ddp.sweep([...])")
-    message = "optimizer.lr=1,2 has several values; add -m to train a job with each"
-    error = error_of({"error": pack_error(ConfigError(message))}, f"config error: {message}")
-    assert isinstance(error, ConfigError)
-    assert str(error).endswith("; call mingpt_ddp.sweep([...]) to train a job with each")
 
 
 def test_the_rows_of_a_sweep(tmp_path):
@@ -195,52 +177,30 @@ def test_rows_of_the_best_setting_come_before_the_luckiest_seed(tmp_path):
         mingpt_ddp.rows(tmp_path, metric="val_los")
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (ConfigError("run.name is wrong: change it"), "config error: run.name is wrong: change it"),
-        (DataError("the text is empty"), "[rank 1] data error: the text is empty"),
-        (UserError("rank 1 was killed"), "error: rank 1 was killed"),
-        (UserError("Killed"), "Killed"),
-    ],
-)
-def test_the_error_of_a_process(error, line):
-    """It is the one that the process has reported, unless a later attempt has another."""
-    reports = [{"error": pack_error(RunError("of an earlier attempt"))}, {}]
-    if type(error) is not UserError:
-        reports = [{"error": pack_error(error)}]
-    for report in reports:
-        raised = api.error_of(report, line)
-        assert (type(raised), str(raised)) == (type(error), str(error))
+# Stands for the process that trains: an interrupt asks it to save, which it never finishes.
+SAVES_FOR_EVER = """#!{python}
+import os, pathlib, signal, time
+signal.signal(signal.SIGINT, lambda *_: pathlib.Path("asked").touch())
+pathlib.Path("pid").write_text(str(os.getpid()))
+while True:
+    time.sleep(1)
+"""
+CALLER = "import sys, mingpt_ddp; sys.executable = sys.argv[1]; mingpt_ddp.train([])"
 
 
-def test_an_error_is_raised_and_not_printed(capsys):
-    """A script or a notebook shows the exception, once."""
-    with pytest.raises(ConfigError, match=r"run\.name=a/b/c must be a directory name"):
-        mingpt_ddp.train(["run.name=a/b/c"])
-    assert capsys.readouterr() == ("", "")
-
-
-def test_other_lines_are_printed_in_order(capsys):
-    lines = ["a", "warning of an error: b", "c", "error: d"]
-    script = f"import sys; print(*{lines}, sep='\\n'); sys.exit(int(sys.argv[1]))"
-    for code, printed in ((0, lines), (2, lines[:-1])):
-        command = [sys.executable, "-c", script, str(code)]
-        assert api.run_process(command, {**os.environ}) == (code, "error: d")
-        assert capsys.readouterr().out.splitlines() == printed
-
-
-def test_a_caller_that_is_interrupted_twice_kills_the_command(monkeypatch, capsys):
-    """The first interrupt asks the command to save, which this one never does."""
-    script = (
-        "import signal, time; signal.signal(2, signal.SIG_IGN); print('ready', "
-        "flush=True); time.sleep(10000)"
+def test_the_second_interrupt_of_a_caller_kills_the_training(tmp_path):
+    program, pid = tmp_path / "program", tmp_path / "pid"
+    program.write_text(SAVES_FOR_EVER.format(python=sys.executable))
+    program.chmod(0o755)
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, str(program)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
     )
-
-    def interrupt(*args, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.print", interrupt)
-    monkeypatch.setattr(subprocess.Popen, "communicate", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        api.run_process([sys.executable, "-c", script], {})
+    wait_for(lambda: pid.exists() and pid.read_text())
+    caller.send_signal(signal.SIGINT)
+    wait_for((tmp_path / "asked").exists)
+    caller.send_signal(signal.SIGINT)
+    assert caller.communicate(timeout=PATIENCE_S)[1].endswith(b"KeyboardInterrupt\n")
+    assert not is_running(int(pid.read_text()))

@@ -10,6 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+import mingpt_ddp
 from mingpt_ddp.cli.application import application_words
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
@@ -74,12 +75,6 @@ def test_the_same_settings_are_the_same_run(tmp_path):
         assert run_name(ours).startswith("python_docs-modern_nano-")
 
 
-def test_an_experiment_in_a_node(tmp_path):
-    cfg = compose_own(tmp_path, IN_A_NODE, "+experiment@gpt=demo", "~gpt.sweep")
-    config = compose_ours(*application_words(cfg.gpt, tmp_path))
-    assert config == compose_ours("experiment=demo", "optimizer.lr=1e-3")
-
-
 @pytest.mark.parametrize(
     ("text", "node", "error"),
     [
@@ -94,20 +89,13 @@ def test_an_experiment_in_a_node(tmp_path):
         ("run: {name: '${nothing}'}", None, "run.name: Interpolation key 'nothing' not found"),
     ],
 )
-def test_what_is_refused(tmp_path, text, node, error):
+def test_what_is_refused(tmp_path, text, node, error, monkeypatch):
     cfg = OmegaConf.create(text)
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        application_words(cfg[node] if node else cfg, tmp_path)
+        mingpt_ddp.train(cfg[node] if node else cfg)
     assert str(refused.value).startswith(f"config error: {error}")
     assert not [*tmp_path.iterdir()]
-
-
-def test_an_unknown_key_of_a_group(tmp_path):
-    cfg = compose_own(tmp_path, AT_THE_TOP, "+trainer.max_step=5")
-    with pytest.raises(
-        ConfigError, match=r"^config error: trainer.max_step is not a key; did you mean "
-    ):
-        compose_ours(*application_words(cfg, tmp_path))
 
 
 def test_other_applications_see_nothing():

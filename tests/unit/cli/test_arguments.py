@@ -93,15 +93,10 @@ def test_an_error_is_one_line(args, expected):
     assert str(error.value) == f"config error: {expected}"
 
 
+# tests/unit/config/test_config.py has all the forms of a URL with a secret.
 URLS_WITH_SECRETS = [
     "s3://name:hunter2@bucket/run",
-    "s3://name:a/hunter2@bucket/run",
-    "http://hunter2@host/run",
-    "https://host/run?token=hunter2",
-    "simplecache::s3://name:hunter2@bucket/run",
-    "ftp://name:a,hunter2@host/run",
     "ftp://name:a hunter2@host/run",
-    "sftp://name:12/hunter2@host/run",
     "https://host/run#access_token=hunter2",
 ]
 
@@ -111,38 +106,33 @@ def test_no_credentials(url):
     assert parse_arguments(Config, [url]).url == url
 
 
+SPELLINGS = [
+    ["{}"],
+    ["--step", "{}"],
+    ["a", "step={}"],
+    ["a", "b", "{}"],
+    ["a", "to={}"],
+    ["a", "--follow={}"],
+]
+CASES = [(["{}"], url) for url in URLS_WITH_SECRETS]
+CASES += [(args, URLS_WITH_SECRETS[0]) for args in SPELLINGS]
+
+
 @pytest.mark.parametrize("config", [Config, Several])
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["{}"],
-        ["--step", "{}"],
-        ["a", "step={}"],
-        ["a", "b", "{}"],
-        ["a", "to={}"],
-        ["a", "--follow={}"],
-    ],
-)
-@pytest.mark.parametrize("url", URLS_WITH_SECRETS)
+@pytest.mark.parametrize(("args", "url"), CASES)
 def test_credentials_are_refused_and_not_printed(args, url, config):
     with pytest.raises(ConfigError) as error:
         parse_arguments(config, [arg.format(url) for arg in args])
     assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "args", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"], ["mingpt_ddp.snapshots"]]
-)
+@pytest.mark.parametrize("args", [["mingpt_ddp.sample"], ["mingpt_ddp.report", "--help"]])
 def test_a_reader_that_closed_the_pipe(args, tmp_path):
     """`... | head -1` may close the pipe before the first line is printed."""
-    command = [
-        sys.executable,
-        "-c",
-        "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.execv(",
-    ]
-    command[2] += f"sys.executable, [sys.executable, '-m', *{args!r}])"
+    program = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); "
+    program += f"os.execv(sys.executable, [sys.executable, '-m', *{args!r}])"
     done = subprocess.run(
-        command,
+        [sys.executable, "-c", program],
         cwd=ROOT,
         env=environment(tmp_path, PYTHONUNBUFFERED=""),
         capture_output=True,

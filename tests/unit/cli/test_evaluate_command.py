@@ -1,96 +1,110 @@
-"""What the evaluate command makes of the configurations in snapshots.
-
-What it refuses leaves nothing behind.
-"""
+"""The evaluate command on small snapshots: which text it measures, and what it refuses."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from multiprocess.ranks import configure
-from snapshot_helpers import filled
+from snapshot_helpers import filled, model_snapshot
+from tools import call_tool
 
-from mingpt_ddp.cli.commands.evaluate import EvaluateConfig, _run_config, evaluate
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
-from mingpt_ddp.config.config import from_mapping, to_plain
-from mingpt_ddp.errors import DataError, SnapshotError
+from mingpt_ddp.cli.commands import evaluate
 
-
-def state(*overrides: str) -> dict[str, Any]:
-    """Return the part of a snapshot's state with a configuration."""
-    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        return {"config": from_mapping(to_plain(compose("config", [*overrides]))).to_dict()}
+TEXT = "abc cab\nbca bb a\n" * 30
+SHA256 = hashlib.sha256(TEXT.encode()).hexdigest()
+SMALL = ["model=gpt_nano", "model.n_layer=2", "model.n_embd=12", "data.block_size=8"]
 
 
-def test_every_run_is_measured_on_the_split_of_the_first():
-    first = state(
-        "data.path=a.txt", "data.train_split=0.8", "data.truncate=0.5", "data.tokenizer=bpe"
-    )
-    own = state(
-        "data.path=moved.txt", "data.tokenizer=byte", "data.block_size=7", "model=gpt_micro"
-    )
-    config = _run_config(EvaluateConfig(["a", "b"]), "b", own, first)
-    data = config.data
-    assert (data.path, data.train_split, data.truncate) == ("a.txt", 0.8, 0.5)
-    assert (data.tokenizer, data.vocab_size, data.block_size, config.model.name) == (
-        "byte",
-        None,
-        7,
-        "gpt_micro",
-    )
-    other = _run_config(EvaluateConfig(["a", "b"], data_path="other.txt"), "b", own, first)
-    assert (other.data.path, other.data.truncate, other.data.tokenizer) == (
-        "other.txt",
-        1.0,
-        "byte",
-    )
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Return a function that calls the command in a directory with a.txt."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("a.txt").write_text(TEXT)
+    tool = call_tool(evaluate, monkeypatch, capsys)
+    return lambda *words: tool(*words, "device=cpu", "precision=fp32")
 
 
-def test_all_of_the_split_is_measured():
-    own = state("trainer.eval_steps=1")
-    assert _run_config(EvaluateConfig(["a"]), "a", own).trainer.eval_steps is None
+@pytest.fixture
+def measure(call):
+    """Return a function that returns the metrics of each run."""
+
+    def measure(*words: str) -> list[dict[str, Any]]:
+        code, out, err = call(*words)
+        assert code == 0, err
+        shown = json.loads(out)
+        return shown.get("runs", [shown])
+
+    return measure
 
 
-def test_runs_of_different_tasks_are_refused():
-    digits = configure("experiment=digits_convnet")
-    with pytest.raises(
-        SnapshotError,
-        match=r"of b cannot be evaluated: task\.name=classification does not compare with",
-    ):
-        _run_config(EvaluateConfig(["a", "b"]), "b", {"config": digits}, state())
-    own = state()
-    del own["config"]["task"]  # of a run of an earlier version
-    assert _run_config(EvaluateConfig(["a", "b"]), "b", own, state()).task.name == "language_model"
+def recorded(name: str, step: int, *overrides: str, sha256: str = SHA256, **state: Any) -> str:
+    """Write a run with the weights of a step, and this configuration."""
+    config = configure(*SMALL, "data.path=a.txt", *overrides)
+    text = {"sha256": sha256, "length": len(TEXT)}
+    filled(name, model_snapshot(step, **{"config": config, "text": text, **state}))
+    return name
 
 
-def test_runs_of_other_data_are_refused():
-    own = state() | {"text": {"sha256": "1"}}
-    other = state() | {"text": {"sha256": "2"}}
-    with pytest.raises(SnapshotError, match="it has other data than a; measure it alone, or all"):
-        _run_config(EvaluateConfig(["a", "b"]), "b", other, own)
-    _run_config(EvaluateConfig(["a", "b"]), "b", own, own)
-    _run_config(EvaluateConfig(["a", "b"], data_path="other.txt"), "b", other, own)
+def refusal(answer: tuple[int, str, str]) -> str:
+    code, out, err = answer
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    return err
+
+
+def test_every_run_is_measured_on_the_split_of_the_first(measure):
+    recorded("first", 4, "data.train_split=0.8")
+    recorded("moved", 8, "data.train_split=0.5", "data.path=moved.txt")
+    recorded("alike", 8, "data.train_split=0.8")
+    _, moved = measure("first", "moved")
+    [alike] = measure("alike")
+    [other] = measure("alike", "split=test", "data.path=a.txt")
+    assert moved["loss"] == alike["loss"] != other["loss"]
+
+
+def test_all_of_the_split_is_measured(measure):
+    recorded("some", 4, "trainer.eval_steps=1", "trainer.batch_size=1")
+    recorded("all", 4)
+    assert measure("some")[0]["loss"] == measure("all")[0]["loss"]
+
+
+def test_runs_of_different_tasks_are_refused(call, measure):
+    recorded("text", 4)
+    recorded("digits", 4, config=configure("experiment=digits_convnet"))
+    expected = "of digits cannot be evaluated: task.name=classification does not compare with"
+    assert expected in refusal(call("text", "digits"))
+    older = configure(*SMALL, "data.path=a.txt")
+    del older["task"]  # of a run of an earlier version
+    recorded("older", 4, config=older)
+    first, second = measure("text", "older")
+    assert first["loss"] == second["loss"]
+
+
+def test_runs_of_other_data_are_refused(call, measure):
+    recorded("one", 4)
+    recorded("two", 8, sha256="5e" * 32)
+    expected = "it has other data than one; measure it alone, or all on a text: data.path=..."
+    assert expected in refusal(call("one", "two"))
+    assert len(measure("one", "two", "data.path=a.txt")) == 2
 
 
 @pytest.mark.parametrize(
-    "first", [None, {}, {"data": 1}, {"data": {"path": 1}, "task": 7}, {"task": {}}], ids=str
+    "config", [None, {}, {"data": 1}, {"data": {"path": 1}, "task": 7}, {"task": {}}], ids=str
 )
-def test_a_hostile_first_state_is_refused_in_one_line(first):
-    with pytest.raises(SnapshotError, match="the snapshot of b cannot be evaluated") as error:
-        _run_config(EvaluateConfig(["a", "b"]), "b", state(), {"config": first})
-    assert "\n" not in str(error.value)
+def test_a_hostile_state_is_refused_in_one_line(config, call):
+    recorded("hostile", 4, config=config)
+    recorded("honest", 4)
+    for runs in (["hostile", "honest"], ["honest", "hostile"]):
+        assert "the snapshot of hostile cannot be evaluated: " in refusal(call(*runs))
 
 
-def test_a_text_with_other_characters_leaves_no_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    filled(str(tmp_path / "run"), 8)
-    (tmp_path / "other.txt").write_text("xyz" * 100)
-    with pytest.raises(DataError, match="the model does not know 'x', 'y', 'z'"):
-        evaluate(
-            EvaluateConfig(
-                [str(tmp_path / "run")], data_path=str(tmp_path / "other.txt"), device="cpu"
-            )
-        )
-    assert not (tmp_path / "cache").exists()
+def test_a_text_with_other_characters_leaves_no_cache(call):
+    recorded("run", 8)
+    Path("other.txt").write_text("xyz" * 100)
+    expected = "data error: the model does not know 'x', 'y', 'z'"
+    assert refusal(call("run", "data.path=other.txt")).startswith(expected)
+    assert not Path("cache").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import yaml
 from snapshot_helpers import VOCABULARY, commit, filled, model_snapshot
 
-from mingpt_ddp.cli.commands import export as export_module
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MODEL, directory_name
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -23,11 +23,8 @@ def test_shards_are_joined(run, call, tmp_path, monkeypatch):
     commit(store, whole, writers=2)
     code, out, err = call("export", run, f"to={tmp_path}/out")
     assert (code, err) == (0, "") and out.startswith("step 4 is in")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "README.md",
-        "config.json",
-        MODEL,
-    ]
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names == ["README.md", "config.json", MODEL]
     tensors = safetensors.torch.load((tmp_path / "out" / MODEL).read_bytes())
     assert tensors.keys() == whole.model.keys()
     assert all(torch.equal(tensors[name], whole.model[name]) for name in tensors)
@@ -76,7 +73,7 @@ def test_the_best(run, call, tmp_path):
     )
 
 
-def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, monkeypatch):
+def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path):
     filled(run, 4)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
@@ -85,15 +82,14 @@ def test_nothing_is_overwritten_and_no_partial_file_stays(run, call, tmp_path, m
         assert code == 2 and "already exists" in err
     before = sorted(tmp_path.iterdir())
 
-    def full(path, content):
-        path.parent.mkdir(exist_ok=True)
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export_module, "atomic_write", full)
-    code, _, err = call("export", run, f"to={tmp_path}/new")
-    assert (
-        code == 2 and err == f"run error: cannot write to {tmp_path}/new: No space left on device\n"
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk
+    try:
+        code, _, err = call("export", run, f"to={tmp_path}/new")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2
+    assert err == f"run error: cannot write to {tmp_path}/new: File too large\n"
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -115,38 +111,27 @@ def test_an_export_among_snapshots_is_refused(to, tmp_path, call):
 # The model card
 
 
-@pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_the_licence_is_the_users_choice(form, tmp_path, call):
-    filled(str(tmp_path / "run"), 4)
-    for words, line in (([], None), (["license=apache-2.0"], "license: apache-2.0")):
-        target = tmp_path / f"out-{len(words)}"
-        assert call("export", tmp_path / "run", f"to={target}", f"format={form}", *words)[0] == 0
-        card = (target / "README.md").read_text()
-        front_matter = card.split("---\n")[1].splitlines()
-        assert [entry for entry in front_matter if entry.startswith("license")] == (
-            [line] if line else []
-        )
-
-
-@pytest.mark.parametrize(
-    "licence", ["MIT License", "a: b", "x\ny", "", "-", "MIT", "a" * 51, "no", "on", "true"]
-)
+@pytest.mark.parametrize("licence", ["MIT License", "a: b", "x\ny", "", "MIT", "a" * 51, "no"])
 def test_what_is_no_identifier_of_a_licence_is_refused(licence, tmp_path, call):
     filled(str(tmp_path / "run"), 4)
     code, _, err = call("export", tmp_path / "run", f"to={tmp_path}/out", f"license={licence}")
-    assert (
-        code == 2 and err.startswith("config error: license=") and "identifier in lower case" in err
-    )
+    assert code == 2 and err.startswith("config error: license=")
+    assert "identifier in lower case" in err
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words", [[], ["license=apache-2.0"]], ids=len)
 @pytest.mark.parametrize("form", ["safetensors", "hf"])
-def test_the_card(form, tmp_path, call):
-    """It has six lines: what the weights are, and what they were trained on."""
+def test_the_card(form, words, tmp_path, call):
+    """It says what the weights are, what they were trained on, and the licence that you choose."""
     filled(str(tmp_path / "run"), 4)
-    assert call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}")[0] == 0
+    assert call("export", tmp_path / "run", f"to={tmp_path}/out", f"format={form}", *words)[0] == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert [line for line in card.splitlines() if line] == [
+    lines = [line for line in card.splitlines() if line]
+    assert [line for line in lines if line.startswith("license")] == (
+        ["license: apache-2.0"] if words else []
+    )
+    assert [line for line in lines if not line.startswith("license")] == [
         "---",
         "tags: [mingpt_ddp]",
         "---",

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fake_runs import fake_run
+from multiprocess.ranks import configure
+from snapshot_helpers import filled
 from tools import call_tool
 
 from mingpt_ddp.cli import code_version, version_job
 from mingpt_ddp.cli.code_version import find_commit
 from mingpt_ddp.cli.commands import versions as tool
-from mingpt_ddp.errors import ConfigError, UserError
-from mingpt_ddp.storage.lease import LockedError
+from mingpt_ddp.errors import ConfigError
 
 SEEDS = "run.seed=1,2"
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -49,7 +51,6 @@ def find_version(name: str, words: list[str]) -> code_version.Version:
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    monkeypatch.setattr(code_version.Version, "compose", None)  # nothing gets so far
     return call_tool(tool, monkeypatch, capsys)
 
 
@@ -181,16 +182,6 @@ def test_a_worktree_that_a_killed_git_has_left_locked_is_written_anew(project):
     assert find_version("HEAD", words) == found
 
 
-def test_git_that_cannot_write_is_one_line(project, monkeypatch):
-    def fail(directory, name):
-        (directory.parent / directory.name).write_text("a file")
-        raise OSError
-
-    monkeypatch.setattr(code_version, "read_checkout", fail)
-    with pytest.raises(code_version.RunError, match="git cannot write the files of "):
-        find_version("HEAD", ["--config-dir=recipe"])
-
-
 def test_a_job_refuses_the_package_of_another_directory(tmp_path, monkeypatch, capsys):
     """As where a hook of the interpreter imports it first: here it is imported already."""
     (tmp_path / "mingpt_ddp").mkdir()
@@ -203,96 +194,119 @@ def test_a_job_refuses_the_package_of_another_directory(tmp_path, monkeypatch, c
     assert capsys.readouterr().err == line
 
 
-def test_an_error_of_a_version_is_one_line_that_names_it(tmp_path):
-    package = tmp_path / "mingpt_ddp"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "__main__.py").write_text("raise SystemExit('config error: why')\n")
-    code = code_version.Code({}, b"")
-    version = code_version.Version("B", tmp_path, [], code, True)
-    for call in (version.compose, lambda: version.train([])):
-        with pytest.raises(UserError) as raised:
-            call()
-        assert str(raised.value) == "version B: config error: why"
+# A package that copies a run instead of training one.
+COPIES = """
+import pathlib, shutil, sys
+template = pathlib.Path({template!r})
+if (template / "error").exists():
+    sys.exit("config error: why")
+if "--cfg" in sys.argv:
+    print((template / "config.yaml").read_text())
+else:
+    words = dict(word.split("=", 1) for word in sys.argv[1:])
+    root, name = (words[key].strip("\\"'") for key in ("run.root", "run.name"))
+    shutil.copytree(template, pathlib.Path(root, name))
+"""
+
+
+@pytest.fixture
+def copied(project, tmp_path) -> Path:
+    """The run that each version of the project copies."""
+    Path("mingpt_ddp").mkdir()
+    Path("mingpt_ddp/__init__.py").touch()
+    template = tmp_path / "template"
+    Path("mingpt_ddp/__main__.py").write_text(COPIES.format(template=str(template)))
+    git("add", ".")
+    git("commit", "-qm", "a package")
+    Path("text.txt").write_text("one")
+    fake_run(template)
+    filled(str(template), 4)
+    values = configure("data.path=text.txt", "optimizer.lr=0.1")
+    (template / "config.yaml").write_text(json.dumps(values))
+    return template
+
+
+@pytest.fixture
+def compare(copied, call):
+    """Return a function that compares HEAD with the code here; it returns where the runs are."""
+
+    def compare() -> Path:
+        code, out, err = call("HEAD", ".", "run.seed=1", "require=same_bits")
+        if code:
+            raise RuntimeError(err)
+        return Path(out.splitlines()[-1].removeprefix("the runs are in "))
+
+    return compare
+
+
+def last_line(compare) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        compare()
+    return str(raised.value).splitlines()[-1]
+
+
+def test_an_error_of_a_version_is_one_line_that_names_it(compare, copied):
+    (copied / "error").touch()
+    assert last_line(compare) == "version HEAD: config error: why"
+
+
+def test_another_text_is_another_comparison(compare):
+    runs = compare()
+    assert {path.name for path in runs.iterdir()} >= {"1-HEAD,run.seed=1", "2-.,run.seed=1"}
+    assert compare() == runs
+    Path("text.txt").write_text("two")
+    assert compare() != runs
+
+
+def test_a_second_process_of_the_same_comparison_is_refused(compare):
+    with open(compare() / ".lock", "a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        expected = "which is still running; wait for it, then run this again"
+        assert last_line(compare).endswith(expected)
 
 
 @pytest.mark.parametrize(
     ("files", "more", "named"),
     [
-        ({"recipe/mine.py": "x = 2\n"}, {}, None),  # fewer than the version has
         ({"../lib/shared.py": "a library\n"}, {}, None),
         ({"../lib/shared.py": "edited since\n"}, {}, "../lib/shared.py"),
         ({"../lib/gone.py": "deleted since\n"}, {}, "../lib/gone.py"),
-        ({"recipe/mine.py": "x = 1\n"}, {}, "recipe/mine.py"),
-        ({"other.py": "of this checkout\n"}, {}, "other.py"),  # the version is another one
+        ({"recipe/mine.py": "x = 2\n"}, {}, "recipe/mine.py"),  # of this checkout
         ({}, {"package": {"sha256": "q", "commit": None}}, "mingpt_ddp"),
         ({}, {"earlier": ["12345678"]}, "several versions of it have"),
     ],
     ids=str,
 )
-def test_a_complete_job_counts_if_its_version_has_trained_it(files, more, named, project, tmp_path):
+def test_a_complete_job_counts_if_its_version_has_trained_it(files, more, named, compare, tmp_path):
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "shared.py").write_text("a library\n")
-    (project / "other.py").write_text("of this checkout\n")
-    version = find_version("HEAD", ["--config-dir=recipe"])
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-    code = {"files": hashes, "package": version.code.record["package"], **more}
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "result.json").write_text(json.dumps({"status": "complete", "code": code}))
-    trial = tool.Trial(version, [], run, {})
+    package = find_version("HEAD", []).code.record["package"]
+    runs = compare()
+    file = runs / "1-HEAD,run.seed=1" / "result.json"
+    result = json.loads(file.read_text())
+    result["code"] = {"files": hashes, "package": package, **more}
+    file.write_text(json.dumps(result))
     if named is None:
-        tool._check_code(trial)
-        return
-    line = f"was not trained by the code of HEAD ({named}): restore that"
-    with pytest.raises(code_version.RunError, match=re.escape(line)):
-        tool._check_code(trial)
+        assert compare() == runs
+    else:
+        assert f"was not trained by the code of HEAD ({named}): restore" in last_line(compare)
 
 
-@pytest.mark.parametrize(
-    ("data", "is_known"),
-    [
-        ({"path": "text.txt"}, True),
-        ({"path": "text.txt", "reader": "mine", "block_size": 8, "of_mine": 3}, True),
-        ({"sources": [["text.txt", 1.0]]}, True),
-        ({"path": "nowhere.txt"}, False),
-        ({"dataset": "mine", "name": "mine"}, False),
-    ],
-    ids=str,
-)
-def test_another_text_is_another_comparison(data, is_known, project):
-    Path("text.txt").write_text("one")
-    before = tool._text_sha256(data)
-    Path("text.txt").write_text("two")
-    assert bool(before) is is_known
-    assert (tool._text_sha256(data) != before) is is_known
-
-
-@pytest.mark.parametrize(
-    ("recorded", "message"),
-    [
-        ({"optimizer": {"lr": 0.2}}, "of B \\(optimizer.lr: 0.1 -> 0.2\\): files of that have"),
-        ({"optimizer": {"lr": 0.1}}, "it has config.2.yaml"),
-    ],
-)
-def test_a_job_of_another_configuration_is_not_of_that_version(recorded, message, tmp_path):
+def test_a_job_of_another_configuration_is_not_of_that_version(compare):
     """As where a preset has been edited, and perhaps set back, between two jobs or two starts."""
-    config = {"optimizer": {"lr": 0.1}, "run": {"seed": 1337, "name": None}}
-    version = code_version.Version("B", tmp_path, [], code_version.Code({}, b""), True)
-    trial = tool.Trial(version, [], tmp_path, config)
-    tool._check_config(trial)
-    file = tmp_path / ".hydra" / "config.yaml"
-    file.parent.mkdir()
-    file.write_text(json.dumps({**config, "run": {"seed": 1, "name": "a/b"}}))
-    tool._check_config(trial)
-    file.write_text(json.dumps(config | recorded))
-    (tmp_path / "config.2.yaml").touch()
-    with pytest.raises(code_version.RunError, match=message):
-        tool._check_config(trial)
-
-
-def test_a_second_process_of_the_same_comparison_is_refused(tmp_path):
-    with tool._lock(tmp_path / "a"), pytest.raises(LockedError) as raised:
-        tool._lock(tmp_path / "a")
-    assert str(raised.value).endswith("which is still running; wait for it, then run this again")
-    tool._lock(tmp_path / "a").close()
+    run = compare() / "1-HEAD,run.seed=1"
+    config = json.loads((run / "config.yaml").read_text())
+    file = run / ".hydra" / "config.yaml"
+    file.parent.mkdir(exist_ok=True)
+    config["run"] |= {"seed": 1, "name": "a/b"}
+    file.write_text(json.dumps(config))
+    compare()
+    config["optimizer"]["lr"] = 0.2
+    file.write_text(json.dumps(config))
+    expected = "with the configuration of HEAD (optimizer.lr: 0.1 -> 0.2): files of that have"
+    assert expected in last_line(compare)
+    config["optimizer"]["lr"] = 0.1
+    file.write_text(json.dumps(config))
+    (run / "config.2.yaml").touch()
+    assert "it has config.2.yaml" in last_line(compare)

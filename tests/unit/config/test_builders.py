@@ -78,10 +78,7 @@ def test_a_builder_of_another_module(directory):
         "def build(config, vocab_size, block_size):\n    return 'parts'\n"
     )
     (directory / "three.py").write_text(
-        (
-            "import own_parts\nfrom mingpt_ddp.registry import *\nfrom "
-            "mingpt_ddp.config.keys.components import *\n"
-        )
+        "import own_parts\n"
         + FILE.format(key="three").split("@register")[0]
         + 'register("model", "mine", Mine)(own_parts.build)\n'
     )

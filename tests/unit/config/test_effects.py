@@ -12,9 +12,7 @@ import pytest
 import yaml
 from fake_runs import fake_run
 
-from mingpt_ddp.cli.commands.again import command_words
 from mingpt_ddp.cli.commands.replay import write_config
-from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
     PLACES,
@@ -39,7 +37,6 @@ CHOSEN: dict[str, str | None] = {
     "optimizer": "adamw",
     "data": None,
 }
-NO_CODE = [f"{group}.code=null" for group in CHOSEN]  # which `again` asks for
 # What another value of a text is: one that every key with a format accepts.
 OTHER_TEXTS = {"sha256": "0" * 64, "init_sha256": "0" * 64}
 
@@ -200,10 +197,8 @@ def test_keys_of_a_class_that_is_not_registered_change_the_training(tmp_path):
 
 def test_evaluations_end_a_run_that_has_patience(tmp_path):
     for seed, every in ((1, 10), (2, 20)):
-        fake_run(
-            tmp_path / f"run{seed}",
-            {"run.seed": seed, "trainer.eval_every": every, "trainer.patience": 3},
-        )
+        values = {"run.seed": seed, "trainer.eval_every": every, "trainer.patience": 3}
+        fake_run(tmp_path / f"run{seed}", values)
     assert len(replicates(read_jobs([tmp_path]))) == 2
 
 
@@ -234,37 +229,3 @@ def test_a_replay_takes_what_decides_the_bits(tmp_path):
     assert kept["ddp"]["bucket_cap_mb"] == 0.5
     assert {*kept["trainer"]} & {"log_every", "patience", "eval_every"} == set()
     assert (kept["tracker"], kept["snapshot"]) == ({}, {})
-
-
-@pytest.mark.parametrize(
-    ("word", "continues"),
-    [
-        ("trainer.log_every=7", True),
-        ("ddp.comm_hook=fp16", True),
-        ("trainer.eval_steps=3", True),
-        ("optimizer.weight_decay=0.1", True),  # its default, which an earlier version left out
-        ("optimizer.weight_decay=0.2", False),
-        ("ddp.reduction=canonical", False),
-    ],
-)
-def test_again_continues_a_run_that_keeps_its_name(word, continues, tmp_path):
-    values = with_value(values_of(), "model.name", "gpt_nano")
-    del values["optimizer"]["weight_decay"]
-    directory = tmp_path / "run"
-    directory.mkdir()
-    (directory / "config.yaml").write_text(yaml.safe_dump(values))
-    words = command_words(str(directory), [word, *NO_CODE])
-    assert (f"run.name={hydra_value('run')}" in words) == continues
-
-
-@pytest.mark.parametrize(("recorded", "word"), [({}, "text"), ({"format": "auto"}, None)])
-def test_again_reads_a_text_as_the_version_that_has_recorded_it(recorded, word, tmp_path):
-    """Runs without data.format took JSON Lines as text, and files that are skipped now."""
-    values = with_value(values_of(), "model.name", "gpt_nano")
-    del values["data"]["format"]
-    values["data"] |= recorded
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    words = command_words(str(tmp_path), NO_CODE)
-    assert [each for each in words if "data.format" in each] == (
-        [f"data.format={hydra_value(word)}"] if word else []
-    )

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import signal
-import time
 
 import pytest
 
@@ -33,7 +32,8 @@ def wait_for_signal(ends: WorkerEnds) -> None:
     ends.open()
     report = reporter()
     report(1, {"loss": 1.0})
-    time.sleep(300)
+    while True:
+        signal.pause()
 
 
 def run(target, report, n: int = 1) -> tuple[tuple[int, str], str]:
@@ -43,13 +43,9 @@ def run(target, report, n: int = 1) -> tuple[tuple[int, str], str]:
         context = multiprocessing.get_context("fork")
         with Channels(report, has_console=False) as channels:
             workers = []
-            for index in range(n):
-                worker = target if index == 0 else idle
-                workers.append(
-                    context.Process(
-                        target=worker, args=(channels.for_worker(index),), name=f"rank {index}"
-                    )
-                )
+            for index, worker in enumerate([target, *[idle] * (n - 1)]):
+                ends = channels.for_worker(index)
+                workers.append(context.Process(target=worker, args=(ends,), name=f"rank {index}"))
             for worker in workers:
                 worker.start()
             ended = await channels.serve(join_workers(workers, 10, 0), workers)
@@ -81,10 +77,8 @@ def test_an_error_of_the_judge_ends_the_workers():
     def judge(step, metrics):
         raise RunError("cannot write study.journal")
 
-    before = time.monotonic()
     with pytest.raises(RunError, match="cannot write"):
         run(wait_for_signal, judge)
-    assert time.monotonic() - before < 200, "the workers were not killed"
 
 
 def test_much_output_does_not_block_a_worker():

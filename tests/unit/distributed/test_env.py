@@ -23,14 +23,7 @@ def device(monkeypatch):
         config = from_mapping(configure("trainer.device=auto", f"ddp.backend={backend}"))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        for name in (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            "TORCHELASTIC_RUN_ID",
-        ):
+        for name in ("RANK", "LOCAL_RANK", *SHARED, "TORCHELASTIC_RUN_ID"):
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -122,12 +115,8 @@ def mpirun(monkeypatch):
 
 def test_mpirun_on_several_machines(mpirun):
     env = mpirun(MASTER_ADDR="head", MASTER_PORT="1234")
-    assert (env.rank, env.local_rank, env.world_size, env.master_address) == (
-        3,
-        1,
-        4,
-        ("head", 1234),
-    )
+    found = (env.rank, env.local_rank, env.world_size, env.master_address)
+    assert found == (3, 1, 4, ("head", 1234))
     assert not env.is_standalone and env.has_local_rank and not env.has_agent
 
 
@@ -161,17 +150,13 @@ def test_torchrun_has_precedence_over_mpirun(mpirun):
 
 
 def test_ranks_for_user_code(monkeypatch):
-    for name, value in {"RANK": "5", "LOCAL_RANK": "1", **SHARED}.items():
+    def ranks() -> tuple[int, int, int]:
+        return distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()
+
+    variables = {"RANK": "5", "LOCAL_RANK": "1", **SHARED}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (
-        5,
-        1,
-        8,
-    )
-    for name in ("RANK", "LOCAL_RANK", *SHARED):
+    assert ranks() == (5, 1, 8)
+    for name in variables:
         monkeypatch.delenv(name)
-    assert (distributed.get_rank(), distributed.get_local_rank(), distributed.get_world_size()) == (
-        0,
-        0,
-        1,
-    )
+    assert ranks() == (0, 0, 1)

@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import subprocess
+import sys
 import tempfile
-from multiprocessing import forkserver
+
+from launching import PATIENCE_S, ROOT, environment
+
+PROGRAM = """
+import multiprocessing, os, tempfile
 from pathlib import Path
+from mingpt_ddp.distributed.launch.fork_server import start_server, stop_server
+from mingpt_ddp.storage.sockets import make_socket_directory
 
-import pytest
-
-from mingpt_ddp.distributed.launch import fork_server
-
-
-@pytest.fixture
-def sockets(monkeypatch):
-    """The directory of sockets, and no fork server yet, which imports nothing."""
-    server = forkserver.ForkServer()
-    monkeypatch.setattr(forkserver, "_forkserver", server)
-    for name in ("set_forkserver_preload", "ensure_running", "connect_to_new_process"):
-        monkeypatch.setattr(forkserver, name, getattr(server, name))
-    monkeypatch.setattr(fork_server, "PRELOADED", [])
-    with tempfile.TemporaryDirectory(prefix="t-") as directory:
-        settings = vars(multiprocessing.current_process())["_config"]
-        monkeypatch.setitem(settings, "tempdir", directory)
-        yield Path(directory)
-        server._stop()
-
-
-def fork() -> int | None:
+def fork():
     worker = multiprocessing.get_context("forkserver").Process(target=os.getpid)
     worker.start()
     worker.join()
-    return worker.exitcode
+    assert worker.exitcode == 0
 
+def sockets():
+    return [path for path in Path(tempfile.gettempdir()).rglob("*") if path.is_socket()]
 
-def test_a_server_that_starts_again_has_one_socket(sockets):
-    fork_server.start_server()
-    (first,) = sockets.iterdir()
-    assert first.is_socket()
-    assert fork() == 0
-    before = os.listdir("/proc/self/fd")
+if __name__ == "__main__":
+    make_socket_directory()
+    start_server()
+    [first] = sockets()
+    fork()
+    files = os.listdir("/proc/self/fd")
     for _ in range(2):
-        fork_server.stop_server()
-        fork_server.start_server()
-        fork_server.start_server()
-        assert fork() == 0
-    (last,) = sockets.iterdir()
+        stop_server()
+        start_server()
+        start_server()
+        fork()
+    [last] = sockets()
     assert last != first
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-    fork_server.stop_server()
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+    stop_server()
+"""
+
+
+def test_a_server_that_starts_again_has_one_socket(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    with tempfile.TemporaryDirectory(prefix="t-") as directory:  # short, as paths of sockets are
+        done = subprocess.run(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=environment(tmp_path, PYTHONPATH=str(ROOT), TMPDIR=directory),
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+    assert done.returncode == 0, done.stderr

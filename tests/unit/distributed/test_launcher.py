@@ -1,4 +1,4 @@
-"""How attempts of local workers end, which exit code that makes, and the workers' environment."""
+"""How local workers are joined, which failure counts, and the environment that they share."""
 
 from __future__ import annotations
 
@@ -20,79 +20,54 @@ from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
 from mingpt_ddp.distributed.launch import process_watch
 from mingpt_ddp.distributed.launch import workers as workers_module
-from mingpt_ddp.distributed.launch.launcher import _run_with_restarts
+from mingpt_ddp.distributed.launch.launcher import run_with_restarts
 from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
 from mingpt_ddp.distributed.launch.workers import SignalForwarder, join_workers, shared_environ
 from mingpt_ddp.interrupts import SIGNALS
 
-
-@pytest.fixture
-def attempts(tmp_path):
-    """Return a function that runs attempts which end as given, and may write a result before."""
-
-    def run(
-        *endings: tuple[tuple[int, int], dict | None],
-        before: dict | None = None,
-        preempted_exit_code: int = 0,
-    ) -> tuple[int, bool]:
-        remaining = iter(endings)
-
-        def write_result(result: dict | None) -> None:
-            if result is not None:
-                (tmp_path / "result.json").write_text(json.dumps(result))
-
-        async def attempt(started_at: float) -> tuple[int, int]:
-            ending, result = next(remaining)
-            write_result(result)
-            return ending
-
-        write_result(before)
-        config = DDPConfig(max_restarts=1, preempted_exit_code=preempted_exit_code)
-        done = asyncio.run(_run_with_restarts(attempt, time.monotonic(), config, tmp_path))
-        assert next(remaining, None) is None, "fewer attempts than expected"
-        return done
-
-    return run
-
-
-SIGNALLED = 0, signal.SIGTERM
+TERM, KILLED = signal.SIGTERM, -signal.SIGKILL
 COMPLETE, PREEMPTED = {"status": "complete", "step": 9}, {"status": "preempted", "step": 5}
 
 
-def test_success(attempts):
-    assert attempts(((0, 0), COMPLETE)) == (0, False)
-    assert attempts(((1, 0), None), ((0, 0), COMPLETE)) == (0, False)
+@pytest.mark.parametrize(
+    ("before", "attempts", "preempted_code", "expected"),
+    [
+        (None, [(0, 0, COMPLETE)], 0, (0, False)),
+        (None, [(1, 0, None), (0, 0, COMPLETE)], 0, (0, False)),
+        (None, [(0, TERM, PREEMPTED)], 0, (0, True)),
+        (None, [(0, TERM, PREEMPTED)], 143, (143, True)),
+        (None, [(143, 0, PREEMPTED)], 143, (143, False)),  # another node's signal
+        # The signal came after the last step
+        (PREEMPTED, [(0, TERM, COMPLETE)], 0, (0, True)),
+        (PREEMPTED, [(0, TERM, COMPLETE)], 143, (0, True)),
+        # It came before training: an earlier result does not count
+        (None, [(0, TERM, None)], 0, (128 + TERM, True)),
+        (COMPLETE, [(0, TERM, None)], 0, (128 + TERM, True)),
+        # A user error is not retried
+        (None, [(USER_ERROR, 0, None)], 0, (USER_ERROR, False)),
+        # All restarts are used up
+        (None, [(KILLED, 0, None), (1, 0, None)], 0, (FAILURE, False)),
+        (None, [(EX_TEMPFAIL, 0, None)] * 2, 0, (USER_ERROR, False)),
+    ],
+    ids=str,
+)
+def test_the_exit_code_of_attempts(before, attempts, preempted_code, expected, tmp_path):
+    """Attempts end with an exit code and a signal, and write a result before."""
+    remaining = [*attempts]
 
+    def write(result: dict | None) -> None:
+        if result is not None:
+            (tmp_path / "result.json").write_text(json.dumps(result))
 
-def test_a_signal(attempts):
-    assert attempts((SIGNALLED, PREEMPTED)) == (0, True)
-    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED) == (0, True), (
-        "the signal came after the last step"
-    )
+    async def attempt(started_at: float) -> tuple[int, int]:
+        code, received, result = remaining.pop(0)
+        write(result)
+        return code, received
 
-
-def test_the_exit_code_of_a_preemption(attempts):
-    assert attempts((SIGNALLED, PREEMPTED), preempted_exit_code=143) == (143, True)
-    assert attempts((SIGNALLED, COMPLETE), before=PREEMPTED, preempted_exit_code=143) == (0, True)
-    assert attempts(((143, 0), PREEMPTED), preempted_exit_code=143) == (143, False), (
-        "another node's signal"
-    )
-
-
-def test_a_signal_before_training(attempts):
-    assert attempts((SIGNALLED, None)) == (128 + signal.SIGTERM, True)
-    assert attempts((SIGNALLED, None), before=COMPLETE) == (128 + signal.SIGTERM, True), (
-        "an earlier result"
-    )
-
-
-def test_a_user_error_is_not_retried(attempts):
-    assert attempts(((USER_ERROR, 0), None)) == (USER_ERROR, False)
-
-
-def test_all_restarts_used_up(attempts):
-    assert attempts(((-signal.SIGKILL, 0), None), ((1, 0), None)) == (FAILURE, False)
-    assert attempts(((EX_TEMPFAIL, 0), None), ((EX_TEMPFAIL, 0), None)) == (USER_ERROR, False)
+    write(before)
+    config = DDPConfig(max_restarts=1, preempted_exit_code=preempted_code)
+    assert asyncio.run(run_with_restarts(attempt, 0.0, config, tmp_path)) == expected
+    assert not remaining, "fewer attempts than expected"
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -170,32 +145,23 @@ def start_and_join():
     return join
 
 
-def test_all_workers_succeed(start_and_join):
-    assert start_and_join(("0", 0), ("0", 0.2)) == ((0, ""), [0, 0])
-
-
-def test_a_preempted_worker_has_not_failed(start_and_join):
-    """The other one may be writing the result."""
-    assert start_and_join(("143", 0), ("143", 0.3), preempted_code=143) == ((143, ""), [143, 143])
-    assert start_and_join(("143", 0), ("1", 0.3), preempted_code=143) == ((1, "rank 1"), [143, 1])
-
-
-def test_after_a_failure_the_others_get_sigterm(start_and_join):
-    assert start_and_join(("exits at SIGTERM", 60), ("1", 0.1)) == ((1, "rank 1"), [0, 1])
-
-
-def test_a_worker_that_does_not_exit_is_killed(start_and_join):
-    assert start_and_join(("ignores SIGTERM", 60), ("2", 0.1), timeout_s=0.2) == (
-        (2, "rank 1"),
-        [-signal.SIGKILL, 2],
-    )
-
-
-def test_after_a_worker_is_killed_the_others_are_killed_at_once(start_and_join):
-    assert start_and_join(("ignores SIGTERM", 60), ("killed", 0.1)) == (
-        (-signal.SIGKILL, "rank 1"),
-        [-signal.SIGKILL] * 2,
-    )
+@pytest.mark.parametrize(
+    ("endings", "options", "ended", "codes"),
+    [
+        ([("0", 0), ("0", 0.2)], {}, (0, ""), [0, 0]),
+        # A preempted worker has not failed: the other one may be writing the result
+        ([("143", 0), ("143", 0.3)], {"preempted_code": 143}, (143, ""), [143, 143]),
+        ([("143", 0), ("1", 0.3)], {"preempted_code": 143}, (1, "rank 1"), [143, 1]),
+        # After a failure the others get SIGTERM; what does not exit in time is killed
+        ([("exits at SIGTERM", 600), ("1", 0.1)], {}, (1, "rank 1"), [0, 1]),
+        ([("ignores SIGTERM", 600), ("2", 0.1)], {"timeout_s": 0.2}, (2, "rank 1"), [KILLED, 2]),
+        # After one is killed the others are killed at once
+        ([("ignores SIGTERM", 600), ("killed", 0.1)], {}, (KILLED, "rank 1"), [KILLED, KILLED]),
+    ],
+    ids=str,
+)
+def test_how_workers_end(endings, options, ended, codes, start_and_join):
+    assert start_and_join(*endings, **options) == (ended, codes)
 
 
 @pytest.mark.parametrize(
@@ -304,20 +270,3 @@ def test_signals_that_are_ignored_stay_so():
             assert forwarder.received == []
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_a_signal_during_the_start_reaches_the_workers(monkeypatch):
-    install = signal.signal
-
-    def install_and_send(number, handler):
-        replaced = install(number, handler)
-        if number == signal.SIGUSR1 and callable(handler) and handler.__name__ == "_forward":
-            os.kill(os.getpid(), number)
-        return replaced
-
-    monkeypatch.setattr(signal, "signal", install_and_send)
-    [worker] = processes(("0", 60))
-    forwarder = SignalForwarder()
-    with forwarder.installed(), forwarder.started([worker]):
-        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, "rank 0")
-    assert forwarder.received == [signal.SIGUSR1]

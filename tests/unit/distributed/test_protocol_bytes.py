@@ -15,11 +15,9 @@ from typing import Any
 
 import protocol_parts as parts
 import pytest
-import torch.distributed as dist
-from counting import TICKS, Network, children
+from counting import TICKS, Network
 from counting_store import Count
 from torch.distributed import PrefixStore, TCPStore
-from turns import BEGAN_AT, Stuck, Turns
 
 SIZES = [2, 8, 64]
 MAX_TICK_BYTES = 1024  # of the heartbeats of a rank, on average
@@ -145,35 +143,3 @@ def test_the_store_counts_the_bytes_of_a_tcp_store(wire):
         network.stores[0].num_keys()
         (count,) = network.take_counts()
         assert (count.sent, count.received) == (later_sent - sent, later_received - received), name
-
-
-def test_a_prefix_reaches_the_store_and_a_missing_key_raises():
-    network = Network(2)
-
-    def work(rank: int) -> bytes:
-        store = PrefixStore("a", PrefixStore("b", network.stores[rank]))
-        if rank:
-            network.turns.sleep(5.0)
-            store.multi_set(["k"], ["v"])
-            with pytest.raises(dist.DistStoreError, match="wait timeout after 60 s"):
-                store.wait(["missing"], timedelta(seconds=60))
-        return store.get("k")
-
-    assert network.run(work) == [b"v", b"v"]
-    assert 65 < network.turns.now - BEGAN_AT < 66
-
-
-def test_ranks_that_all_wait_are_an_error():
-    turns = Turns()
-    with pytest.raises(Stuck, match="rank 0 waits for nothing"):
-        turns.run([lambda: turns.wait("nothing"), lambda: turns.sleep(1.0)])
-
-
-@pytest.mark.parametrize("size", [2, 3, 8, 13])
-def test_a_binomial_tree_reaches_every_rank_once(size):
-    assert sum(children(place, size) for place in range(size)) == size - 1
-    assert children(0, size) == math.ceil(math.log2(size))
-
-
-def test_the_same_run_counts_the_same():
-    assert parts.join(8) == parts.join(8)

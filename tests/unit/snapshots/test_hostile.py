@@ -26,7 +26,7 @@ from mingpt_ddp.cli.commands.sample import SampleConfig, sample
 from mingpt_ddp.cli.commands.snapshots import inspect, verify_step
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import build_group, from_mapping, to_plain
-from mingpt_ddp.errors import DataError, SnapshotError, printable
+from mingpt_ddp.errors import SnapshotError, printable
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.format import (
     MANIFEST,
@@ -599,16 +599,18 @@ def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files, monkeypatch):
         assert pipe.read().startswith(b"a\x1b]0;x\x07")
 
 
-@pytest.mark.parametrize(
-    ("stream", "message"),
-    [("stdin", "prompt=- needs UTF-8 text on standard input: closed"), ("stdout", None)],
-)
-def test_a_closed_stream(stream, message, tmp_path, valid_files, monkeypatch):
+@pytest.mark.parametrize(("stream", "code"), [("stdin", 2), ("stdout", 0)])
+def test_a_closed_stream(stream, code, tmp_path, valid_files, monkeypatch, capsys):
+    url = write_snapshot(tmp_path, valid_files)
+    argv = ["sample.py", f"snapshot={url}", "prompt=-", "max_new_tokens=1"]
+    monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
     monkeypatch.setattr(sys, stream, None)
-    config = SampleConfig(write_snapshot(tmp_path, valid_files), prompt="-", max_new_tokens=1)
-    with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
-        assert sample_module._command(config) == 0
+    with pytest.raises(SystemExit) as left:
+        sample_module.main()
+    assert left.value.code == code
+    reason = "prompt=- needs UTF-8 text on standard input: closed"
+    assert (reason in capsys.readouterr().err) is (code == 2)
 
 
 @pytest.mark.parametrize("key", ["\x1b[2J", "\x9b2J", "k" * 50_000])

@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import shutil
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,15 +18,13 @@ from mingpt_ddp.config.config import Config, from_mapping, to_plain
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import RunError, SnapshotError, StorageUnavailableError, StorageUnusableError
+from mingpt_ddp.errors import SnapshotError, StorageUnavailableError, StorageUnusableError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
-from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_directory import RunDirectory
 from mingpt_ddp.training.saves.resume import check_state, restore, snapshot_state
 from mingpt_ddp.training.train_state import TrainState
 
@@ -103,26 +98,15 @@ def test_a_changed_key_is_named_with_both_values(key, value, config):
 
 def test_every_difference_is_named(config):
     other = with_value(with_value(config, "model.n_layer", 5), "run.seed", 7)
-    with pytest.raises(
-        SnapshotError, match=r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"
+    optimizer = composed("optimizer=sgd")
+    text = dataclasses.replace(ENCODED, sha256="2" * 64)
+    for task, message in (
+        (text_task(other), r"model.n_layer \(3 there, 5 now\), run.seed \(1337 there, 7 now\)"),
+        (text_task(optimizer), r"optimizer.name \(adamw there, sgd now\)"),
+        (text_task(config, encoded=text), r"content of the data \(SHA-256\) \(1{16} there, 2222"),
     ):
-        check_state(8, state_of(config), text_task(other))
-
-
-def test_another_optimizer(config):
-    with pytest.raises(SnapshotError, match=r"optimizer.name \(adamw there, sgd now\)"):
-        check_state(8, state_of(config), text_task(composed("optimizer=sgd")))
-
-
-def test_another_text(config):
-    with pytest.raises(
-        SnapshotError, match=r"the content of the data \(SHA-256\) \(1111111111111111 there, 2222"
-    ):
-        check_state(
-            8,
-            state_of(config),
-            text_task(config, encoded=dataclasses.replace(ENCODED, sha256="2" * 64)),
-        )
+        with pytest.raises(SnapshotError, match=message):
+            check_state(8, state_of(config), task)
 
 
 @pytest.mark.parametrize(
@@ -171,61 +155,26 @@ def test_an_invalid_state(key, value, config):
 
 def test_the_names_in_state_json(config):
     """Names may be added, not changed: a rename in the code must not become one on disk."""
-    assert list(state_of(config)) == [
-        *(
-            "train_state",
-            "scaler",
-            "micro_batch_size",
-            "steps",
-            "vocabulary",
-            "text",
-            "config",
-            "environment",
-        ),
-    ]
-    assert set(state_of(config)["train_state"]) == {
-        *(
-            "step",
-            "train_loss",
-            "val_loss",
-            "val_metrics",
-            "val_step",
-            "best_val_loss",
-            "best_step",
-            "world_size",
-            "wall_seconds",
-        ),
-        *(
-            "loss_sum",
-            "loss_part_sums",
-            "loss_steps",
-            "stall_seconds",
-            "wasted_seconds",
-            "saved_at",
-            "loss_ema",
-            "consecutive_skips",
-        ),
-        "skipped_steps",
-        "patience_loss",
-        "evaluations_above",
-        "run_id",
-        *("save_stall_s", "save_durable_s", "train_metrics"),
-        *("timed_steps", "timed_seconds", "step_seconds"),
+    state = state_of(config)
+    assert list(state) == names(
+        "train_state scaler micro_batch_size steps vocabulary text config environment"
+    )
+    assert set(state["train_state"]) == {
+        *names("step train_loss val_loss val_metrics val_step best_val_loss best_step world_size"),
+        *names("wall_seconds loss_sum loss_part_sums loss_steps stall_seconds wasted_seconds"),
+        *names("saved_at loss_ema consecutive_skips skipped_steps patience_loss run_id"),
+        *names("evaluations_above save_stall_s save_durable_s train_metrics"),
+        *names("timed_steps timed_seconds step_seconds"),
     }
-    assert list(state_of(config)["text"]) == ["sha256", "length"]
-    assert list(state_of(config)["environment"]) == [
-        *(
-            "torch",
-            "device",
-            "precision",
-            "compiled",
-            "threads",
-            "world_size",
-            "strategy",
-            "tensor_parallel",
-        ),
-        *("transport", "comm_hook", "reduction"),
-    ]
+    assert list(state["text"]) == ["sha256", "length"]
+    assert list(state["environment"]) == names(
+        "torch device precision compiled threads world_size strategy tensor_parallel transport "
+        "comm_hook reduction"
+    )
+
+
+def names(words: str) -> list[str]:
+    return words.split()
 
 
 def test_keys_of_other_versions_are_ignored(config):
@@ -260,15 +209,6 @@ def test_goodput_is_a_share(wall, stall, wasted):
 # Saved and restored in one process
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        torch.manual_seed(step)
-        tokens = torch.randint(len(VOCABULARY), (4, 9))
-        optimizer.zero_grad()
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-        optimizer.step()
-
-
 def build(config: Config) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(config.run.seed)
     model = build_model(config.model, len(VOCABULARY), config.data.block_size)
@@ -284,11 +224,10 @@ def save(
     train_state: TrainState,
     model: torch.nn.Module,
     optim: torch.optim.Optimizer,
-    micro_batch_size: int = 12,
 ) -> None:
     task = text_task(manager.config)
     tensors = {"model": model_state(model), "optimizer": optimizer_state(model, optim)}
-    plan = BatchPlan(12, micro_batch_size, 1)
+    plan = BatchPlan(12, 12, 1)
     state = snapshot_state(train_state, manager.runtime, task, plan, steps=9)
     manager.save(RunState(train_state.step, state, tensors, train_state.best_step))
     manager.wait()
@@ -297,35 +236,6 @@ def save(
 
 def load_latest(manager: SnapshotManager) -> Snapshot | None:
     return manager.load_latest(partial(check_state, task=text_task(manager.config)))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_restored_run_equals_an_uninterrupted_one(optimizer, tmp_path):
-    config = composed(f"optimizer={optimizer}")
-    model, optim = build(config)
-    train(model, optim, range(3))
-    train_state = TrainState(
-        step=3,
-        train_loss=1.25,
-        val_loss=1.5,
-        val_step=2,
-        best_val_loss=1.5,
-        best_step=2,
-        loss_sum=0.1,
-    )
-    save(manager_at(tmp_path, config), train_state, model, optim, micro_batch_size=6)
-    train(model, optim, range(3, 6))
-
-    manager = manager_at(tmp_path, config)
-    other, other_optim = build(with_value(config, "run.seed", 7))
-    found = load_latest(manager)
-    assert restore(found, trainable(other, other_optim), manager.runtime.scaler) == train_state
-    assert found.state["micro_batch_size"] == 6
-    assert found.state["vocabulary"] == VOCABULARY
-    assert from_mapping(found.state["config"]) == config
-    train(other, other_optim, range(3, 6))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name]), name
 
 
 def test_a_new_run_finds_nothing(tmp_path, config):
@@ -340,14 +250,6 @@ def test_last_and_best_are_kept(tmp_path, config):
     assert manager.store.steps() == [2, 4, 5]
 
 
-def test_the_best_is_kept_only_if_configured(tmp_path):
-    manager = manager_at(tmp_path, composed("snapshot.keep_best=false"))
-    model, optim = build(manager.config)
-    for step in range(1, 5):
-        save(manager, TrainState(step=step, best_step=1), model, optim)
-    assert manager.store.steps() == [3, 4]
-
-
 def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
     tmp_path, config, log_lines
 ):
@@ -356,6 +258,7 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
     resuming_config = with_value(config, "run.resume", str(tmp_path / "old"))
     manager = manager_at(tmp_path / "new", resuming_config)
     assert load_latest(manager).step == 5
+    assert manager.last_step is None  # the run has none of its own
     assert not any("is ignored" in line for line in log_lines)
     save(manager, TrainState(step=2), model, optim)
     assert load_latest(manager).step == 2
@@ -363,15 +266,6 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
         f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own"
         in log_lines
     )
-
-
-def test_a_snapshot_of_other_settings_is_refused(tmp_path, config):
-    model, optim = build(config)
-    save(manager_at(tmp_path, config), TrainState(step=5), model, optim)
-    with pytest.raises(
-        SnapshotError, match=r"the snapshot of step 5 was saved with other settings: run.seed"
-    ):
-        load_latest(manager_at(tmp_path, with_value(config, "run.seed", 7)))
 
 
 def test_weights_of_another_shape_are_refused(tmp_path, config):
@@ -386,8 +280,10 @@ def test_weights_of_another_shape_are_refused(tmp_path, config):
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
-        *((errno.ENOSPC, StorageUnusableError), (errno.EACCES, StorageUnusableError)),
-        *((errno.EIO, StorageUnavailableError), (None, StorageUnavailableError)),
+        (errno.ENOSPC, StorageUnusableError),
+        (errno.EACCES, StorageUnusableError),
+        (errno.EIO, StorageUnavailableError),
+        (None, StorageUnavailableError),
     ],
 )
 def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(
@@ -405,57 +301,6 @@ def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(
     monkeypatch.setattr(manager.store, "write_files", fail)
     with pytest.raises(expected, match=r"cannot write the snapshot of step 2: .*: broken; older"):
         save(manager, TrainState(step=2), model, optim)
-
-
-def test_a_lost_run_directory_ends_the_run_before_anything_is_written(tmp_path, config):
-    model, optim = build(config)
-    owner = RunDirectory(tmp_path / "run")
-    manager = manager_at(tmp_path / "run" / "snapshots", config)
-    manager.store.check_owner = owner.check
-    save(manager, TrainState(step=1), model, optim)
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(RunError, match="/run was deleted or moved during the run"):
-        save(manager, TrainState(step=2), model, optim)
-    assert not (tmp_path / "run").exists()
-    owner.release()
-
-
-def test_a_rank_waits_for_staging(config, tmp_path):
-    manager = manager_at(tmp_path, config)
-    save = SimpleNamespace(staged=SimpleNamespace())
-    manager._save = save
-    heartbeats: list[bool] = []
-    save.staged.wait = lambda: heartbeats.append(manager.runtime.group.heartbeat["waiting"])
-    manager.wait_for_staging()
-    assert heartbeats == [True]
-
-
-def test_when_a_rank_writes(config, tmp_path, monkeypatch):
-    """After a failure it may write to the end, while staging may be blocked as training is."""
-    model, optim = build(config)
-    manager = manager_at(tmp_path, config)
-    group = manager.runtime.group
-    found = {}
-
-    def observed(owner: Any, name: str) -> None:
-        method = getattr(owner, name)
-
-        def observe(*args: Any, **options: Any) -> Any:
-            found[name] = group.is_writing
-            return method(*args, **options)
-
-        monkeypatch.setattr(owner, name, observe)
-
-    observed(SafetensorsBuffer, "fill")
-    for name in ("begin", "write_files", "commit"):
-        observed(manager.store, name)
-    save(manager, TrainState(step=1), model, optim)
-    assert found == {"fill": False, "begin": True, "write_files": True, "commit": True}
-    assert not group.is_writing
-    monkeypatch.setattr(SafetensorsBuffer, "fill", lambda self, tensors: 1 / 0)
-    with pytest.raises(OSError, match="division by zero"):
-        save(manager, TrainState(step=2), model, optim)
-    assert not group.is_writing
 
 
 def test_retention_of_a_committed_step_sends_heartbeats(config, tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import os
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +39,7 @@ from mingpt_ddp.snapshots.format import (
 )
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.retention import prune
-from mingpt_ddp.snapshots.write.shard_plan import TensorsByKind, share_tensors
-from mingpt_ddp.storage.remote.remote import RemoteStorage
+from mingpt_ddp.snapshots.write.shard_plan import share_tensors
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 
@@ -75,25 +73,18 @@ def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
 
 
 def test_write_and_read(store):
+    """The directory holds four files and nothing else; the same content gives the same bytes."""
     commit(store, small_snapshot(7))
+    first = files_of(store, 7)
+    commit(store, small_snapshot(7))
+    assert store.storage.list() == ["step_00000007"]
+    assert sorted(first) == sorted(FILES)
+    assert files_of(store, 7) == first
     found = store.read(7)
     assert found.step == 7
     assert same(found.model, small_snapshot(7).model)
     assert same(found.optimizer, small_snapshot(7).optimizer)
     assert found.state == small_snapshot(7).state
-
-
-def test_the_directory_holds_four_files_and_nothing_else(store):
-    commit(store, small_snapshot(7))
-    assert store.storage.list() == ["step_00000007"]
-    assert sorted(files_of(store, 7)) == sorted(FILES)
-
-
-def test_the_same_content_gives_the_same_bytes(store):
-    commit(store, small_snapshot(7))
-    first = files_of(store, 7)
-    commit(store, small_snapshot(7))
-    assert files_of(store, 7) == first
 
 
 def test_the_newest_is_found(store, warnings):
@@ -216,14 +207,6 @@ def test_a_full_disk_leaves_no_partial_files(calls, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES[:calls])
 
 
-def test_no_partial_files_after_success(tmp_path):
-    store = SnapshotStore(str(tmp_path))
-    for step in (1, 2, 3):
-        commit(store, small_snapshot(step))
-        prune(store, 2, None, step)
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == sorted(FILES * 2)
-
-
 # Damage
 
 
@@ -260,15 +243,6 @@ def test_damage_is_detected_and_the_previous_snapshot_is_used(name, damage, stor
     assert warnings[0].startswith(f"damaged snapshot {store.url}/step_00000008 is ignored: ")
     # a flipped digit of a manifest may report another file
     assert name in warnings[0] or name == MANIFEST
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_detected_and_the_previous_snapshot_is_used(name, store, warnings):
-    commit(store, small_snapshot(4))
-    commit(store, small_snapshot(8))
-    store.storage.delete(f"{directory_name(8)}/{name}")
-    assert store.read_latest().step == 4
-    assert len(warnings) == (name != MANIFEST)  # without a manifest it was never finished
 
 
 def rewrite_manifest(store: SnapshotStore, /, **values: object) -> None:
@@ -362,30 +336,22 @@ def test_a_record_comes_after_the_checks_and_before_the_manifest(store):
 
 
 @pytest.mark.parametrize(
-    ("writers", "expected"),
+    ("writers", "size", "expected"),
     [
-        (1, [["ema", "model", "optimizer"]]),
-        (2, [["ema", "model"], ["optimizer"]]),
-        (3, [["model"], ["ema"], ["optimizer"]]),
-        (8, [["model"], ["ema"], ["optimizer"]]),
+        (1, 17, [["ema", "model", "optimizer"]]),
+        (2, 17, [["ema", "model"], ["optimizer"]]),
+        # rank zero, which also writes the state and the manifest, has the smaller share
+        (2, 12, [["optimizer"], ["ema", "model"]]),
+        (3, 17, [["model"], ["ema"], ["optimizer"]]),
+        (8, 17, [["model"], ["ema"], ["optimizer"]]),
     ],
 )
-def test_writers_of_small_snapshots_share_the_kinds(writers, expected):
-    tensors = {"model": weights_of(8), "optimizer": weights_of(17), "ema": weights_of(8)}
-    assert kinds_by_rank(tensors, writers) == expected
-
-
-def test_rank_zero_writes_the_smaller_share():
-    """It also writes the state and the manifest."""
-    tensors = {"model": weights_of(8), "optimizer": weights_of(12), "ema": weights_of(8)}
-    assert kinds_by_rank(tensors, 2) == [["optimizer"], ["ema", "model"]]
-
-
-def kinds_by_rank(tensors: TensorsByKind, writers: int) -> list[list[str]]:
+def test_writers_of_small_snapshots_share_the_kinds(writers, size, expected):
+    tensors = {"model": weights_of(8), "optimizer": weights_of(size), "ema": weights_of(8)}
     by_rank: list[list[str]] = [[] for _ in range(writers)]
     for kind, [rank] in share_tensors(tensors, range(writers)).ranks.items():
         by_rank[rank].append(kind)
-    return [sorted(kinds) for kinds in by_rank if kinds]
+    assert [sorted(kinds) for kinds in by_rank if kinds] == expected
 
 
 def weights_of(size: int) -> dict[str, torch.Tensor]:
@@ -400,29 +366,6 @@ def test_an_invalid_manifest(text, store, warnings):
     assert store.read_latest().step == 4
     (warning,) = warnings
     assert warning.endswith("manifest.json is damaged")
-
-
-def test_a_renamed_snapshot_is_not_another_step(tmp_path, warnings):
-    """A copy of step_00000008 to step_00000009 is not a snapshot of step 9."""
-    store = SnapshotStore(str(tmp_path))
-    commit(store, small_snapshot(8))
-    (tmp_path / "step_00000008").rename(tmp_path / "step_00000009")
-    with pytest.raises(SnapshotError, match="all snapshots"):
-        store.read_latest()
-    assert len(warnings) == 1
-
-
-def test_content_that_fits_its_manifest_but_is_not_safetensors(store, warnings):
-    """A manifest that matches forged bytes: they are refused, never unpickled."""
-    commit(store, small_snapshot(4))
-    commit(store, small_snapshot(8))
-    bytes_ = pickle.dumps({"weights": [1.0]})
-    store.storage.write(f"{directory_name(8)}/{MODEL}", bytes_)
-    files = json.loads(store.storage.read(f"{directory_name(8)}/{MANIFEST}"))["files"]
-    files[MODEL] = {"bytes": len(bytes_), "sha256": hashlib.sha256(bytes_).hexdigest()}
-    rewrite_manifest(store, files=files)
-    assert store.read_latest().step == 4
-    assert len(warnings) == 1 and "\n" not in warnings[0]
 
 
 def test_all_snapshots_are_damaged(store, warnings):
@@ -472,19 +415,6 @@ def test_an_older_format_is_refused_in_one_line(store):
             "format 1; start again with "
             "run.resume=never, or finish the run with that version"
         )
-
-
-def test_a_damaged_manifest_of_format_1_is_reported_as_damage(store):
-    commit(store, small_snapshot(4))
-    commit(store, small_snapshot(8))
-    content = write_manifest_of_format_1(store, 8)
-    for damaged in (
-        content[:-1],
-        content.replace(b'"format": 1', b'"format": 3'),
-        content.replace(b"1", b"0", 1),
-    ):
-        store.storage.write(f"{directory_name(8)}/{MANIFEST}", damaged)
-        assert store.read_latest().step == 4
 
 
 def test_the_format_of_a_damaged_snapshot_is_that_of_the_one_before(store):
@@ -539,7 +469,7 @@ def bytes_of(directory: Path, step: int, parts: int, seed: int) -> Bytes:
     return files
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3])
 def snapshots(request, tmp_path_factory):
     """A directory with the steps 4 and 8, their files, and those of step 8 of another run."""
     with pytest.MonkeyPatch.context() as patch:
@@ -628,57 +558,42 @@ def test_every_byte_of_the_manifest_counts(snapshots):
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("url", ["memory"], indirect=True)
-@pytest.mark.parametrize(
-    "look", [SnapshotStore.read_latest, lambda s: s.verify(8), lambda s: s.read_metadata(8)]
-)
-def test_an_object_store_is_asked_once_for_each_size(look, store, monkeypatch):
-    for step in (4, 8):
-        commit(store, small_snapshot(step))
-    store.storage.write("step_00000009/state.json", b"{}")
-    asked: list[list[str]] = []
-    info = RemoteStorage._info
-    monkeypatch.setattr(
-        RemoteStorage,
-        "_info",
-        lambda self, path: asked.append(path.split("/")[-2:]) or info(self, path),
-    )
-    assert look(store)
-    assert sorted(name for step, name in asked if step == directory_name(8)) == sorted(FILES)
-    assert asked.count([directory_name(9), MANIFEST]) == (look is SnapshotStore.read_latest)
-
-
 # Nothing is ever unpickled
 
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+UNPICKLING = {"torch.load", "torch.save", "np.load", "yaml.load", "yaml.unsafe_load"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(mingpt_ddp.__file__).parent.rglob("*.py")), ids=lambda path: path.name
-)
-def test_the_package_cannot_unpickle(path):
+def unpickling(node: ast.AST) -> bool:
+    """Return True if a node imports a pickler, or calls what unpickles or runs text."""
+    match node:
+        case ast.Import(names=names) | ast.ImportFrom(names=names):
+            modules = [alias.name for alias in names] + [getattr(node, "module", None) or ""]
+            return not {name.split(".")[0] for name in modules}.isdisjoint(PICKLERS)
+        case ast.Attribute(value=ast.Name(id=module), attr=attr) if (
+            f"{module}.{attr}" in UNPICKLING
+        ):
+            return True
+        case ast.Attribute(attr=attr):
+            return attr.endswith(("_object", "_object_list"))
+        case ast.Call(func=ast.Name(id=name)):
+            return name in ("eval", "exec")
+        case ast.keyword(arg="allow_pickle"):
+            return True
+    return False
+
+
+def test_the_package_cannot_unpickle():
     """No pickle and its like, no torch.load, no numpy pickles, no object collectives, no eval."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            roots = {name.split(".")[0] for name in names}
-            assert roots.isdisjoint(PICKLERS)
-        if isinstance(node, ast.Attribute):
-            assert ast.unparse(node) not in (
-                "torch.load",
-                "torch.save",
-                "np.load",
-                "yaml.load",
-                "yaml.unsafe_load",
-            )
-            assert not node.attr.endswith("_object") and not node.attr.endswith("_object_list")
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            # but for the file that a user's command names
-            assert node.func.id not in ("eval", "exec") or (
-                node.func.id == "exec" and path.name == "builders.py"
-            )
-        if isinstance(node, ast.keyword):
-            assert node.arg != "allow_pickle"
+    package = Path(mingpt_ddp.__file__).parent
+    found = [
+        f"{path.relative_to(package)}: {ast.unparse(node)[:60]}"
+        for path in sorted(package.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if unpickling(node)
+    ]
+    [of_a_file_that_the_command_names] = found
+    assert of_a_file_that_the_command_names.startswith("config/builders.py: exec(")
 
 
 @pytest.mark.parametrize(

@@ -45,4 +45,4 @@ def test_a_command_starts_a_sweep(command):
     keys = OmegaConf.masked_copy(composed, composed.keys() - {"hydra"})
     config = to_config(keys, composed.hydra, job)
     settings = check_settings(composed, [config], env)
-    assert settings.sampler is None or search_space(overrides) or "optuna_lr" in command
+    assert not settings.is_search or search_space(overrides) or "optuna_lr" in command

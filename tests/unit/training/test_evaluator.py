@@ -83,37 +83,25 @@ def test_every_character_is_predicted_once(runtime, monkeypatch, length, per_bat
     assert loss == pytest.approx(length / 2)  # the mean of 1 .. length - 1
 
 
-@pytest.mark.parametrize("strategy", ["single", "sharded"])
-def test_the_heartbeat_says_where_an_evaluation_waits(runtime, monkeypatch, strategy):
-    """In passes that are collectives, and where it reads from a GPU, whose queue may hold some."""
-    if strategy == "sharded":
-        monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
-    in_pass: list[bool] = []
+@pytest.mark.parametrize("holds_all_weights", [True, False])
+def test_the_heartbeat_says_that_a_pass_of_a_sharded_model_waits(
+    runtime, monkeypatch, holds_all_weights
+):
+    monkeypatch.setattr(runtime.strategy, "holds_all_weights", holds_all_weights)
     evaluating = evaluator(text(T + 1), runtime)
+    waits: list[bool] = []
 
-    class OnGPU:
-        def double(self) -> OnGPU:
-            return self
+    def metrics(*args: object) -> dict[str, tuple[Tensor, int]]:
+        waits.append(runtime.group.heartbeat["waiting"])
+        return {"loss": (torch.tensor(3.0), 1)}
 
-        def __radd__(self, other: int) -> OnGPU:
-            return self
-
-        def __float__(self) -> float:
-            assert runtime.group.heartbeat["waiting"]
-            return 3.0
-
-    def metrics(*args: object) -> dict[str, tuple[object, int]]:
-        in_pass.append(runtime.group.heartbeat["waiting"])
-        return {"loss": (OnGPU(), 1)}
-
-    monkeypatch.setattr(evaluating.task, "metrics", metrics)
-    monkeypatch.setattr(torch, "as_tensor", lambda value: value)
+    evaluating.task.metrics = metrics
     assert evaluating.run(MeanOfTargets(), "val") == {"loss": 3.0}
-    assert in_pass == [strategy == "sharded"]
+    assert waits == [not holds_all_weights]
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_first_evaluation_must_fit_into_memory(runtime, monkeypatch, is_first):
+def test_the_first_evaluation_must_fit_into_memory(runtime, is_first):
     """Later, other processes may have taken the memory."""
     evaluating = evaluator(text(T + 1), runtime)
     if not is_first:
@@ -122,7 +110,7 @@ def test_the_first_evaluation_must_fit_into_memory(runtime, monkeypatch, is_firs
     def fail(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(evaluating.task, "metrics", fail)
+    evaluating.task.metrics = fail
     expected = ConfigError if is_first else torch.OutOfMemoryError
     with pytest.raises(expected, match="the first evaluation does" if is_first else "CUDA"):
         evaluating.run(MeanOfTargets(), "val")
@@ -134,11 +122,7 @@ def test_the_loss_equals_that_of_a_naive_loop(runtime, monkeypatch, length, per_
     """One character after the other, each from those before it in its window."""
     monkeypatch.setattr(dataloader, "TOKENS_PER_BATCH", per_batch)
     torch.manual_seed(0)
-    model = build_model(
-        gpt_config(n_layer=1, dropout=0.5, bias=False),
-        V,
-        T,
-    )
+    model = build_model(gpt_config(n_layer=1, dropout=0.5, bias=False), V, T)
     with torch.no_grad():
         model.token_embedding.weight.mul_(30)
     model.eval()
@@ -187,11 +171,7 @@ def test_a_sample_is_drawn_from_the_whole_text(runtime):
 
 
 def test_the_model_is_evaluated_without_dropout_and_restored(runtime):
-    model = build_model(
-        gpt_config(n_layer=1, dropout=0.5, bias=False),
-        V,
-        T,
-    ).train()
+    model = build_model(gpt_config(n_layer=1, dropout=0.5, bias=False), V, T).train()
     evaluate = partial(evaluator(text(103), runtime).run, model, "val")
     before = torch.get_rng_state()
     assert evaluate() == evaluate()

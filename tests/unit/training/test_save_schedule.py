@@ -5,8 +5,8 @@ of training on a device that works behind the host.
 from __future__ import annotations
 
 import math
-import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
+from mingpt_ddp.training.saves import save_schedule
 from mingpt_ddp.training.saves.save_schedule import (
     SaveSchedule,
     automatic_interval,
@@ -24,7 +25,7 @@ from mingpt_ddp.training.saves.save_schedule import (
 )
 from mingpt_ddp.training.train_state import TrainState
 
-MINUTE, HOUR = 60.0, 3600.0
+DAY = 86_400.0  # seconds
 
 
 def test_young_by_hand():
@@ -45,11 +46,93 @@ def test_an_automatic_interval(cost, mtbf, durable, expected):
     assert automatic_interval(cost, mtbf, durable) == expected
 
 
+# By the clock
+
+
+class Clock:
+    """Stands for the module time; it moves only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(save_schedule, "time", clock)
+    return clock
+
+
+def schedule_by_clock(*overrides: str, state: TrainState | None = None) -> tuple[Any, Any]:
+    """Return the schedule of a run, and the manager that it asks."""
+    config = from_mapping(configure(*overrides))
+    manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
+    run: Any = SimpleNamespace(config=config, state=state or TrainState(), snapshots=manager)
+    parts: list[Any] = [None, None, None]
+    return SaveSchedule(run, *parts), manager
+
+
+def seconds_until_due(schedule: SaveSchedule, clock: Clock) -> float:
+    """Return after how many seconds a snapshot is due, to 0.1%; infinity if never."""
+    begin, low, high = clock.now, 0.0, 1e7
+    clock.now = begin + high
+    if not schedule.is_due():
+        return math.inf
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        clock.now = begin + middle
+        low, high = (low, middle) if schedule.is_due() else (middle, high)
+    clock.now = begin
+    return high
+
+
+MEASURED = TrainState(save_stall_s=2.0, save_durable_s=3.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "expected"),
+    [
+        (["every_steps=7"], TrainState(), math.inf),
+        (["every_steps=null", "every_minutes=2"], TrainState(), 120),
+        # the first one measures the cost: early where failures are frequent
+        (["every_steps=auto", "mtbf_hours=240"], TrainState(), 30),
+        (["every_steps=auto", "mtbf_hours=24"], TrainState(), 30),
+        (["every_steps=auto", f"mtbf_hours={1 / 60}"], TrainState(), 0.8),
+        # a restarted attempt knows the cost
+        (["every_steps=auto", "mtbf_hours=24"], MEASURED, automatic_interval(2, DAY, 3)),
+    ],
+)
+def test_when_a_snapshot_is_due(settings, state, expected, clock):
+    schedule, _ = schedule_by_clock(*(f"snapshot.{each}" for each in settings), state=state)
+    assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
+    clock.now += 10
+    schedule.begin()  # the time until then was a part of the start
+    assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
+
+
+def test_the_time_until_training_begins_is_startup(clock):
+    schedule, _ = schedule_by_clock()
+    clock.now += 5
+    schedule.begin()
+    clock.now += 3
+    state = schedule.update_wall_time()
+    assert (state.wasted_seconds, state.wall_seconds) == (5.0, 3.0)
+
+
+# On a device that works behind the host
+
+
 class Staging:
     """A manager whose save is staged, or its save in progress done, at a time of the host."""
 
     quick_deadline = math.inf
     durable_s: float | None = None
+    last_step: int | None = None
 
     def __init__(self, device: QueuedDevice, staged_at: float) -> None:
         self.device = device
@@ -62,14 +145,14 @@ class Staging:
     def wait_for_staging(self) -> None:
         self.device.wait_until(self.staged_at)
 
-    def wait(self, until: float) -> bool:
+    def wait(self, until: float = 0.0) -> bool:
         self.wait_for_staging()
         return False
 
 
-def schedule_of(staged_at: float) -> tuple[SaveSchedule, QueuedDevice]:
+def schedule_of(staged_at: float, every_steps: str = "1") -> tuple[SaveSchedule, QueuedDevice]:
     """Return the schedule of a run that has queued the passes of a step, of 10 seconds."""
-    config = from_mapping(configure("trainer.device=cpu", "snapshot.every_steps=1"))
+    config = from_mapping(configure("trainer.device=cpu", f"snapshot.every_steps={every_steps}"))
     device = QueuedDevice(Runtime(config, DistEnv()))
     meter = Meter(device, 1, "tokens")
     staging = Staging(device, staged_at)
@@ -87,7 +170,7 @@ def test_passes_that_a_device_still_computes_are_no_stall(call, staged_at, stall
         schedule.wait_for_staging()
     else:
         schedule.maybe_save(is_due=True)
-    assert schedule.state.stall_seconds == schedule._stall_s == stall_s
+    assert schedule.state.stall_seconds == stall_s
     assert schedule.meter.read()["speed/step_ms"] == 10e3
 
 
@@ -99,62 +182,35 @@ def test_the_host_waits_for_the_device_only_if_it_must_wait_anyway():
     assert device.time == 0.0
 
 
-def auto_schedule(state: TrainState, mtbf_hours: float = 24.0):
-    """Return the schedule of a run with every_steps=auto, and the manager that it asks."""
-    config = from_mapping(
-        configure("snapshot.every_steps=auto", f"snapshot.mtbf_hours={mtbf_hours}")
-    )
-    manager = SimpleNamespace(durable_s=None, last_step=None, wait=lambda: True)
-    run = SimpleNamespace(config=config, state=state, snapshots=manager)
-    return SaveSchedule(run, None, None, None), manager
-
-
-def test_the_first_snapshot_of_a_run_measures_the_cost():
-    schedule, manager = auto_schedule(TrainState())
-    assert not schedule.is_due()
-    assert schedule._interval_s == 30
-    schedule._begin_interval()  # when the first save starts
-    assert schedule._interval_s == 30
-    schedule._stall_s += 2.0
-    manager.durable_s, manager.last_step = 3.0, 5
-    assert not schedule.is_due()  # a question, which changes nothing
-    assert schedule._interval_s == 30
+def test_the_first_snapshot_measures_the_cost(clock):
+    """When it is committed: its stall of 3 seconds, and how long it took to be durable."""
+    schedule, _ = schedule_of(staged_at=13.0, every_steps="auto")
+    schedule.wait_for_staging()
+    assert seconds_until_due(schedule, clock) == pytest.approx(30, rel=0.02)
+    schedule.manager.durable_s, schedule.manager.last_step = 4.0, 1
+    assert seconds_until_due(schedule, clock) == pytest.approx(30, rel=0.02), "a question"
     schedule.take_result()
-    assert schedule._interval_s == automatic_interval(2.0, 24 * HOUR, 3.0)
-    state = schedule.state
-    assert (state.save_stall_s, state.save_durable_s) == (2.0, 3.0)
+    assert (schedule.state.save_stall_s, schedule.state.save_durable_s) == (3.0, 4.0)
+    expected = automatic_interval(3.0, DAY, 4.0)
+    assert seconds_until_due(schedule, clock) == pytest.approx(expected, rel=0.02)
 
 
-def test_the_cost_of_a_failed_save_is_forgotten():
-    """Training has waited a minute for storage that was down."""
-    schedule, manager = auto_schedule(TrainState())
-    manager.durable_s, manager.last_step = 3.0, 5
-    schedule._stall_s += 2.0
-    schedule._begin_interval()
-    schedule._stall_s += 60.0
-    schedule._begin_interval()
-    assert schedule.state.save_stall_s == 2.0
-    manager.last_step = 6
-    schedule._stall_s += 6.0
-    schedule._begin_interval()
-    assert schedule.state.save_stall_s == 3.0
-
-
-@pytest.mark.parametrize(("hours", "interval_s"), [(240.0, 30.0), (24.0, 30.0), (1 / 60, 0.8)])
-def test_the_first_snapshot_comes_early_where_failures_are_frequent(hours, interval_s):
-    schedule, _ = auto_schedule(TrainState(), mtbf_hours=hours)
-    assert schedule._interval_s == pytest.approx(interval_s, rel=0.05)
-
-
-def test_a_restarted_attempt_knows_the_cost():
-    schedule, _ = auto_schedule(TrainState(save_stall_s=2.0, save_durable_s=3.0))
-    assert schedule._interval_s == automatic_interval(2.0, 24 * HOUR, 3.0)
-
-
-def test_the_time_until_training_begins_is_startup(monkeypatch):
-    times = iter([10.0, 15.0, 18.0])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    schedule, _ = auto_schedule(TrainState())
-    schedule.begin()
-    state = schedule.update_wall_time()
-    assert (state.wasted_seconds, state.wall_seconds) == (5.0, 3.0)
+def test_the_cost_is_a_moving_mean_of_snapshots_that_were_committed(monkeypatch):
+    """Training may have waited a minute for a storage that was down: that is no cost."""
+    schedule, device = schedule_of(staged_at=13.0, every_steps="auto")
+    monkeypatch.setattr(save_schedule, "snapshot_state", lambda *_: {})
+    monkeypatch.setattr(save_schedule, "with_loaded_files", lambda *_: {})
+    schedule.run.trainable, schedule.run.code = SimpleNamespace(tensors=dict), {}
+    schedule.run.runtime, schedule.run.task = device, None
+    schedule.train_step = SimpleNamespace(plan=None, steps=9)
+    schedule.anomaly = SimpleNamespace(check=lambda *_: None)
+    manager: Any = schedule.manager
+    manager.save = lambda state: None
+    costs = []
+    for stall_s, committed in ((3, 1), (60, 1), (7, 2)):
+        manager.staged_at = max(device.time, device.done_at) + stall_s
+        schedule.wait_for_staging()
+        manager.durable_s, manager.last_step = 4.0, committed
+        schedule.save()
+        costs.append(schedule.state.save_stall_s)
+    assert costs == [3.0, 3.0, 4.0]

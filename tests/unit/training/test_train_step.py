@@ -1,10 +1,8 @@
-"""One training step: its order, what an anomaly prevents, clipping, schedules."""
+"""One training step: its gradients, what an anomaly prevents, clipping, schedules."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
-from mingpt_ddp.training import train_step as train_step_module
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep
 
@@ -57,9 +54,14 @@ class FixedLoader:
         return [MicroBatch(index, (tokens[index], tokens[1 - index])) for index in (0, 1)]
 
 
-def step_of(model: nn.Module, *overrides: str, ema: float | None = None) -> TrainStep:
+def step_of(
+    model: nn.Module,
+    *overrides: str,
+    ema: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> TrainStep:
     config = config_of("trainer.max_epochs=null", "trainer.max_steps=10", *overrides)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     runtime = Runtime(config, DistEnv())
     task = text_task(config)
     parts = trainable(model, optimizer, ema)
@@ -191,86 +193,15 @@ def test_a_diagnosis_names_the_first_three_ranks(monkeypatch):
     assert train_step.diagnose(1) == "rank 1: the loss; rank 2: a gradient; rank 4: the loss"
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, train_step: TrainStep, *names: str) -> list[Any]:
-    """Note the calls of these methods of the strategy, and what they are given."""
-    calls: list[Any] = []
-
-    def note(name: str) -> None:
-        original = getattr(train_step.strategy, name)
-
-        def method(*arguments: Any, **named: Any) -> Any:
-            calls.append((name, *arguments, *named.values()))
-            return original(*arguments, **named)
-
-        monkeypatch.setattr(train_step.strategy, name, method)
-
-    for name in names:
-        note(name)
-    return calls
-
-
-def test_the_strategy_divides_a_step(monkeypatch):
-    """It synchronizes in the last backward pass alone, and scales each loss."""
-    model = Table()
-    train_step = step_of(model, "trainer.grad_norm_clip=3")
-    words = ["begin_step", "micro_batches", "maybe_no_sync", "finish", "clip_grad_norm", "update"]
-    calls = noted(monkeypatch, train_step, *words, "reduce_gradients", "broadcast_buffers")
-    fetched = FixedLoader().get_batch(2, train_step.plan, 0)
-    monkeypatch.setattr(train_step.loader, "get_batch", lambda *_: fetched)
-    losses = take_step(train_step, 2).losses
-    first = replace(fetched[0], scale=0.5, loss_divisor=2, is_last=False)
-    second = replace(fetched[1], scale=0.5, loss_divisor=2, is_last=True)
-    parallel = train_step.parallel_model
-    parameters = train_step.parameters
-    finished = [each for each in calls if each[0] == "finish"]
-    assert [(micro, given) for _, micro, _, given in finished] == [
-        (first, parameters),
-        (second, parameters),
-    ]
-    mean = finished[0][2]["loss"] + finished[1][2]["loss"]
-    assert torch.equal(losses["loss"], mean)
-    assert [each for each in calls if each[0] != "finish"] == [
-        ("begin_step",),
-        ("micro_batches", fetched, train_step.plan),
-        ("maybe_no_sync", parallel, False),
-        ("maybe_no_sync", parallel, True),
-        ("reduce_gradients", parameters),
-        ("clip_grad_norm", parameters, 3.0),
-        ("update", model, train_step.optimizer, train_step.runtime.scaler),
-        ("broadcast_buffers", model),
-    ]
-
-
 def test_a_discarded_step_has_the_buffers_of_rank_zero(monkeypatch):
     """The forward passes have changed them."""
     train_step = step_of(Table())
-    calls = noted(monkeypatch, train_step, "update", "broadcast_buffers")
+    sent: list[nn.Module] = []
+    monkeypatch.setattr(train_step.strategy, "broadcast_buffers", sent.append)
     train_step.passes(2)
     train_step.clip()
     train_step.discard()
-    assert calls == [("broadcast_buffers", train_step.model)]
-
-
-def test_the_heartbeat_says_what_a_step_does_and_waits_for(monkeypatch):
-    """Only the last backward pass waits for the other ranks."""
-    train_step = step_of(Table())
-    activities: list[Any] = []
-    group = train_step.runtime.group
-    monkeypatch.setattr(group, "set_activity", lambda *values: activities.append(values))
-    forward = ("in the forward pass of step 2", False)
-    expected = [
-        ("fetching the batch of step 2", False),
-        forward,
-        ("in the backward pass of step 2", False),
-        forward,
-        ("in the backward pass of step 2", True),
-        ("in the optimizer update of step 2", False),
-    ]
-    take_step(train_step, 2)
-    assert activities == expected
-    activities.clear()
-    train_step.diagnose(2)
-    assert activities == [("fetching the batch of step 2",), *expected[1:4], expected[2]]
+    assert sent == [train_step.model]
 
 
 @pytest.mark.parametrize(
@@ -283,15 +214,6 @@ def test_passes_that_are_collectives_wait(monkeypatch, overrides, holds_all_weig
     monkeypatch.setattr(train_step.strategy, "holds_all_weights", holds_all_weights)
     with train_step.phase("forward", 2):
         assert train_step.runtime.group.heartbeat["waiting"] is expected
-
-
-def test_a_rank_fetches_its_own_micro_batches(monkeypatch):
-    train_step = step_of(Table())
-    asked: list[Any] = []
-    monkeypatch.setattr(train_step.loader, "get_batch", lambda *each: asked.append(each) or [])
-    monkeypatch.setattr(train_step.runtime.group, "data_rank", 3)
-    train_step.fetch(7)
-    assert asked == [(7, train_step.plan, 3)]
 
 
 def test_an_update_has_random_numbers_of_its_own(monkeypatch):
@@ -324,69 +246,30 @@ def test_the_losses_of_a_task_are_averaged_by_name(monkeypatch):
     torch.testing.assert_close(model.scores.weight.grad, gradients)
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_the_warm_up_passes_are_those_of_the_first_micro_batch(compiles, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "mingpt_ddp")
-    model = Table()
-    train_step = step_of(model, "run.seed=1337")
-    train_step.runtime.compiles = compiles
-    asked: list[Any] = []
-    original = train_step.loader.get_batch
-    monkeypatch.setattr(
-        train_step.loader, "get_batch", lambda *each: asked.append(each) or original(*each)
-    )
-    clock = SimpleNamespace(perf_counter=iter([30.0, 92.5, 99.0]).__next__)
-    monkeypatch.setattr(train_step_module, "time", clock)
-    losses: list[Any] = []
-
-    def warm_up(parallel_model: nn.Module, forward: Any) -> None:
-        losses.append((parallel_model, float(forward().detach())))
-
-    activities: list[str] = []
-    monkeypatch.setattr(train_step.runtime.group, "set_activity", activities.append)
-    monkeypatch.setattr(train_step.strategy, "warm_up", warm_up)
-    train_step.warm_up()
-    torch.manual_seed(derive_seed("dropout", 1337, 1, 0))
-    micro = FixedLoader().get_batch(1, train_step.plan, 0)[0]
-    assert losses == [(train_step.parallel_model, float(model(*micro.batch).detach()))]
-    assert asked == [(1, train_step.plan, 0)]
-    assert activities == ["preparing the first step"]
-    said = ["compiling the model; the first time this may take minutes", "compiled in 62.5 s"]
-    assert caplog.messages == (said if compiles else [])
-
-
 def test_groups_have_their_own_share_of_rate_and_decay():
-    """The rate of a group is in proportion to the run's; a group without decay has none."""
+    """Also after a rollback, which loads the optimizer's state: torch replaces the groups."""
+    layers = nn.Linear(1, 1), nn.Linear(1, 1)
+    shares = [{"lr_ratio": 0.1, "weight_decay": 0.5}, {"weight_decay": 0.25}]
+    groups = [
+        {"params": [*layer.parameters()], **share}
+        for layer, share in zip(layers, shares, strict=True)
+    ]
     step = step_of(
-        nn.Linear(1, 1),
+        nn.Sequential(*layers),
         "optimizer.lr=0.5",
         "optimizer.warmup_steps=0",
         "optimizer.schedule=linear",
         "optimizer.min_lr_ratio=0",
         "optimizer.weight_decay_schedule=linear",
+        optimizer=torch.optim.SGD(groups, lr=0.1),
     )
-    decays = [0.5, None, 0.25]
-    groups = [{"lr_ratio": 0.1}, {"lr": 9.0}, {"weight_decay": 9.0}]
-    step.optimizer = SimpleNamespace(param_groups=groups)
-    step.weight_decays = decays
-    lr = step.set_lr(5)
+    step.set_lr(1)
+    step.optimizer.load_state_dict(step.optimizer.state_dict())
+    lr, factor = step.set_lr(5), weight_decay_factor(5, step.lr_config, 10)
     assert lr == get_lr(5, step.lr_config, 10) != 0.5
-    factor = weight_decay_factor(5, step.lr_config, 10)
-    assert groups == [
-        {"lr_ratio": 0.1, "lr": lr * 0.1, "weight_decay": 0.5 * factor},
-        {"lr": lr},
-        {"lr": lr, "weight_decay": 0.25 * factor},
-    ]
-
-
-def test_a_model_is_wrapped_and_watched(monkeypatch):
-    wrapped, watched = nn.Linear(1, 1), []
-    monkeypatch.setattr(Strategy, "wrap", lambda strategy, *each: wrapped)
-    monkeypatch.setattr(Strategy, "watch", lambda strategy, *each: watched.append(each))
-    model = Table()
-    train_step = step_of(model)
-    assert train_step.parallel_model is wrapped
-    assert watched == [(model, 2)]
+    assert 0 < factor < 1
+    found = [(group["lr"], group["weight_decay"]) for group in step.optimizer.param_groups]
+    assert found == [(lr * 0.1, 0.5 * factor), (lr, 0.25 * factor)]
 
 
 def with_gradients(scale: float, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -439,20 +322,6 @@ def test_a_step_clips_each_value():
 @pytest.mark.parametrize("limit", [1.0, None])
 def test_a_model_without_gradients(limit):
     assert clip(nn.Linear(1, 1), limit) == 0
-
-
-def test_weight_decay_follows_its_schedule_after_a_rollback():
-    """Which loads the optimizer's state: torch replaces the parameter groups."""
-    model = nn.Linear(1, 1)
-    step = step_of(model, "optimizer.weight_decay_schedule=linear", "optimizer.warmup_steps=0")
-    step.optimizer.param_groups[0]["weight_decay"] = 1.0
-    step = TrainStep(
-        step.runtime, step.task, step.loader, step.plan, trainable(model, step.optimizer)
-    )
-    step.set_lr(1)
-    step.optimizer.load_state_dict(step.optimizer.state_dict())
-    step.set_lr(5)
-    assert step.optimizer.param_groups[0]["weight_decay"] == 0.5
 
 
 def test_the_seed_equals_that_of_torch():
