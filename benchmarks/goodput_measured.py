@@ -95,8 +95,13 @@ class Run:
         self.directory = scratch / "outputs" / name
         self.output = scratch / f"{name}.txt"
         self.began = time.perf_counter()
-        command = [sys.executable, str(ROOT / "main.py"), *SETTINGS]
-        command += [f"data.path={corpus_path()}", f"data.cache_dir={scratch / 'cache'}"]
+        command = [
+            sys.executable,
+            str(ROOT / "main.py"),
+            *SETTINGS,
+            f"data.path={corpus_path()}",
+            f"data.cache_dir={scratch / 'cache'}",
+        ]
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*command, f"run.name={name}", *overrides],

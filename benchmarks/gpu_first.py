@@ -126,8 +126,15 @@ def memory(
     """Compare the peak of some steps with what `mingpt_ddp.plan` expects of the same steps."""
     shape = TINY_STEPS if part.dry else GPT2_STEPS
     precision = "fp32" if part.dry else "bf16"
-    words = [*data(part), *shape, *words, f"trainer.precision={precision}", "trainer.max_steps=3"]
-    words += ["trainer.compile=false", "trainer.eval_every=null"]
+    words = [
+        *data(part),
+        *shape,
+        *words,
+        f"trainer.precision={precision}",
+        "trainer.max_steps=3",
+        "trainer.compile=false",
+        "trainer.eval_every=null",
+    ]
     measure = partial(in_fresh_process, peak_bytes, part.device, words)
     peak = part.measure(f"peak, {name}", partial(measure, limit_s=part.left_s()))
     planned = part.measure(f"plan, {name}", partial(planned_bytes, part, words))

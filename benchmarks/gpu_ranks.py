@@ -43,9 +43,16 @@ def killed_over_gloo(part: Part, figures: dict[str, Any], rows: list[list[str]])
     """Compare weights and moments of two ranks with and without kill -9 of one of them."""
     setting = TINY if part.dry else CHAR
     total, every, kill_at = (30, 5, 8) if part.dry else (200, 25, 60)  # steps
-    words = ["ddp.nproc_per_node=2", "ddp.backend=gloo", "trainer.deterministic=true"]
-    words += ["run.resume=auto", f"trainer.max_steps={total}", f"snapshot.every_steps={every}"]
-    words += ["trainer.compile=false", "trainer.log_every=2"]
+    words = [
+        "ddp.nproc_per_node=2",
+        "ddp.backend=gloo",
+        "trainer.deterministic=true",
+        "run.resume=auto",
+        f"trainer.max_steps={total}",
+        f"snapshot.every_steps={every}",
+        "trainer.compile=false",
+        "trainer.log_every=2",
+    ]
     digests = []
     for kill in (0, kill_at):
         run = f"gloo-{'killed' if kill else 'whole'}"
@@ -96,9 +103,16 @@ def losses_of_steps(device: str, words: list[str], in_group: bool) -> list[float
     from mingpt_ddp.training.train_step import TrainStep
     from mingpt_ddp.training.trainable import build_trainable
 
-    small = ["model=gpt_nano", "model.dropout=0.0", "data.block_size=32", "trainer.batch_size=4"]
-    small += ["trainer.max_steps=100", "trainer.precision=fp32", "trainer.compile=false"]
-    small += ["optimizer.warmup_steps=1"]
+    small = [
+        "model=gpt_nano",
+        "model.dropout=0.0",
+        "data.block_size=32",
+        "trainer.batch_size=4",
+        "trainer.max_steps=100",
+        "trainer.precision=fp32",
+        "trainer.compile=false",
+        "optimizer.warmup_steps=1",
+    ]
     config = compose_config(*small, *words, f"trainer.device={device}")
     runtime = Runtime(config, DistEnv())
     if in_group:

@@ -191,8 +191,8 @@ def nanogpt_training(part: Part, copy: Path, target: float) -> Descent:
         "train.py",
         "config/train_shakespeare_char.py",
         f"--device={part.device}",
+        f"--compile={part.compiles and not part.dry}",
     ]
-    command += [f"--compile={part.compiles and not part.dry}"]
     if part.dry:
         command = [
             *nanogpt_command(part, TINY),

@@ -120,8 +120,14 @@ def _count_case(device: str, words: list[str], waits: Waits) -> None:
     from mingpt_ddp.training.train_step import TrainStep
     from mingpt_ddp.training.trainable import build_trainable
 
-    small = ["data.block_size=32", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
-    small += ["trainer.max_steps=100", "data.truncate=0.01", "model.dropout=0.1"]
+    small = [
+        "data.block_size=32",
+        "trainer.batch_size=4",
+        "trainer.micro_batch_size=2",
+        "trainer.max_steps=100",
+        "data.truncate=0.01",
+        "model.dropout=0.1",
+    ]
     config = compose_config(*small, f"trainer.device={device}", "trainer.compile=false", *words)
     runtime = Runtime(config, DistEnv())
     task: Any = build_task(config, runtime.group)

@@ -59,10 +59,18 @@ def drift() -> float:
 
 def command(name: str, minutes: float) -> list[str]:
     words = [
-        *("data=shakespeare", f"data.path={corpus_path()}", "data.sha256=null"),
-        *("model=gpt_nano", "data.block_size=64", "trainer.batch_size=12", "trainer.device=cpu"),
-        *("trainer.eval_every=200", "trainer.eval_steps=5", f"snapshot.every_steps={EVERY}"),
-        *(f"optimizer.warmup_steps={WARMUP}", f"trainer.max_minutes={minutes}"),
+        "data=shakespeare",
+        f"data.path={corpus_path()}",
+        "data.sha256=null",
+        "model=gpt_nano",
+        "data.block_size=64",
+        "trainer.batch_size=12",
+        "trainer.device=cpu",
+        "trainer.eval_every=200",
+        "trainer.eval_steps=5",
+        f"snapshot.every_steps={EVERY}",
+        f"optimizer.warmup_steps={WARMUP}",
+        f"trainer.max_minutes={minutes}",
         f"run.name={name}",
     ]
     return [sys.executable, str(ROOT / "main.py"), *words]

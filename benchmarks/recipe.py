@@ -52,8 +52,6 @@ def train(experiment: str, seed: int, root: Path) -> dict[str, Any]:
         f"run.seed={seed}",
         f"run.name={name}",
         f"run.root='{root}'",
-    ]
-    overrides += [
         f"data.path='{corpus_path()}'",
         f"data.cache_dir='{root / 'cache'}'",
         "trainer.device=cpu",

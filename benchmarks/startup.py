@@ -51,8 +51,13 @@ os._exit(0)
 """
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 MAIN = str(ROOT / "main.py")
-RUN = ["experiment=shakespeare_char_cpu", "trainer.device=cpu", "trainer.max_steps=1"]
-RUN += ["data.truncate=0.05", "run.resume=never"]  # keep the rest of the run short
+RUN = [
+    "experiment=shakespeare_char_cpu",
+    "trainer.device=cpu",
+    "trainer.max_steps=1",
+    "data.truncate=0.05",
+    "run.resume=never",
+]  # keep the rest of the run short
 WAYS = {
     "`torchrun --nproc_per_node=2 main.py`": [*TORCHRUN, MAIN, *RUN],
     "`python main.py ddp.nproc_per_node=2`": [sys.executable, MAIN, "ddp.nproc_per_node=2", *RUN],

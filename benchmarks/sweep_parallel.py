@@ -32,8 +32,12 @@ LRS = ("5e-4", "1e-3", "2e-3", "4e-3")
 DROPOUTS = ("0", "0.1")
 JOBS = len(LRS) * len(DROPOUTS)
 RUN = [
-    *("experiment=shakespeare_char_cpu", "trainer.precision=fp32", "trainer.eval_every=100"),
-    *("trainer.eval_steps=20", "trainer.sample_every=null", "optimizer.warmup_steps=20"),
+    "experiment=shakespeare_char_cpu",
+    "trainer.precision=fp32",
+    "trainer.eval_every=100",
+    "trainer.eval_steps=20",
+    "trainer.sample_every=null",
+    "optimizer.warmup_steps=20",
 ]
 IN_TURN, PARALLEL = "one after the other", "`sweep.parallel=2`"
 PLAIN, HALVES = "two plain runs at a time", "two sweeps of half of the jobs each"

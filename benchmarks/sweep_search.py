@@ -34,10 +34,19 @@ NEAR = 1.005  # times the grid's best loss
 LRS = ("5e-3", "1e-2", "2e-2", "4e-2", "8e-2")
 DROPOUTS = ("0", "0.05", "0.1", "0.2")
 RUN = [
-    *("experiment=shakespeare_char_cpu", "model=modern_nano", "model.n_layer=2", "model.n_head=2"),
-    *("model.n_embd=32", "data.block_size=32", "trainer.precision=fp32", "trainer.max_steps=180"),
-    *("trainer.eval_every=20", "trainer.eval_steps=10", "optimizer.warmup_steps=10"),
-    *("trainer.sample_every=null", "tracker=[]"),
+    "experiment=shakespeare_char_cpu",
+    "model=modern_nano",
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=32",
+    "data.block_size=32",
+    "trainer.precision=fp32",
+    "trainer.max_steps=180",
+    "trainer.eval_every=20",
+    "trainer.eval_steps=10",
+    "optimizer.warmup_steps=10",
+    "trainer.sample_every=null",
+    "tracker=[]",
 ]
 SPACE = [
     f"optimizer.lr=tag(log,interval({LRS[0]},{LRS[-1]}))",
@@ -101,8 +110,16 @@ def ended_jobs(directory: Path, begun: float) -> list[Ended]:
 
 
 def sweep(way: str, seed: int) -> list[Ended]:
-    command = [sys.executable, str(ROOT / "main.py"), "-m", "run.name=sweep", *RUN]
-    command += [f"data.path={corpus_path()}", *WAYS[way], *values(way, seed)]
+    command = [
+        sys.executable,
+        str(ROOT / "main.py"),
+        "-m",
+        "run.name=sweep",
+        *RUN,
+        f"data.path={corpus_path()}",
+        *WAYS[way],
+        *values(way, seed),
+    ]
     with tempfile.TemporaryDirectory() as directory:
         begun = time.time()
         timed(command, Path(directory))

@@ -73,15 +73,18 @@ def ours(
     }
     shape |= {"data.block_size": setting.context, "trainer.batch_size": setting.batch}
     shape |= {"trainer.log_every": setting.log_every, "trainer.max_steps": FOREVER}
-    overrides = ["trainer.precision=auto", *recipe, "model.dropout=0.0", "data=shakespeare"]
-    overrides += [f"trainer.device={device}", f"trainer.compile={str(device == 'cuda').lower()}"]
-    overrides += [
+    overrides = [
+        "trainer.precision=auto",
+        *recipe,
+        "model.dropout=0.0",
+        "data=shakespeare",
+        f"trainer.device={device}",
+        f"trainer.compile={str(device == 'cuda').lower()}",
         "trainer.grad_norm_clip=1.0",
         "trainer.max_epochs=null",
         "trainer.eval_every=null",
-    ]
-    overrides += ["snapshot.every_steps=null", "run.resume=never"]
-    overrides += [
+        "snapshot.every_steps=null",
+        "run.resume=never",
         *path_overrides(text, scratch),
         *(f"{key}={value}" for key, value in shape.items()),
     ]

@@ -143,8 +143,14 @@ def page() -> str:
                 "| --- | --- | --- | --- | --- | --- | --- |",
             ]
         for key, schema in keys.items():
-            cells = [type_of(schema).replace("|", "\\|"), schema["unit"], f"`{default_of(schema)}`"]
-            cells += [schema["description"], "yes" if schema["in_name"] else "", schema["changes"]]
+            cells = [
+                type_of(schema).replace("|", "\\|"),
+                schema["unit"],
+                f"`{default_of(schema)}`",
+                schema["description"],
+                "yes" if schema["in_name"] else "",
+                schema["changes"],
+            ]
             lines.append(f"| `{key}` | {' | '.join(cells)} |")
         lines += [""] if keys else []
     return "\n".join(lines).rstrip("\n") + "\n"

@@ -46,8 +46,15 @@ def download(directory: Path, python_version: str) -> None:
     pinned = ["--constraint", str(ROOT / "constraints.txt"), "--quiet"]
     build = ["wheel", *pinned, "--no-deps", "--wheel-dir", str(directory), *SOURCES]
     subprocess.run([*pip, *build], check=True)
-    target = ["--python-version", python_version, "--only-binary=:all:"]
-    target += ["--find-links", str(directory), "--dest", str(directory)]
+    target = [
+        "--python-version",
+        python_version,
+        "--only-binary=:all:",
+        "--find-links",
+        str(directory),
+        "--dest",
+        str(directory),
+    ]
     subprocess.run([*pip, "download", *pinned, *target, "--requirement", str(listed)], check=True)
 
 

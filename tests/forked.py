@@ -42,8 +42,9 @@ PRELOADED = [
     "mingpt_ddp.training.run",
     "torch._dynamo",
     "torch._inductor.config",
+    "torch.utils.tensorboard",
+    "torch.distributed.run",
 ]
-PRELOADED += ["torch.utils.tensorboard", "torch.distributed.run"]
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 UNREAD = "unread"  # instead of the path of an output: a pipe whose reader has ended
 READ_ONCE = "MKL_|ATEN_|TORCH(?!ELASTIC)|PYTHON|PYTORCH"  # variables, by Python or torch

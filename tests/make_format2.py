@@ -41,33 +41,25 @@ RUNS = {
 STEPS, MORE_STEPS = 4, 8  # of the run directory, and of the resumed run
 # No dropout: which elements torch drops depends on the CPU.
 OVERRIDES = [
-    *(
-        "model.n_layer=2",
-        "model.n_head=2",
-        "model.n_embd=8",
-        "model.dropout=0.0",
-        "run.root=.",
-        "run.name=run",
-    ),
-    *(
-        "data=text_file",
-        "data.path=text.txt",
-        "data.block_size=16",
-        "data.cache_dir=cache",
-        "trainer.batch_size=4",
-    ),
-    *(
-        "optimizer.schedule_steps=10",
-        "optimizer.warmup_steps=2",
-        "trainer.max_epochs=null",
-        "trainer.log_every=1",
-    ),
-    *(
-        "trainer.device=cpu",
-        "trainer.precision=fp32",
-        "trainer.eval_every=2",
-        "snapshot.keep_last=1",
-    ),
+    "model.n_layer=2",
+    "model.n_head=2",
+    "model.n_embd=8",
+    "model.dropout=0.0",
+    "run.root=.",
+    "run.name=run",
+    "data=text_file",
+    "data.path=text.txt",
+    "data.block_size=16",
+    "data.cache_dir=cache",
+    "trainer.batch_size=4",
+    "optimizer.schedule_steps=10",
+    "optimizer.warmup_steps=2",
+    "trainer.max_epochs=null",
+    "trainer.log_every=1",
+    "trainer.device=cpu",
+    "trainer.precision=fp32",
+    "trainer.eval_every=2",
+    "snapshot.keep_last=1",
 ]
 
 

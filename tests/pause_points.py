@@ -24,8 +24,6 @@ SETTINGS = [
     f"trainer.max_steps={STEPS}",
     "trainer.eval_every=10",
     "trainer.device=cpu",
-]
-SETTINGS += [
     "trainer.precision=fp32",
     "snapshot.every_steps=null",
     "snapshot.keep_best=false",

@@ -32,15 +32,15 @@ FLAGS = [
     "-ip.bind=127.0.0.1",
     "-master.telemetry=false",
     "-master.electionTimeout=300ms",
-]
-FLAGS += [
     "-master.volumeSizeLimitMB=256",
     "-volume.max=0",
     "-volume.preStopSeconds=0",
     "-filer",
     "-s3",
+    "-s3.autoCreateBucket=false",
+    "-s3.port.iceberg=0",
+    "-s3.port.lance=0",
 ]
-FLAGS += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
 START_S = 60  # it takes 4 s on an idle machine
 
 
@@ -100,8 +100,9 @@ class SeaweedServer:
             f"-config_dir={self.directory}",
             "server",
             *FLAGS,
+            f"-dir={self.directory / 'data'}",
+            f"-s3.config={self.directory / 's3.json'}",
         ]
-        command += [f"-dir={self.directory / 'data'}", f"-s3.config={self.directory / 's3.json'}"]
         command += [f"-{name}={port}" for name, port in self.ports.items()]
         with open(self.directory / "log.txt", "ab") as log:
             self.process = subprocess.Popen(

@@ -19,8 +19,10 @@ LIBRARY = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 NOT_OF_USERS = tuple(
     f"{folder}/"
     for folder in (
-        *(*LIBRARY, *(folder.resolve() for folder in LIBRARY)),
-        *(PACKAGE, PACKAGE.parent / "hydra_plugins"),
+        *LIBRARY,
+        *(folder.resolve() for folder in LIBRARY),
+        PACKAGE,
+        PACKAGE.parent / "hydra_plugins",
     )
 )
 

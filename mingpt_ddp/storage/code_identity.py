@@ -44,8 +44,16 @@ READ_S = 60.0  # time limit in seconds for reading the code
 SHOWN = 5  # number of files that a message names
 LONGEST = 400  # characters of a description
 DIFF = (
-    *("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/"),
-    *("--ignore-submodules=dirty", "--submodule=short", "HEAD", "--"),
+    "diff",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-color",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+    "--ignore-submodules=dirty",
+    "--submodule=short",
+    "HEAD",
+    "--",
 )
 BINARY = re.compile(rb"^Binary files .* differ$", re.MULTILINE)  # git cannot apply such a part
 SECRET_NAME = re.compile(

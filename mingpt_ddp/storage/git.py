@@ -9,9 +9,14 @@ from pathlib import Path
 MAX_PATCH_BYTES = 1_000_000
 # No program that a checkout configures is run, nothing is locked, fetched or asked.
 OPTIONS = (
-    *("--no-optional-locks", "--no-pager"),
-    *("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null"),
-    *("-c", f"core.bigFileThreshold={MAX_PATCH_BYTES}"),  # which are not compared line by line
+    "--no-optional-locks",
+    "--no-pager",
+    "-c",
+    "core.fsmonitor=false",
+    "-c",
+    "core.hooksPath=/dev/null",
+    "-c",
+    f"core.bigFileThreshold={MAX_PATCH_BYTES}",  # which are not compared line by line
 )
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
 # Held while git starts; a fork waits for it. Else the forked process, which may live as long as

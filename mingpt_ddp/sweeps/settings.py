@@ -31,7 +31,13 @@ MEASURED = (
     *(f"val_{name}" for name in BITS),
     "test_loss",
     "test_accuracy",
-    *("wall_seconds", "parameters", "tokens", "samples", "step", "epoch", "goodput"),
+    "wall_seconds",
+    "parameters",
+    "tokens",
+    "samples",
+    "step",
+    "epoch",
+    "goodput",
 )
 
 

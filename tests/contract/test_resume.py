@@ -129,9 +129,20 @@ def test_elastic(uninterrupted: Callable[[int], Path], text: Path, tmp_path: Pat
 
 PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
 PORTS += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
-FLAGS = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false", "-master.electionTimeout=300ms"]
-FLAGS += ["-master.volumeSizeLimitMB=256", "-volume.max=0", "-volume.preStopSeconds=0", "-filer", "-s3"]
-FLAGS += ["-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+FLAGS = [
+    "-ip=127.0.0.1",
+    "-ip.bind=127.0.0.1",
+    "-master.telemetry=false",
+    "-master.electionTimeout=300ms",
+    "-master.volumeSizeLimitMB=256",
+    "-volume.max=0",
+    "-volume.preStopSeconds=0",
+    "-filer",
+    "-s3",
+    "-s3.autoCreateBucket=false",
+    "-s3.port.iceberg=0",
+    "-s3.port.lance=0",
+]
 
 
 def is_ready(port: int, s3_port: int) -> bool:
@@ -158,8 +169,16 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (directory / "data").mkdir()
     ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    command = [weed, "-logtostderr=true", f"-config_dir={directory}", "server", *FLAGS, f"-dir={directory / 'data'}"]
-    command += [f"-s3.config={directory / 's3.json'}", *(f"-{name}={port}" for name, port in ports.items())]
+    command = [
+        weed,
+        "-logtostderr=true",
+        f"-config_dir={directory}",
+        "server",
+        *FLAGS,
+        f"-dir={directory / 'data'}",
+        f"-s3.config={directory / 's3.json'}",
+        *(f"-{name}={port}" for name, port in ports.items()),
+    ]
     with open(directory / "log.txt", "wb") as log:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:

@@ -38,8 +38,15 @@ def exact_match(evaluation):
     assert all(len(text) == 4 for text in texts)
     return {"exact_match": (sum(text == "abcd" for text in texts), len(texts))}
 """
-SETTINGS = [*TINY, "--config-dir=mine", "+task.code=hooks.py", "run.name=run"]
-SETTINGS += ["trainer.log_every=1", "trainer.eval_every=4", "trainer.grad_norm_clip=null"]
+SETTINGS = [
+    *TINY,
+    "--config-dir=mine",
+    "+task.code=hooks.py",
+    "run.name=run",
+    "trainer.log_every=1",
+    "trainer.eval_every=4",
+    "trainer.grad_norm_clip=null",
+]
 
 
 def project(cwd: Path, hooks: str = HOOKS) -> Path:

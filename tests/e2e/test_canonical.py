@@ -87,9 +87,17 @@ def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
     with hosts:
         jobs = []
         for host, ranks in ((1, 1), (0, 2)):
-            launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-            launcher += [f"--nproc_per_node={ranks}", "--rdzv_backend=c10d", "--rdzv_id=run"]
-            launcher += [f"--rdzv_endpoint={hosts.names[0]}:29500", str(ROOT / "main.py")]
+            launcher = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                f"--nproc_per_node={ranks}",
+                "--rdzv_backend=c10d",
+                "--rdzv_id=run",
+                f"--rdzv_endpoint={hosts.names[0]}:29500",
+                str(ROOT / "main.py"),
+            ]
             jobs.append(hosts.start(host, [*launcher, *settings], tmp_path / "hosts"))
         for job in jobs:
             assert job.wait() == 0, job.text()

@@ -23,8 +23,16 @@ pytestmark = pytest.mark.integration
 DASHBOARD = Path(sysconfig.get_path("scripts"), "optuna-dashboard")
 # It does not end before the test has looked; pruned trials stand between complete ones.
 SWEEP = [
-    *(*python_main(), "-m", "sweep=optuna_lr", *TINY, "sweep.trials=1000", "sweep.pruner=asha"),
-    *("trainer.max_steps=6", "trainer.eval_every=2", "trainer.sample_every=null", "tracker=[]"),
+    *python_main(),
+    "-m",
+    "sweep=optuna_lr",
+    *TINY,
+    "sweep.trials=1000",
+    "sweep.pruner=asha",
+    "trainer.max_steps=6",
+    "trainer.eval_every=2",
+    "trainer.sample_every=null",
+    "tracker=[]",
 ]
 ENDED = 8  # trials, before anybody looks
 KEYS = {"optimizer.lr", "optimizer.weight_decay"}

@@ -31,8 +31,12 @@ def disk(tmp_path):
         path.mkdir(exist_ok=True)
         args = [
             "mount",
-            *("-o", ",".join([f"size={size}k", *options])),
-            *("-t", "tmpfs", "tmpfs", str(path)),
+            "-o",
+            ",".join([f"size={size}k", *options]),
+            "-t",
+            "tmpfs",
+            "tmpfs",
+            str(path),
         ]
         if shutil.which("mount") is None:
             pytest.skip("there is no mount command")
@@ -117,8 +121,12 @@ def test_a_read_only_disk_is_refused_at_the_start(tmp_path, disk):
 
 def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
     directory = disk("filling", 4 * SIZE)
-    args = [f"snapshot.path={directory}", "snapshot.max_failures=1000000"]
-    args += ["trainer.max_steps=1000000", "trainer.eval_every=null"]
+    args = [
+        f"snapshot.path={directory}",
+        "snapshot.max_failures=1000000",
+        "trainer.max_steps=1000000",
+        "trainer.eval_every=null",
+    ]
     job = Job([*python_main(), *TINY, "run.name=a", *args], tmp_path)
     try:
         wait_for(lambda: list(directory.glob("a/step_*/manifest.json")), what="a snapshot")

@@ -36,8 +36,9 @@ TEXT = [
     "trainer.eval_every=20",
     "model.n_embd=48",
     "data.block_size=64",
+    "data.truncate=0.2",
+    "trainer.batch_size=24",
 ]
-TEXT += ["data.truncate=0.2", "trainer.batch_size=24"]
 # No evaluation is lower by a whole nat than the first one.
 EARLY = [*TEXT, "model.dropout=0.1", "trainer.patience=3", "trainer.min_delta=1"]
 DIGITS = [
@@ -46,14 +47,14 @@ DIGITS = [
     "data.num_workers=1",
     "data.shift=2",
     "trainer.max_epochs=null",
-]
-DIGITS += [
     "trainer.max_steps=100",
     "trainer.eval_every=20",
     "trainer.log_every=1",
     "snapshot.every_steps=7",
+    *SETTINGS[-4:],
+    "trainer.precision=fp32",
+    TWO,
 ]
-DIGITS += [*SETTINGS[-4:], "trainer.precision=fp32", TWO]
 TENSOR_PARALLEL = [
     *TEXT,
     "trainer.max_steps=60",

@@ -44,8 +44,11 @@ def weights(run: Path) -> bytes:
 @pytest.mark.parametrize("compiled", ["false", "true", "cuda_graphs"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_in_two_parts_equals_the_whole(precision: str, compiled: str, tmp_path: Path) -> None:
-    options = [*TINY, "model.dropout=0.1", "trainer.device=cuda", "trainer.deterministic=true"]
-    options += [
+    options = [
+        *TINY,
+        "model.dropout=0.1",
+        "trainer.device=cuda",
+        "trainer.deterministic=true",
         f"trainer.precision={precision}",
         "optimizer.schedule_steps=12",
         f"trainer.compile={compiled}",
@@ -80,8 +83,9 @@ def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
             "trainer.precision=fp32",
             "model.dropout=0.0",
             "trainer.sample_every=5",
+            f"trainer.compile={compiled}",
+            f"run.name=compile-{compiled}",
         ]
-        options += [f"trainer.compile={compiled}", f"run.name=compile-{compiled}"]
         done = call([*python_main(), *options], tmp_path, timeout=280)
         assert done.returncode == 0, done.stdout
         assert ("compiled in" in done.stdout) == (compiled != "false")
@@ -101,8 +105,10 @@ def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) ->
         f"trainer.precision={precision}",
         "trainer.compile=false",
         "model=gpt_nano",
+        "model.dropout=0.1",
+        "trainer.batch_size=4",
+        "trainer.micro_batch_size=2",
     ]
-    options += ["model.dropout=0.1", "trainer.batch_size=4", "trainer.micro_batch_size=2"]
     config = from_mapping(configure(*options, f"trainer.activation_checkpointing={recomputed}"))
     runtime = Runtime(config, DistEnv())
     loader = TokenLoader(np.arange(1000) % 65, 16, None, batch_size=4, seed=0)
@@ -225,8 +231,11 @@ def test_batches_on_the_gpu_equal_those_on_the_cpu(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
 @pytest.mark.parametrize("hook", ["none", "fp16", "bf16"])
 def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_path: Path) -> None:
-    options = [*TINY, "trainer.device=cuda", "trainer.precision=fp32", "trainer.deterministic=true"]
-    options += [
+    options = [
+        *TINY,
+        "trainer.device=cuda",
+        "trainer.precision=fp32",
+        "trainer.deterministic=true",
         "ddp.nproc_per_node=2",
         f"ddp.comm_hook={hook}",
         "optimizer.schedule_steps=12",
@@ -296,15 +305,24 @@ def test_a_model_on_a_gpu_and_the_cpu_learns_alike(optimizer: str) -> None:
 @pytest.mark.parametrize("recomputed", ["false", "true"])
 def test_a_model_on_two_gpus_learns_alike(precision: str, recomputed: str) -> None:
     """Bit for bit on two equal GPUs, but for the order in which the gradient norm sums."""
-    options = [f"trainer.precision={precision}", "trainer.deterministic=true"]
-    options += [f"trainer.activation_checkpointing={recomputed}"]
+    options = [
+        f"trainer.precision={precision}",
+        "trainer.deterministic=true",
+        f"trainer.activation_checkpointing={recomputed}",
+    ]
     gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
     one, two = (train_on(devices, options) for devices in (gpus[:1], gpus))
     assert two[0] == pytest.approx(one[0], rel=1e-5)
 
 
-EXAMPLE = [f"--config-dir={EXAMPLES}", *TINY, "model=model_parallel", "trainer.device=cuda"]
-EXAMPLE += ["trainer.precision=fp32", "trainer.deterministic=true"]
+EXAMPLE = [
+    f"--config-dir={EXAMPLES}",
+    *TINY,
+    "model=model_parallel",
+    "trainer.device=cuda",
+    "trainer.precision=fp32",
+    "trainer.deterministic=true",
+]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")

@@ -24,8 +24,6 @@ SETTINGS = [
     "data.block_size=64",
     "data.truncate=0.2",
     "run.name=run",
-]
-SETTINGS += [
     "trainer.micro_batch_size=4",
     "trainer.eval_every=25",
     "snapshot.every_steps=8",
@@ -62,13 +60,14 @@ class Cluster:
         self.start(0)
 
     def start(self, host: int) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.nodes}"]
-        torchrun += [
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self.nodes}",
             f"--nproc_per_node={RANKS[host]}",
             "--rdzv_backend=c10d",
             f"--rdzv_conf={QUICK}",
-        ]
-        torchrun += [
             f"--rdzv_endpoint={self.hosts.names[0]}:29500",
             "--rdzv_id=run",
             "--max_restarts=3",

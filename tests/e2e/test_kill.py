@@ -21,13 +21,14 @@ SETTINGS = [
     f"trainer.max_steps={STEPS}",
     "trainer.eval_every=25",
     "snapshot.every_steps=8",
-]
-SETTINGS += [
     "trainer.ema=0.9",
     "trainer.patience=9",
     "optimizer.weight_decay_schedule=linear",
+    "model.n_embd=48",
+    "data.block_size=64",
+    "data.truncate=0.2",
+    "trainer.batch_size=24",
 ]
-SETTINGS += ["model.n_embd=48", "data.block_size=64", "data.truncate=0.2", "trainer.batch_size=24"]
 PATHS = {
     "plain": ["model=gpt_nano", "optimizer=adamw", "trainer.precision=fp32"],
     "fast": ["model=modern_nano", "optimizer=muon", "trainer.precision=bf16"],

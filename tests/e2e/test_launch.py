@@ -101,8 +101,11 @@ def test_communication_overlaps_the_backward_pass(tmp_path):
         "trainer.log_every=10",
         "ddp.bucket_cap_mb=0.01",
         "run.name=run",
+        "ddp.backend=gloo",
+        "ddp.nproc_per_node=2",
+        "model.n_embd=96",
+        "data.truncate=0.2",
     ]
-    settings += ["ddp.backend=gloo", "ddp.nproc_per_node=2", "model.n_embd=96", "data.truncate=0.2"]
     done = call([*python_main(), *settings], tmp_path)
     assert done.returncode == 0, done.stdout
     events = EventAccumulator(str(tmp_path / "outputs" / "run" / "tensorboard" / "rank1")).Reload()
@@ -358,9 +361,16 @@ def test_reduced_precision_resumes_exactly(precision, tmp_path):
 @pytest.mark.slow
 def test_four_ranks_under_plain_torchrun_killed_and_run_again(tmp_path):
     """torchrun --nproc_per_node=4 main.py trainer.max_epochs=... is all that is needed."""
-    command = [str(Path(sys.executable).parent / "torchrun"), "--nproc_per_node=4", "main.py"]
-    command += ["trainer.max_epochs=50", "snapshot.every_steps=5", "trainer.log_every=1"]
-    command += [f"run.root={tmp_path}/outputs", f"data.cache_dir={tmp_path}/cache"]
+    command = [
+        str(Path(sys.executable).parent / "torchrun"),
+        "--nproc_per_node=4",
+        "main.py",
+        "trainer.max_epochs=50",
+        "snapshot.every_steps=5",
+        "trainer.log_every=1",
+        f"run.root={tmp_path}/outputs",
+        f"data.cache_dir={tmp_path}/cache",
+    ]
     runs = tmp_path / "outputs"
     job = Job(command, clone := make_clone(tmp_path))
     wait_for(

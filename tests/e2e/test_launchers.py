@@ -39,8 +39,9 @@ SETTINGS = [
     f"trainer.max_steps={STEPS}",
     "trainer.device=cpu",
     "trainer.precision=fp32",
+    "trainer.eval_every=12",
+    "run.name=run",
 ]
-SETTINGS += ["trainer.eval_every=12", "run.name=run"]
 # Slow enough to be killed in mid-run.
 SLOW = [*SETTINGS, "trainer.max_steps=2000", "optimizer.schedule=constant"]
 MAIN = str(ROOT / "main.py")
@@ -128,8 +129,15 @@ def test_two_machines_under_torchrun(tmp_path, uninterrupted):
     """Two ranks and one rank share a directory, with a log per global rank; test_hosts.py covers
     rdzv_backend=c10d.
     """
-    base = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--local-addr=127.0.0.1"]
-    base += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    base = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--local-addr=127.0.0.1",
+        "--master_addr=127.0.0.1",
+        f"--master_port={free_port()}",
+    ]
     jobs = []
     for node, ranks in enumerate((2, 1)):
         args = [f"--nproc_per_node={ranks}", f"--node_rank={node}"]
@@ -318,8 +326,15 @@ def test_a_signal_for_all_processes(slow_run, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_loader_processes_leave_no_sockets(launcher, tmp_path):
-    digits = [WITH_DIGITS, "experiment=digits_convnet", "data.num_workers=1", "run.name=run"]
-    digits += ["trainer.device=cpu", "trainer.max_epochs=null", "trainer.max_steps=1"]
+    digits = [
+        WITH_DIGITS,
+        "experiment=digits_convnet",
+        "data.num_workers=1",
+        "run.name=run",
+        "trainer.device=cpu",
+        "trainer.max_epochs=null",
+        "trainer.max_steps=1",
+    ]
     with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
         done = call([*ONE_MACHINE[launcher], *digits], tmp_path, TMPDIR=tmpdir)
         assert done.returncode == 0, done.stdout

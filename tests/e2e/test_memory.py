@@ -68,8 +68,15 @@ def train(
     text = MODEL.replace("<at>", str(at)).replace("<times>", str(times))
     (tmp_path / "greedy.py").write_text(text.replace("<allocate>", allocate))
     options = [option for option in TINY if not option.startswith("model")]
-    command = [*LAUNCHERS[launcher], *options, "model=greedy", "run.name=run"]
-    command += ["trainer.device=cpu", "snapshot.background=false", f"--config-dir={tmp_path}"]
+    command = [
+        *LAUNCHERS[launcher],
+        *options,
+        "model=greedy",
+        "run.name=run",
+        "trainer.device=cpu",
+        "snapshot.background=false",
+        f"--config-dir={tmp_path}",
+    ]
     done = call(command, tmp_path)
     failures = tmp_path / "failures"
     assert failures.exists(), done.stdout

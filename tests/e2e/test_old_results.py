@@ -19,8 +19,15 @@ from mingpt_ddp.registry import ScheduleConfig, register
 def mine(step, steps, config):
     return rate_of_mine.RATE
 """
-WORDS = [*TINY, "trainer.max_steps=2", "data.path=text.txt", "data.truncate=1.0"]
-WORDS += ["--config-dir=recipe", "optimizer.code=mine.py", "optimizer.schedule=mine"]
+WORDS = [
+    *TINY,
+    "trainer.max_steps=2",
+    "data.path=text.txt",
+    "data.truncate=1.0",
+    "--config-dir=recipe",
+    "optimizer.code=mine.py",
+    "optimizer.schedule=mine",
+]
 FILE = "recipe/rate_of_mine.py"
 
 

@@ -112,9 +112,18 @@ def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
     (tmp_path / "mine" / "mine.py").write_text(ANSWERS)
     preset = "name: backwards\ndataset: backwards\ncode: mine.py\n"
     (tmp_path / "mine" / "data" / "backwards.yaml").write_text(preset)
-    words = ["--config-dir=mine", "task.name=answers", "data=backwards", "model=gpt_nano"]
-    words += ["optimizer.lr=0.01", "trainer.batch_size=50", "trainer.max_steps=40"]
-    words += ["trainer.max_epochs=null", "optimizer.warmup_steps=5", "run.name=run"]
+    words = [
+        "--config-dir=mine",
+        "task.name=answers",
+        "data=backwards",
+        "model=gpt_nano",
+        "optimizer.lr=0.01",
+        "trainer.batch_size=50",
+        "trainer.max_steps=40",
+        "trainer.max_epochs=null",
+        "optimizer.warmup_steps=5",
+        "run.name=run",
+    ]
     done = call([*python_main(), *words, "trainer.precision=fp32"], tmp_path)
     assert done.returncode == 0, done.stdout
     result = read_result(tmp_path / "outputs" / "run")

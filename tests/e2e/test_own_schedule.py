@@ -59,8 +59,15 @@ def weights(run: Path) -> str:
 
 def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     """Weight decay in proportion to it; the log has the true rate."""
-    more = [PERIOD, TWO_RANKS, "trainer.log_every=1", "optimizer.lr=0.5", "trainer.max_steps=40"]
-    more += ["optimizer.weight_decay_schedule=lr", "trainer.grad_value_clip=0.01"]
+    more = [
+        PERIOD,
+        TWO_RANKS,
+        "trainer.log_every=1",
+        "optimizer.lr=0.5",
+        "trainer.max_steps=40",
+        "optimizer.weight_decay_schedule=lr",
+        "trainer.grad_value_clip=0.01",
+    ]
     done = train(project, *more)
     assert done.returncode == 0, done.stdout
     run = project / "outputs" / "run"

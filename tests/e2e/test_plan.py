@@ -21,9 +21,23 @@ def test_a_plan_as_text_and_json(tmp_path):
     assert text.returncode == 0, text.stderr
     names = [line.split()[0] for line in text.stdout.splitlines() if line[:1].islower()]
     assert names == [
-        *("run", "data", "model", "length", "batch", "snapshots", "time"),
-        *("strategy", "ddp", "zero1", "fsdp", "single:", "hsdp:", "tensor_parallel:", "a"),
-        *("ranks", "doubtful:"),
+        "run",
+        "data",
+        "model",
+        "length",
+        "batch",
+        "snapshots",
+        "time",
+        "strategy",
+        "ddp",
+        "zero1",
+        "fsdp",
+        "single:",
+        "hsdp:",
+        "tensor_parallel:",
+        "a",
+        "ranks",
+        "doubtful:",
     ]
     assert "* trainer.max_steps=12 ends the run before trainer.max_epochs=1" in text.stdout
     done = plan(tmp_path, "format=json", *TINY)

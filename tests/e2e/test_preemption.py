@@ -139,8 +139,15 @@ def test_local_agent_forwards_signals(tmp_path, uninterrupted):
 
 # Runs a command on a terminal of its own, with a progress line. It is gone when this process is
 # killed.
-TERMINAL = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])"]
-TERMINAL += ["sh", "-c", 'stty cols 100 rows 40; exec "$@"', "sh"]
+TERMINAL = [
+    sys.executable,
+    "-c",
+    "import pty, sys; pty.spawn(sys.argv[1:])",
+    "sh",
+    "-c",
+    'stty cols 100 rows 40; exec "$@"',
+    "sh",
+]
 NOHUP = ["nohup"]
 
 

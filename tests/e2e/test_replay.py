@@ -226,9 +226,15 @@ def test_steps_with_other_settings_are_not_mixed(tmp_path):
 
 
 def test_an_optimizer_without_state_and_a_model_with_running_statistics(tmp_path):
-    words = [WITH_DIGITS, "task=classification", "data=digits", "model=convnet", "optimizer=sgd"]
-    words += ["optimizer.momentum=0", "optimizer.nesterov=false", "trainer.max_epochs=null"]
-    words += [
+    words = [
+        WITH_DIGITS,
+        "task=classification",
+        "data=digits",
+        "model=convnet",
+        "optimizer=sgd",
+        "optimizer.momentum=0",
+        "optimizer.nesterov=false",
+        "trainer.max_epochs=null",
         "trainer.max_steps=4",
         "snapshot.every_steps=2",
         "trainer.batch_size=12",

@@ -363,8 +363,6 @@ def test_a_missing_bucket_is_not_created(url, seaweed):
         lambda: storage.write("file", LARGE),
         lambda: storage.write("file", b"x"),
         lambda: storage.read("file"),
-    ]
-    calls += [
         storage.list,
         lambda: storage.put_if_absent("file", b"x"),
         lambda: storage.size("file"),

@@ -14,8 +14,14 @@ from pause_points import PausedJob
 
 from mingpt_ddp.snapshots.store import SnapshotStore
 
-SAVES = [*TINY, "snapshot.every_steps=4", "snapshot.background=false", "run.name=run"]
-SAVES += ["trainer.max_steps=10000000", "trainer.eval_every=null"]
+SAVES = [
+    *TINY,
+    "snapshot.every_steps=4",
+    "snapshot.background=false",
+    "run.name=run",
+    "trainer.max_steps=10000000",
+    "trainer.eval_every=null",
+]
 
 # A process stops itself, with its thread of heartbeats.
 STOP = """

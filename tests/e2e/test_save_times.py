@@ -14,8 +14,9 @@ SETTINGS = [
     "snapshot.keep_last=1000",
     "snapshot.keep_best=false",
     "run.name=run",
+    "trainer.eval_every=null",
+    "trainer.max_steps=null",
 ]
-SETTINGS += ["trainer.eval_every=null", "trainer.max_steps=null"]
 
 
 def saved(cwd: Path, *overrides: str) -> list[int]:

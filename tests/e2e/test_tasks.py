@@ -33,8 +33,10 @@ CONVNET = [
     f"trainer.max_steps={STEPS}",
     "trainer.precision=fp32",
     "run.name=run",
+    "trainer.eval_every=20",
+    "snapshot.every_steps=4",
+    "trainer.log_every=1",
 ]
-CONVNET += ["trainer.eval_every=20", "snapshot.every_steps=4", "trainer.log_every=1"]
 
 
 def final(cwd: Path) -> dict[str, bytes]:

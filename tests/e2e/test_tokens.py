@@ -24,14 +24,14 @@ SETTINGS = [
     "trainer.eval_every=10",
     "data.truncate=1",
     "ddp.nproc_per_node=2",
-]
-SETTINGS += [
     "data.tokenizer=bpe",
     "data.vocab_size=300",
     "data.sources=[[a.txt,3],[more,1]]",
     "run.name=run",
+    "data.val_paths={wiki:wiki.txt}",
+    "data.cache_dir=cache",
+    "snapshot.every_steps=5",
 ]
-SETTINGS += ["data.val_paths={wiki:wiki.txt}", "data.cache_dir=cache", "snapshot.every_steps=5"]
 
 
 def texts(cwd: Path) -> Path:

@@ -35,8 +35,15 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
     git(project, "add", ".")
     git(project, "commit", "-qm", "one")
     (project / "recipe" / "mine.py").write_text(MINE.format(1e-6))
-    words = [*TINY, "--config-dir=recipe", "optimizer.code=mine.py", "optimizer.schedule=mine"]
-    words += ["optimizer.lr=1e-2", "run.seed=1,2", "require=not_worse"]
+    words = [
+        *TINY,
+        "--config-dir=recipe",
+        "optimizer.code=mine.py",
+        "optimizer.schedule=mine",
+        "optimizer.lr=1e-2",
+        "run.seed=1,2",
+        "require=not_worse",
+    ]
     command = [sys.executable, "-m", "mingpt_ddp.versions", "HEAD", ".", *words]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
 

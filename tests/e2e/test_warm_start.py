@@ -70,8 +70,8 @@ def test_killed_and_resumed_without_the_source(tmp_path):
         "data=text_file",
         "data.path=text.txt",
         "run.init_from=outputs/source",
+        "ddp.nproc_per_node=2",
     ]
-    command += ["ddp.nproc_per_node=2"]
     whole = call([*command, "run.name=whole"], tmp_path)
     assert whole.returncode == 0, whole.stdout
     started = "the weights are those of run.init_from=outputs/source"

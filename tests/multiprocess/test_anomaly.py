@@ -33,8 +33,9 @@ SETTINGS = [
     "trainer.micro_batch_size=3",
     "trainer.max_steps=14",
     "trainer.eval_every=null",
+    "snapshot.keep_last=100",
+    "snapshot.keep_best=false",
 ]
-SETTINGS += ["snapshot.keep_last=100", "snapshot.keep_best=false"]
 
 # Name -> overrides, and the anomaly in micro-batch 1 (of rank 1, if there are two ranks) with its
 # steps.

@@ -33,8 +33,15 @@ from mingpt_ddp.training.trainer import Trainer
 from multiprocess.ranks import Ranks, configure, run_ranks
 
 STEPS = 24
-SETTINGS = [*TINY, "model.dropout=0.1", "trainer.micro_batch_size=2", f"trainer.max_steps={STEPS}"]
-SETTINGS += ["trainer.eval_every=null", "snapshot.keep_last=100", "snapshot.keep_best=false"]
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    "trainer.micro_batch_size=2",
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=null",
+    "snapshot.keep_last=100",
+    "snapshot.keep_best=false",
+]
 PART = 1000  # bytes: here even so small a shard gets its own file
 
 

@@ -40,8 +40,10 @@ SETTINGS = [
     "model.dropout=0.1",
     "trainer.micro_batch_size=2",
     f"optimizer.schedule_steps={STEPS}",
+    "trainer.eval_every=3",
+    "snapshot.every_steps=null",
+    "snapshot.keep_last=100",
 ]
-SETTINGS += ["trainer.eval_every=3", "snapshot.every_steps=null", "snapshot.keep_last=100"]
 GLOO = "ddp=gloo"
 # Overrides, the steps at which the job ends (and is resumed), and the world sizes, by name.
 JOBS: dict[str, tuple[list[str], list[int], tuple[int, ...]]] = {

@@ -33,14 +33,17 @@ TOLERANCE = 1e-5
 STEPS = 12
 # Four micro-batches a step: on three ranks, one of them has two. The loss falls by one in these
 # steps.
-SETTINGS = [*TINY, f"trainer.max_steps={STEPS}", "trainer.micro_batch_size=3", "optimizer.lr=1e-2"]
-SETTINGS += [
+SETTINGS = [
+    *TINY,
+    f"trainer.max_steps={STEPS}",
+    "trainer.micro_batch_size=3",
+    "optimizer.lr=1e-2",
     "optimizer.schedule_steps=12",
     "model.dropout=0.1",
     "trainer.sample_every=6",
     "snapshot.keep_last=9",
+    "trainer.ema=0.5",
 ]
-SETTINGS += ["trainer.ema=0.5"]
 STRATEGIES = {
     1: ["auto"],
     2: ["ddp", "zero1", "fsdp"],
@@ -54,8 +57,8 @@ NORMS = [
     "model=convnet",
     "ddp.sync_batchnorm=true",
     "trainer.batch_size=24",
+    "trainer.micro_batch_size=null",
 ]
-NORMS += ["trainer.micro_batch_size=null"]
 
 
 def settings(root: Path, name: str, *overrides: str) -> dict[str, Any]:

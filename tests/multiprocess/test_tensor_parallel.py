@@ -144,8 +144,6 @@ def runs(tmp_path_factory) -> Path:
             f"trainer.max_steps={steps}",
             "optimizer.schedule_steps=20",
             "trainer.eval_every=20",
-        ]
-        options += [
             f"run.name={name}",
             f"ddp.tensor_parallel={size}",
             "snapshot.every_steps=10",
@@ -159,8 +157,9 @@ def runs(tmp_path_factory) -> Path:
         config("split", 20, 2),
         config("split-then-whole", 10, 2),
         config("whole-then-split", 20, 2),
+        config("parts", 10, 2),
+        config("parts", 20, 2),
     ]
-    two += [config("parts", 10, 2), config("parts", 20, 2)]
     for world_size, configs in ((2, two), (4, [config("four", 20, 2)])):
         with Ranks(
             world_size, train_in_turn, root.parent / f"ranks{world_size}", configs=configs

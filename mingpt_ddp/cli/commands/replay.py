@@ -39,8 +39,10 @@ MAX_SAVES = 4  # of a replay for each hash that it is compared with
 # Groups of which a replay takes the defaults where a key changes no step.
 QUIET_GROUPS = ("trainer", "snapshot", "tracker")
 QUIET = (
-    *("trainer.eval_every=null", "trainer.eval_steps=1"),
-    *("snapshot.keep_last=1", "snapshot.keep_best=false"),
+    "trainer.eval_every=null",
+    "trainer.eval_steps=1",
+    "snapshot.keep_last=1",
+    "snapshot.keep_best=false",
 )
 
 

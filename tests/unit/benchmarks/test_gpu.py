@@ -149,9 +149,14 @@ def test_a_failed_test_fails_the_part_and_is_repeated(benchmarks, part, monkeypa
 
 def test_every_test_is_in_one_phase(benchmarks):
     """`two_parts and bf16` is as in `-k`: words are parts of names."""
-    names = ["test_a_run_in_two_parts_equals_the_whole[bf16-true]", "test_sample_on_a_gpu[auto]"]
-    names += ["test_a_run_in_two_parts_equals_the_whole[fp32-true]", "test_one_rank_per_gpu"]
-    names += ["test_compiled_and_under_torchrun", "test_sampling_in_bf16_is_reproducible"]
+    names = [
+        "test_a_run_in_two_parts_equals_the_whole[bf16-true]",
+        "test_sample_on_a_gpu[auto]",
+        "test_a_run_in_two_parts_equals_the_whole[fp32-true]",
+        "test_one_rank_per_gpu",
+        "test_compiled_and_under_torchrun",
+        "test_sampling_in_bf16_is_reproducible",
+    ]
     words = ("two_parts", "bf16", "test_compiled", "test_sample_on")
     for name in names:
         known = {word: word in name for word in words}
@@ -246,7 +251,7 @@ def test_places_that_may_wait_exist(benchmarks):
 @pytest.mark.parametrize(
     ("output", "peak"),
     [
-        ('doubt\n{"gpu": {"strategies": {"single": {"peak_bytes": 12}}}}', 12),
+        ('doubt\n{"strategies": {"single": {"peak_bytes": 12}}}', 12),
         ('{"memory": {"total": 3}}', None),
         (None, None),
     ],

@@ -67,14 +67,28 @@ def test_an_error_of_the_configuration_comes_before_torch(word, workers):
 
 
 def test_a_launcher_leaves_torch_to_its_workers(tmp_path):
-    words = ["model=gpt_nano", "data.truncate=0.01", "trainer.max_steps=1", "trainer.batch_size=2"]
-    words += ["ddp.nproc_per_node=2", "trainer.device=cpu", f"run.root={tmp_path}"]
+    words = [
+        "model=gpt_nano",
+        "data.truncate=0.01",
+        "trainer.max_steps=1",
+        "trainer.batch_size=2",
+        "ddp.nproc_per_node=2",
+        "trainer.device=cpu",
+        f"run.root={tmp_path}",
+    ]
     assert heavy_imports("mingpt_ddp", *words) == (0, [])
 
 
 def test_a_run_imports_nothing_that_a_report_or_a_search_needs(tmp_path):
-    words = ["model=gpt_nano", "data.truncate=0.01", "trainer.max_steps=1", "trainer.batch_size=2"]
-    words += ["snapshot.every_steps=null", "trainer.device=cpu", f"run.root={tmp_path}"]
+    words = [
+        "model=gpt_nano",
+        "data.truncate=0.01",
+        "trainer.max_steps=1",
+        "trainer.batch_size=2",
+        "snapshot.every_steps=null",
+        "trainer.device=cpu",
+        f"run.root={tmp_path}",
+    ]
     code, imported = heavy_imports("mingpt_ddp", *words)
     assert code == 0
     assert "torch" in imported and not {"scipy", "plotly", "optuna"} & {*imported}

@@ -117,8 +117,15 @@ def test_the_same_files_elsewhere_are_the_same_code(project, tmp_path):
 
 
 def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
-    words = ["--config-dir=recipe", "-cd", "recipe", f"model.code='{project}/recipe/mine.py'"]
-    words += ["data.path=recipe/text.txt", "task.code=mine.py", 'model.code="/elsewhere/mine.py"']
+    words = [
+        "--config-dir=recipe",
+        "-cd",
+        "recipe",
+        f"model.code='{project}/recipe/mine.py'",
+        "data.path=recipe/text.txt",
+        "task.code=mine.py",
+        'model.code="/elsewhere/mine.py"',
+    ]
     found = find_version("HEAD~1", words)
     there = found.directory
     assert (there / "recipe" / "mine.py").read_text() == "x = 1\n"

@@ -11,9 +11,15 @@ from launching import ROOT, WITH_TOY, call
 TOY = [WITH_TOY, "experiment=toy", "trainer.max_steps=1"]
 MAIN = str(ROOT / "main.py")
 SEARCH = [
-    *(WITH_TOY, "--config-dir=mine", "experiment=mine"),
-    *("ddp.nproc_per_node=2", "trainer.max_steps=1"),
-    *("-m", "sweep=optuna", "sweep.trials=1", "optimizer.lr=range(1e-3,4e-3,1e-3)"),
+    WITH_TOY,
+    "--config-dir=mine",
+    "experiment=mine",
+    "ddp.nproc_per_node=2",
+    "trainer.max_steps=1",
+    "-m",
+    "sweep=optuna",
+    "sweep.trials=1",
+    "optimizer.lr=range(1e-3,4e-3,1e-3)",
 ]
 MINE = """# @package _global_
 defaults: [toy]

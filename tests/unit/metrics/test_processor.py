@@ -55,16 +55,16 @@ def read_back(directory) -> EventAccumulator:
 
 
 TAGS = {
-    *(
-        "train/loss",
-        "train/lr",
-        "train/epoch",
-        "train/grad_norm",
-        "speed/tokens_per_s",
-        "speed/step_ms",
-        "speed/data_ms",
-    ),
-    *("speed/communication_ms", "speed/communication_exposed_ms", "memory/peak_mib"),
+    "train/loss",
+    "train/lr",
+    "train/epoch",
+    "train/grad_norm",
+    "speed/tokens_per_s",
+    "speed/step_ms",
+    "speed/data_ms",
+    "speed/communication_ms",
+    "speed/communication_exposed_ms",
+    "memory/peak_mib",
 }
 
 
@@ -95,7 +95,11 @@ def test_metrics_of_the_whole_run_are_written_by_rank_zero_only(
         assert {"config/text_summary", "sample/text_summary"} <= set(tags["tensors"])
         records = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
         assert [next(k for k in record if k != "step") for record in records] == [
-            *("start", "train_loss", "val_loss", "rollback", "complete")
+            "start",
+            "train_loss",
+            "val_loss",
+            "rollback",
+            "complete",
         ]
     else:
         assert set(tags["scalars"]) == TAGS

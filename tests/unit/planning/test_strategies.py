@@ -25,8 +25,12 @@ from mingpt_ddp.planning.strategies import CONTEXT
 
 LAYERS, WIDTH, HEADS, LENGTH, VOCABULARY, ROWS = 2, 48, 3, 64, 8, 4
 GPT = [
-    *("model=gpt_nano", "data.path=a.txt", "trainer.precision=bf16", "model.dropout=0"),
-    *(f"model.n_layer={LAYERS}", f"trainer.micro_batch_size={ROWS}"),
+    "model=gpt_nano",
+    "data.path=a.txt",
+    "trainer.precision=bf16",
+    "model.dropout=0",
+    f"model.n_layer={LAYERS}",
+    f"trainer.micro_batch_size={ROWS}",
 ]
 PARAMETERS = (VOCABULARY + LENGTH) * WIDTH + LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 TENSORS = 3 + LAYERS * 6
@@ -71,9 +75,18 @@ def test_peaks_on_an_h200_are_within_a_tenth(words, measured):
 
 def test_the_time_at_peak_is_below_that_on_an_h200():
     # 10.7M parameters, 64 x 256 tokens: 4.6 ms with CUDA graphs (docs/speed.md)
-    words = ["model=gpt_mini", "data.path=a.txt", "data.train_split=0.8"]
-    words += ["model.n_layer=6", "model.n_head=6", "model.n_embd=384", "data.block_size=256"]
-    words += ["trainer.batch_size=64", "trainer.micro_batch_size=64", "trainer.precision=bf16"]
+    words = [
+        "model=gpt_mini",
+        "data.path=a.txt",
+        "data.train_split=0.8",
+        "model.n_layer=6",
+        "model.n_head=6",
+        "model.n_embd=384",
+        "data.block_size=256",
+        "trainer.batch_size=64",
+        "trainer.micro_batch_size=64",
+        "trainer.precision=bf16",
+    ]
     row = make_plan(configuration(*words), Machine("h200"), vocab_size=65)["strategies"]["single"]
     tokens = 64 * 256
     flops = 6 * (65 * 384 + 6 * 12 * 384**2) + 12 * 6 * 384 * 256

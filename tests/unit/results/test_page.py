@@ -93,8 +93,13 @@ def test_what_was_asked_comes_first(tmp_path):
         fake_run(tmp_path / "s" / f"{number}", values, val_loss=2 + number % 2 + number**2 / 100)
     page = page_of(tmp_path / "s")
     assert page.headings == [
-        *("Best configuration", "Comparison", "Loss curves", "Parameters"),
-        *("Groups", "Jobs", "Fixed settings"),
+        "Best configuration",
+        "Comparison",
+        "Loss curves",
+        "Parameters",
+        "Groups",
+        "Jobs",
+        "Fixed settings",
     ]
     assert "n_layer=1, lr=0.1 is better than n_layer=2, lr=1.1 by 1.050 ± 0.099" in page.text
     fixed = page.text[page.text.index("Fixed settings") :]
@@ -321,8 +326,12 @@ def test_everything_of_a_run_is_on_its_page(run):
     for figure in page.figures:
         assert [shape["x0"] for shape in figure["layout"]["shapes"]] == [40], "the restart"
     assert page.headings == [
-        *("Result", "Losses", "Learning rate, speed and metrics"),
-        *("Samples", "Restarts", "Fixed settings"),
+        "Result",
+        "Losses",
+        "Learning rate, speed and metrics",
+        "Samples",
+        "Restarts",
+        "Fixed settings",
     ]
     assert "1 job: 1 complete, 0:01:02 of training. Faults survived: 1." in page.text
     restarts = page.text[page.text.index("Restarts") : page.text.index("Fixed settings")]

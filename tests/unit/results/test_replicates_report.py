@@ -46,8 +46,18 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
     assert cells(lines[0]) == [*titles, "total time", "job"]
     sd = math.sqrt(0.02)
     assert cells(lines[1]) == [
-        *("*", "2.1000", f"{HALF:.4f}", f"{sd:.4f}", "2", "complete", "0.1", "100", "40,000"),
-        *("3", "0:02:03", "optimizer.lr=0.1,run.seed=*-*"),
+        "*",
+        "2.1000",
+        f"{HALF:.4f}",
+        f"{sd:.4f}",
+        "2",
+        "complete",
+        "0.1",
+        "100",
+        "40,000",
+        "3",
+        "0:02:03",
+        "optimizer.lr=0.1,run.seed=*-*",
     ]
     assert cells(lines[2])[0] == "2.2000"
     best = next(line for line in lines if line.startswith("best: "))

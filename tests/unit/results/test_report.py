@@ -277,10 +277,24 @@ def test_values_are_brief():
     assert [
         brief(v) for v in (0, 0.0003, 1e-3, 0.25, 1 / 3, 2, 123456, 12345.678, 1e12, -2e-5)
     ] == [
-        *("0", "3e-4", "0.001", "0.25", "0.3333", "2", "123456", "1.235e4", "1e12", "-2e-5"),
+        "0",
+        "3e-4",
+        "0.001",
+        "0.25",
+        "0.3333",
+        "2",
+        "123456",
+        "1.235e4",
+        "1e12",
+        "-2e-5",
     ]
     assert [plain(v) for v in ([0.9, 0.99], [[1]], {}, {"a": "b"}, 10**5000, float("inf"))] == [
-        *([0.9, 0.99], "[[1]]", "dict", '{"a": "b"}', "int", "inf"),
+        [0.9, 0.99],
+        "[[1]]",
+        "dict",
+        '{"a": "b"}',
+        "int",
+        "inf",
     ]
     sources = [[f"/texts/{i:04d}.txt", 1.0] for i in range(800)]
     others = [*sources[:-1], ["/texts/other.txt", 1.0]]
@@ -481,8 +495,17 @@ def test_any_text_survives_hydra():
         "a,b",
         "[1,2",
         "{",
+        "x=y",
+        "ü\n",
+        "~/x:y",
+        "[1, 2]",
+        "x: y",
+        "1_000",
+        "$x `y`",
+        "'",
+        "''",
+        "\\\\'\\\\",
     ]
-    texts += ["x=y", "ü\n", "~/x:y", "[1, 2]", "x: y", "1_000", "$x `y`", "'", "''", "\\\\'\\\\"]
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
         overrides = [f"+probe.key{number}={hydra_value(text)}" for number, text in enumerate(texts)]
         assert list(compose("config", overrides).probe.values()) == texts

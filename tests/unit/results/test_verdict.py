@@ -560,7 +560,10 @@ def test_a_setting_with_diverged_seeds_has_no_mean_and_is_never_the_best(diverge
     assert (last["n"], last["mean"], last["diverged"]) == (3, None, ["4", "5"])
     table = call(diverged)[1]
     assert re.split("  +", table.splitlines()[3].strip())[:5] == [
-        *("-", "-", "-", "3/5, 2 diverged"),
+        "-",
+        "-",
+        "-",
+        "3/5, 2 diverged",
         "complete, diverged",
     ]
     assert f"run.seed=*,optimizer.lr=5 {note}" in table or f"optimizer.lr=5 {note}" in table

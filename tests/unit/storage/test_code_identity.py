@@ -139,7 +139,10 @@ def test_what_a_file_has_imported_so_far_belongs_to_it(tmp_path, monkeypatch):
     assert {*with_loaded_files(code, code_roots())["files"]} == first | {"own_helper.py"}
     run_code({"model": {"code": "second.py"}}, [tmp_path])
     assert {*start_reading(code_roots())().record["files"]} == {
-        *("second.py", "own_alone.py", "own_pkg/__init__.py", "own_pkg/near.py")
+        "second.py",
+        "own_alone.py",
+        "own_pkg/__init__.py",
+        "own_pkg/near.py",
     }
     run_code({}, [])
     assert start_reading(code_roots())().record["files"] == {}, "a built-in model has none"
@@ -251,8 +254,19 @@ def test_the_patch_leads_from_the_commit_to_the_tracked_files(checkout, tmp_path
 @pytest.mark.parametrize(
     "name",
     [
-        *(".env", "prod.env", "id_rsa", "my_id_ed25519", "my_secrets.py", "server.key", ".npmrc"),
-        *("api_key.txt", "hf_token", "data/token.txt", ".aws/config", "kubeconfig", "x.tfvars"),
+        ".env",
+        "prod.env",
+        "id_rsa",
+        "my_id_ed25519",
+        "my_secrets.py",
+        "server.key",
+        ".npmrc",
+        "api_key.txt",
+        "hf_token",
+        "data/token.txt",
+        ".aws/config",
+        "kubeconfig",
+        "x.tfvars",
     ],
 )
 def test_a_file_whose_name_marks_a_secret_is_named_alone(name, checkout):
@@ -293,8 +307,15 @@ def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
     git(checkout / "sub", "commit", "-qam", "second")
     git(checkout / "sub", "config", "diff.external", str(program))
     git(checkout, "config", "diff.submodule", "diff")
-    settings = ["core.fsmonitor", "core.pager", "diff.d.textconv", "diff.d.command"]
-    settings += ["filter.f.clean", "filter.f.process", "filter.a=b.clean"]
+    settings = [
+        "core.fsmonitor",
+        "core.pager",
+        "diff.d.textconv",
+        "diff.d.command",
+        "filter.f.clean",
+        "filter.f.process",
+        "filter.a=b.clean",
+    ]
     for key in settings:
         git(checkout, "config", key, str(program))
     git(checkout, "config", "filter.f.required", "true")

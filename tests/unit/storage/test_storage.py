@@ -377,9 +377,14 @@ def store_error(status: int, code: str) -> OSError:
 @pytest.mark.parametrize(
     "fault",
     [
-        *(ConnectionResetError("reset"), TimeoutError(), OSError(errno.EIO, "input or output")),
-        *(store_error(503, "SlowDown"), store_error(500, "InternalError"), store_error(429, "x")),
-        *(store_error(400, "RequestTimeout"), store_error(409, "OperationAborted")),
+        ConnectionResetError("reset"),
+        TimeoutError(),
+        OSError(errno.EIO, "input or output"),
+        store_error(503, "SlowDown"),
+        store_error(500, "InternalError"),
+        store_error(429, "x"),
+        store_error(400, "RequestTimeout"),
+        store_error(409, "OperationAborted"),
     ],
     ids=repr,
 )
@@ -393,12 +398,12 @@ def test_transient_errors_are_retried(unsteady, fault):
 @pytest.mark.parametrize(
     "fault",
     [
-        *(PermissionError("denied"), ValueError("no such key"), store_error(403, "AccessDenied")),
-        *(
-            store_error(400, "InvalidArgument"),
-            store_error(501, "NotImplemented"),
-            store_error(507, "Full"),
-        ),
+        PermissionError("denied"),
+        ValueError("no such key"),
+        store_error(403, "AccessDenied"),
+        store_error(400, "InvalidArgument"),
+        store_error(501, "NotImplemented"),
+        store_error(507, "Full"),
     ],
     ids=repr,
 )

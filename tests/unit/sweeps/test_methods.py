@@ -14,9 +14,20 @@ from mingpt_ddp.sweeps.search.methods import PRUNERS, SAMPLERS
 
 # Deprecated, with equal defaults from Optuna 4.7 on, or functions.
 NOT_OFFERED = {
-    *("self", "seed", "group", "constraints_func", "independent_sampler", "gamma", "weights"),
-    *("consider_prior", "prior_weight", "consider_magic_clip", "consider_endpoints"),
-    *("warn_independent_sampling", "warn_asynchronous_seeding", "categorical_distance_func"),
+    "self",
+    "seed",
+    "group",
+    "constraints_func",
+    "independent_sampler",
+    "gamma",
+    "weights",
+    "consider_prior",
+    "prior_weight",
+    "consider_magic_clip",
+    "consider_endpoints",
+    "warn_independent_sampling",
+    "warn_asynchronous_seeding",
+    "categorical_distance_func",
 }
 CLASSES = [
     (SAMPLERS["tpe"], optuna.samplers.TPESampler),

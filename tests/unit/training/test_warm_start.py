@@ -293,8 +293,13 @@ def test_a_resume_reads_all_texts_as_the_first_start_did(from_weights, texts, tm
     (tmp_path / "docs.jsonl").write_text(lines)
     val = tmp_path / "val"
     shutil.copytree(tmp_path, val, ignore=shutil.ignore_patterns("val"))
-    words = [f"data.path={tmp_path / 'docs.jsonl'}", f"data.val_paths={{other: {val}}}"]
-    words += [*FROZEN, "data.tokenizer=byte", "trainer.eval_every=1"]
+    words = [
+        f"data.path={tmp_path / 'docs.jsonl'}",
+        f"data.val_paths={{other: {val}}}",
+        *FROZEN,
+        "data.tokenizer=byte",
+        "trainer.eval_every=1",
+    ]
     if from_weights:
         first = f"data.path={texts / 'first.txt'}"
         source = train(tmp_path, "source", first, "data.tokenizer=byte", "trainer.max_steps=1")
