@@ -615,7 +615,7 @@ def test_a_closed_stream(stream, code, tmp_path, valid_files, monkeypatch, capsy
 
 @pytest.mark.parametrize("key", ["\x1b[2J", "\x9b2J", "k" * 50_000])
 def test_an_error_is_one_printable_line(key, tmp_path, valid_files, monkeypatch, capsys):
-    url = write_snapshot(tmp_path, with_config(valid_files, "model", **{key: 1}))
+    url = write_snapshot(tmp_path, with_config(valid_files, "model", architecture=key))
     monkeypatch.setattr(sys, "argv", ["sample.py", f"snapshot={url}"])
     with pytest.raises(SystemExit) as left:
         sample_module.main()
