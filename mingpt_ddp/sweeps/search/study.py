@@ -48,7 +48,7 @@ class Study:
 
         Raises:
             ConfigError: A setting is invalid or belongs to another search, or the journal is gone.
-            RunError: The journal is damaged, or cannot be written.
+            RunError: The journal is damaged, has trials of another program, or cannot be written.
         """
         self._directory = directory
         self._sweep = config.sweep
@@ -72,6 +72,7 @@ class Study:
                 self._study.set_user_attr(HEADER, header)
         else:
             _check_same_search(known, json.loads(json.dumps(header)))
+        self._check_trials()
 
     def values(self, number: int) -> dict[str, Any]:
         """Return the values of a trial; draw and record them if it is the next one."""
@@ -186,8 +187,10 @@ class Study:
             # The directory may have been moved since, so that its name is another one.
             (name,) = [study.study_name for study in storage.get_all_studies()]
             study = optuna.load_study(study_name=name, storage=storage)
-            if study.get_trials(deepcopy=False) and type(study.user_attrs[HEADER]) is not dict:
+            if study.get_trials(deepcopy=False) and HEADER not in study.user_attrs:
                 raise ValueError("another program has written the trials")
+            if type(study.user_attrs.get(HEADER, {})) is not dict:
+                raise ValueError("the header is not a mapping")
         except ConfigError:
             raise
         except Exception as error:  # from the system, or from Optuna
@@ -198,6 +201,31 @@ class Study:
                 f"{self._path} {what}; move it away to begin a new search, or {ANOTHER}"
             ) from error
         return storage, study
+
+    def _check_trials(self) -> None:
+        """Check that each trial has values of this space, and that its job is in this directory.
+
+        The values become overrides of a job: a stranger's journal must not add any other key.
+
+        Raises:
+            RunError: Another program has changed the trials.
+        """
+        for trial in self._trials():
+            try:
+                optuna.create_trial(
+                    state=TrialState.RUNNING, params=trial.params, distributions=self._space
+                )
+                has_values = trial.distributions == self._space
+            except ValueError:
+                has_values = False
+            is_kept = trial.state in (TrialState.COMPLETE, TrialState.PRUNED)
+            job = trial.user_attrs.get("job")
+            has_job = isinstance(job, str) and job not in ("", "..") and Path(job).name == job
+            if not has_values or (is_kept and not has_job):
+                raise RunError(
+                    f"{self._path}: trial {trial.number} is not one of this search, so another "
+                    f"program has written it; move the file away, or {ANOTHER}"
+                )
 
     def _check_new(self) -> None:
         """Check that the directory holds no jobs of a search: a new one would train others."""

@@ -177,6 +177,7 @@ DAMAGE = {
     "an unknown kind of line": (b'"op_code":4', b'"op_code":44'),
     "no JSON in the middle": (b'"op_code":2', b'"op_code"2'),
     "no header": (b'"mingpt_ddp"', b'"other"'),
+    "a header that is a list": (b'"mingpt_ddp":{', b'"mingpt_ddp":[],"other":{'),
     "other JSON": (None, b"[1]\n"),
     "nested": (None, b"[" * 100_000 + b"\n"),
     "binary": (None, b"\xff\xfe\n"),
@@ -202,6 +203,51 @@ def test_damage_is_one_line(open_study, tmp_path, kind):
         open_study()
     assert "\n" not in str(caught.value)
     assert path.read_bytes() == content
+
+
+def change_trial(line: dict[str, Any], kind: str) -> None:
+    """Change a line of a journal as another program, or a stranger, could have written it."""
+    if kind == "another key" and line["op_code"] == 4:
+        line["distributions"]["task.code"] = line["distributions"]["kind"]
+        line["params"]["task.code"] = 0
+    elif kind == "another choice" and line["op_code"] == 4:
+        line["distributions"]["kind"] = line["distributions"]["kind"].replace('"a"', '"a.py"')
+    elif kind == "out of range" and line["op_code"] == 4:
+        line["params"]["lr"] = 1e300
+    elif kind == "no values" and line["op_code"] == 4:
+        line |= {"params": {}, "distributions": {}}
+    elif kind == "no directory" and line["op_code"] == 8:
+        line["user_attr"] = {"other": 1}
+    elif kind == "another directory" and line["op_code"] == 8:
+        line["user_attr"]["job"] = "../elsewhere"
+    elif kind == "a number" and line["op_code"] == 8:
+        line["user_attr"]["job"] = 5
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "another key",
+        "another choice",
+        "out of range",
+        "no values",
+        "no directory",
+        "another directory",
+        "a number",
+    ],
+)
+def test_trials_of_another_program_are_refused(open_study, tmp_path, kind):
+    """Their values would become overrides, such as the key of a file of code."""
+    study = open_study()
+    study.values(0)
+    end(study, tmp_path, 0, 1.0)
+    path = tmp_path / "study.journal"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        change_trial(line, kind)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RunError, match=r"trial 0 is not one of this search"):
+        open_study()
 
 
 def test_only_a_regular_file_is_read(open_study, tmp_path):
