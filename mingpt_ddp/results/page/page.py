@@ -158,7 +158,8 @@ def _samples(directory: Path, unread: list[str]) -> str:
     steps = sorted(texts, reverse=True)
     blocks = ""
     for step in steps[:: len(steps) // SAMPLES + 1]:
-        blocks += f"<p>step {fixed(step, 'd')}</p><pre>{escape(texts[step][:LONGEST_SAMPLE])}</pre>"
+        text = escape(texts[step][:LONGEST_SAMPLE])
+        blocks += f"<p>step {fixed(number(step), '.0f')}</p><pre>{text}</pre>"
     return blocks
 
 

@@ -362,6 +362,13 @@ def test_the_rest_is_shown_without_a_file(file, damage, run):
         assert file in page.text[page.text.index("Notes") :]
 
 
+def test_a_sample_of_a_step_that_no_float_holds(run):
+    lines = [json.dumps({"step": step, "text": f"text {step % 7}"}) for step in (5, 10**400)]
+    (run / "samples.jsonl").write_text("\n".join(lines))
+    page = page_of(run)
+    assert "step 5text 5" in page.text and f"step -text {10**400 % 7}" in page.text
+
+
 def test_a_run_without_anything(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
