@@ -207,7 +207,7 @@ def read_history(path: Path) -> MetricsHistory:
     is_complete = False
     damaged = 0  # number of the line before, if it is not a record
     for number, line in enumerate(read_lines(path, MAX_BYTES), start=1):
-        record = _parse(line)
+        record = parse_record(line)
         if damaged and not (record and "start" in record):
             raise DataError(f"line {damaged} of {path} is not a record; delete the line")
         damaged = 0 if record else number
@@ -238,7 +238,7 @@ def read_end(path: Path) -> HistoryEnd | None:
         return None
 
 
-def _parse(line: bytes) -> Record | None:
+def parse_record(line: bytes) -> Record | None:
     """Return a record, i.e. an object with a step and numbers; None for anything else."""
     try:
         record = from_json(line, allow_inf_nan=False)

@@ -1,8 +1,6 @@
 """Send the metrics of a run to its trackers: each step once, without delaying the training."""
 
-import contextlib
 import importlib.util
-import json
 import logging
 import math
 import threading
@@ -14,7 +12,7 @@ from typing import Any
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.schema import TrackerConfig
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.metrics.jsonl import METRICS, to_metrics
+from mingpt_ddp.metrics.jsonl import METRICS, parse_record, to_metrics
 from mingpt_ddp.metrics.trackers.mlflow_run import MLflowTracker
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.metrics.trackers.trackio_run import TrackioTracker
@@ -145,11 +143,12 @@ class Sender:
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 self._offset += len(line)
-                with contextlib.suppress(ValueError):  # a kill has cut off a line
-                    record = json.loads(line)
-                    if "start" in record or "rollback" in record:
-                        for later in [step for step in self._points if step > record["step"]]:
-                            del self._points[later]
-                    else:
-                        metrics = self._points.setdefault(record["step"], {})
-                        metrics.update(to_metrics(record))
+                record = parse_record(line)
+                if record is None:  # a kill has cut off a line
+                    continue
+                if "start" in record or "rollback" in record:
+                    for later in [step for step in self._points if step > record["step"]]:
+                        del self._points[later]
+                else:
+                    metrics = self._points.setdefault(record["step"], {})
+                    metrics.update(to_metrics(record))

@@ -143,6 +143,17 @@ def test_a_killed_attempt(sent_before_kill, server, tmp_path):
     assert server.points == points(*range(1, 9))
 
 
+def test_lines_that_are_no_records_are_left_out(server, tmp_path):
+    attempt = Attempt(tmp_path, server).train(1, 2)
+    lines = [b"7", b"[]", b"[" * 100_000, b'{"train_loss": 1.0}', b'{"start": 1.0}', b"\xff"]
+    lines.append(b'{"step": 1, "train_loss": "x"}')
+    with open(tmp_path / METRICS, "ab") as file:
+        file.write(b"\n".join([*lines, b""]))
+    attempt.train(3, 4).end(4)
+    assert server.points == points(1, 2, 3, 4)
+    assert server.results == [{"step": 4}]
+
+
 def test_an_evaluation_that_is_repeated_after_a_resume_joins_its_step(server, tmp_path):
     Attempt(tmp_path, server).history.log(1, {"train/loss": 3.0})
     attempt = Attempt(tmp_path, server, step=1)
