@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path, PurePosixPath
@@ -48,6 +49,7 @@ WRITTEN_INTO = (
     "tensorboard/*",
     "wandb",
 )
+WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # the same for the directory of a sweep
 MAX_LEASE_BYTES = 100  # of the id of a lease
 
 
@@ -94,6 +96,17 @@ def next_free_name(config: Config) -> str:
     return free.relative_to(config.run.root).as_posix()
 
 
+def refuse_links(entries: Iterable[Path], patterns: Iterable[str]) -> None:
+    """Refuse a symbolic link in the place of a file that is written into.
+
+    Raises:
+        RunError: Names the link.
+    """
+    for entry in entries:
+        if entry.is_symlink() and any(map(entry.match, patterns)):
+            raise RunError(f"{entry} is a symbolic link, which a run does not follow; remove it")
+
+
 class RunDirectory:
     """A run directory locked by this process; only rank zero creates one."""
 
@@ -110,11 +123,7 @@ class RunDirectory:
         found = [*path.glob("*"), *path.glob("tensorboard/*")] if os.path.isdir(path) else []
         if path / SWEEP in found:
             raise RunError(f"{path} is the directory of a sweep; choose another run.name")
-        for entry in found:
-            if entry.is_symlink() and any(map(entry.match, WRITTEN_INTO)):
-                raise RunError(
-                    f"{entry} is a symbolic link, which a run does not follow; remove it"
-                )
+        refuse_links(found, WRITTEN_INTO)
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         self._locks: dict[Path, IO[str]] = {}
         # Directories, locks and records of leases, each before its directory. They are deleted

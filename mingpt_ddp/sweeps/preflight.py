@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
@@ -29,6 +29,7 @@ from mingpt_ddp.results.objective import (
 )
 from mingpt_ddp.results.runs import is_run
 from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.storage.run_directory import WRITTEN_INTO_BY_SWEEP, refuse_links
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
 from mingpt_ddp.sweeps.settings import check_settings, has_own_sweeper, plan_slots
@@ -95,7 +96,7 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
     first = replace(first, sweep=settings)
     if settings.is_search:
         check_search(first, overrides)
-    lock = env.call_on_rank_zero(lambda: acquire_lock(own_directory) if own_directory else None)
+    lock = env.call_on_rank_zero(lambda: _lock(own_directory) if own_directory else None)
     sweep = Sweep(
         env=env,
         config=first,
@@ -118,6 +119,12 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
         for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
         config.hydra.sweep.dir = str(directory)
     return sweep
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Lock the directory of a sweep, unless a link in it leads to another place."""
+    refuse_links(directory.glob("*"), WRITTEN_INTO_BY_SWEEP)
+    return acquire_lock(directory)
 
 
 def _keep(sweep: Sweep, metric: str | None) -> None:

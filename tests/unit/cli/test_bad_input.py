@@ -470,6 +470,19 @@ def test_a_sweep_is_not_mixed_with_a_run(program, cwd):
     assert [*map(os.listdir, (run, sweep))] == [["result.json"], ["sweep.json"]]
 
 
+@pytest.mark.parametrize("name", ["multirun.yaml", "failures.jsonl"])
+def test_a_link_where_a_sweep_writes_is_refused(name, program, cwd):
+    """In a stranger's directory it could lead to any file."""
+    sweep = cwd / "outputs" / "sweep"
+    sweep.mkdir(parents=True)
+    precious = cwd / "precious"
+    precious.write_text("mine")
+    (sweep / name).symlink_to(precious)
+    outcome = program(["-m", "run.name=sweep", "run.seed=1,2", "trainer.max_steps=1"], cwd)
+    check(outcome, f"run error: outputs/sweep/{name} is a symbolic link, which a run does not")
+    assert precious.read_text() == "mine" and os.listdir(sweep) == [name]
+
+
 def test_a_valid_run_is_distinguished(cwd):
     """The same call with valid input trains and writes a run, so the checks above can fail."""
     args = (
