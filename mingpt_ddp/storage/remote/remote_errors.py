@@ -76,7 +76,7 @@ def equivalent_errno(error: Exception) -> int | None:
 def redact(text: str) -> str:
     """Return at most 300 characters in one line, without passwords and signatures of URLs."""
     line = " ".join(text.split())
-    line = re.sub(r"://[^/@\s]*@", "://***@", line)
+    line = re.sub(r"://[^/\s]*@", "://***@", line)
     line = re.sub(r"\?[\w%.-]+=[^\s\"']*", "?***", line)
     return line[:300]
 
