@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mingpt_ddp.distributed.display import Display
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import RunError, printable, reason
 
@@ -25,7 +24,6 @@ class Console(logging.Handler):
 
     def __init__(self, env: DistEnv) -> None:
         super().__init__(logging.INFO if env.is_rank_zero else logging.ERROR)
-        self.display: Display | None = None
         prefix = "" if env.is_rank_zero else f"[rank {env.rank}] "
         self.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
 
@@ -34,29 +32,16 @@ class Console(logging.Handler):
             return
         with contextlib.suppress(OSError, ValueError):  # the reader of a pipe exited: continue
             text = self.format(record)
-            if self.display is not None or sys.stderr.isatty():
+            if sys.stderr.isatty():
                 text = printable(text)
-            if self.display is not None:
-                self.display.write(text)
-                return
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
 
-    def show(self, display: Display | None) -> None:
-        """Keep log lines above a display from now on; erase the one before."""
-        if self.display is not None:
-            self.display.close()
-        self.display = display
-
-    def close(self) -> None:
-        self.show(None)
-        super().close()
-
 
 def escape_what_streams_cannot_encode() -> None:
-    """Never crash on a character that a terminal lacks, nor on a byte that is not UTF-8."""
+    """Escape characters that a stream cannot encode, instead of raising UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not None, nor that of a notebook
+        if isinstance(stream, io.TextIOWrapper):  # not None, and not the stream of a notebook
             stream.reconfigure(errors="backslashreplace")
 
 
@@ -73,7 +58,7 @@ def to_file(directory: Path, env: DistEnv) -> None:
     """Log to `main.rank<N>.log` as well.
 
     Raises:
-        RunError: it cannot be written.
+        RunError: The file cannot be written.
     """
     path = directory / f"main.rank{env.rank}.log"
     try:
@@ -88,7 +73,7 @@ def to_file(directory: Path, env: DistEnv) -> None:
 
 
 def has_file() -> bool:
-    """Return whether there is a log file."""
+    """Return True if there is a log file."""
     handlers = logging.getLogger(ROOT).handlers
     return any(isinstance(handler, logging.FileHandler) for handler in handlers)
 
@@ -103,16 +88,6 @@ def close() -> None:
         handler.close()
 
 
-def _consoles() -> list[Console]:
-    return [handler for handler in logging.getLogger(ROOT).handlers if isinstance(handler, Console)]
-
-
-def show(display: Display | None) -> None:
-    """Write log lines above a display, which is erased when logging ends; None erases it now."""
-    for console in _consoles():
-        console.show(display)
-
-
 def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial: int = 0) -> tqdm:
     """Return a progress line for rank zero's terminal. Elsewhere it is disabled.
 
@@ -122,7 +97,6 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
         total: Number of units at the end. None if that is not known yet.
         initial: Number of units that were done before.
     """
-    has_display = any(console.display is not None for console in _consoles())
     bar = tqdm(
         total=total,
         initial=initial,
@@ -131,7 +105,7 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
         unit_scale=total is not None and total > 10**6,
         dynamic_ncols=True,
         file=sys.stderr,
-        disable=has_display or not env.is_rank_zero or not _is_wide_terminal(),
+        disable=not env.is_rank_zero or not _is_wide_terminal(),
         leave=False,
     )
     _bars.add(bar)
@@ -139,7 +113,7 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
 
 
 def _is_wide_terminal() -> bool:
-    """Return whether standard error is a terminal; one without columns would draw nothing."""
+    """Return True if standard error is a terminal with columns; tqdm draws nothing without them."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     return os.get_terminal_size(sys.stderr.fileno()).columns > 0

@@ -1,4 +1,4 @@
-"""Text in columns. Without rich, which takes a tenth of a second to import."""
+"""Text in columns."""
 
 from collections.abc import Container, Sequence
 

@@ -284,13 +284,13 @@ class StoreReader:
         if digest.hexdigest() != file["sha256"]:
             raise CorruptSnapshotError(f"{name} has other content than was written")
 
-    def _chunks(self, step: int, name: str, size: int, start: int = 0) -> Iterator[bytes]:
+    def _chunks(self, step: int, name: str, size: int) -> Iterator[bytes]:
         """Yield the content of a file.
 
         Raise CorruptSnapshotError if it is unreadable though the storage responds.
         """
         try:
-            yield from self.storage.chunks(path_of(step, name), size, start)
+            yield from self.storage.chunks(path_of(step, name), size)
         except StorageError:
             raise
         except OSError as error:

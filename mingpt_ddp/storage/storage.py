@@ -142,17 +142,6 @@ def atomic_write(path: Path, content: Content, mode: int = 0o666) -> None:
     sync_directory(path.parent)
 
 
-def read_tail(path: Path, limit: int) -> bytes:
-    """Read the last bytes of a regular file, at most `limit`.
-
-    Raises:
-        OSError: it is not a regular file, or cannot be read.
-    """
-    with open_regular(path) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
-        return bytes(file.read(limit))
-
-
 def sync_directory(path: Path) -> None:
     """Fsync a local directory, so that its entries are durable."""
     descriptor = os.open(path, os.O_RDONLY)
