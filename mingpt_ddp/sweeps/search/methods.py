@@ -14,7 +14,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.fields import NonNegativeInt, PositiveInt
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import build, check
-from mingpt_ddp.results.optuna_library import no_warnings, optuna
+from mingpt_ddp.sweeps.search.optuna_library import no_warnings, optuna
 
 
 @dataclass(frozen=True, kw_only=True)

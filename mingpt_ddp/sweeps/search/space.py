@@ -8,8 +8,8 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.results.optuna_library import optuna
 from mingpt_ddp.sweeps.checks import expand
+from mingpt_ddp.sweeps.search.optuna_library import optuna
 
 BaseDistribution = optuna.distributions.BaseDistribution
 CategoricalDistribution = optuna.distributions.CategoricalDistribution

@@ -11,11 +11,11 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, RunError, counted, reason
 from mingpt_ddp.results.objective import Objective, objective_named
-from mingpt_ddp.results.optuna_library import journal, no_warnings, optuna
 from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT, RunStatus, read_result
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.sweeps.search.methods import pruner, sampler
+from mingpt_ddp.sweeps.search.optuna_library import journal, no_warnings, optuna
 from mingpt_ddp.sweeps.search.space import BaseDistribution, rounded
 
 FrozenTrial = optuna.trial.FrozenTrial

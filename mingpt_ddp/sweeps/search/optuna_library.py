@@ -1,4 +1,4 @@
-"""Optuna itself, without its log lines and warnings."""
+"""Import Optuna, and hide its log lines and warnings."""
 
 import contextlib
 import logging
@@ -15,7 +15,7 @@ except ImportError as import_error:
 
 OLDEST = (4, 7)
 
-for library in ("optuna", "alembic"):  # a line of theirs for each trial
+for library in ("optuna", "alembic"):  # they log a line for each trial
     logging.getLogger(library).setLevel(logging.ERROR)
 if tuple(map(int, optuna.__version__.split(".")[:2])) < OLDEST:
     raise ConfigError(
@@ -26,7 +26,7 @@ if tuple(map(int, optuna.__version__.split(".")[:2])) < OLDEST:
 
 @contextlib.contextmanager
 def no_warnings() -> Iterator[None]:
-    """Hide Python's warnings, as of experimental arguments, whose values the user has chosen."""
+    """Hide Python's warnings in this context. Optuna warns of experimental arguments."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
