@@ -31,17 +31,18 @@ from mingpt_ddp.errors import ConfigError
 
 LIMITS = ("max_epochs", "max_steps", "max_minutes")
 DEFAULT_CHOICE = {"task": "language_model"}
-LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}  # which the first versions lacked
-KEYS = known_keys()  # of the schema, without those of users
-# Where the files of a run are: no two runs share all of them.
+# Groups that a recorded configuration of format 2 may lack.
+LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}
+KEYS = known_keys()  # the keys of the schema, without the keys that users register
+# Keys that say where the files of a run are. No two runs share all of them.
 PLACES = (
     "run.root",
     "run.name",
     "data.cache_dir",
     "snapshot.path",
 )
-CODE_SHA256 = "code_sha256"  # a key of each group in older records: not a setting
-OMITTED_IF_NULL = ("reader", "code")  # from config.yaml and snapshots
+# config.yaml and snapshots omit these keys if they are null.
+OMITTED_IF_NULL = ("reader", "code")
 
 
 @dataclass(frozen=True)
@@ -60,26 +61,28 @@ class Config:
     sweep: SweepConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as YAML and JSON can hold them; without those of a sweep."""
+        """Return plain values for YAML and JSON, without the group `sweep`."""
         values = _as_json_values(dataclasses.asdict(self))
-        del values["sweep"]  # of all jobs, which another schedule must not change
+        del values[
+            "sweep"
+        ]  # another schedule of the jobs must not change the configuration of a job
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
         """Return 8 hexadecimal digits of the SHA-256 of `named_values`.
 
         Args:
-            extra: further JSON values to hash, under names that are not keys.
+            extra: Further JSON values to hash, under names that are not keys.
         """
         text = json.dumps({**named_values(self.to_dict()), **(extra or {})}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def named_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that enter a run's name, with their defaults; None for a required key.
+    """Return the keys that enter a run's name, with their defaults. A required key has None.
 
     Args:
-        values: a configuration as plain values; its model, optimizer and reader determine the keys.
+        values: A configuration as plain values. Its model, optimizer and reader determine the keys.
     """
     defaults: dict[str, Any] = {}
     for group, (_, classes) in GROUPS.items():
@@ -108,9 +111,9 @@ def named_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def effect_of(key: str) -> Effect:
-    """Return what a key of a recorded configuration, `group.key`, changes.
+    """Return the effect of a key of a recorded configuration, `group.key`.
 
-    The keys of users and of later versions change the training.
+    A key of a user or of a later version counts as one that changes the training.
     """
     if key not in KEYS:
         return "training"
@@ -119,9 +122,9 @@ def effect_of(key: str) -> Effect:
 
 
 def decides_bits(key: str, value: Any) -> bool:
-    """Return whether a step may have other bits than without this recorded key.
+    """Return True if this recorded value may change the bits of a step.
 
-    A key that does not enter a name counts only if it has not its default.
+    A key that does not enter a run's name counts only if its value is not the default.
     """
     if effect_of(key) not in ("training", "rounding"):
         return False
@@ -129,9 +132,9 @@ def decides_bits(key: str, value: Any) -> bool:
 
 
 def as_read_then(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration that reads its text as the version that has recorded it.
+    """Return a recorded configuration that reads its text like the version that recorded it.
 
-    Those without `data.format` took anything in UTF-8 as text.
+    Versions without the key `data.format` read any UTF-8 file as text.
     """
     data = values["data"]
     if "dataset" in data or "format" in data:
@@ -142,8 +145,8 @@ def as_read_then(values: dict[str, Any]) -> dict[str, Any]:
 def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration as this version would have recorded it.
 
-    Keys added since have their defaults, removed ones are gone. A user's class need not be
-    registered: then the keys of its base are added.
+    Keys that were added since have their defaults, and removed keys are dropped. If a user's class
+    is not registered, the keys of its base class are added.
     """
     filled = {}
     for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
@@ -185,7 +188,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     """Return the plain values that Hydra has composed, with interpolations resolved.
 
     Raises:
-        ConfigError: a value is missing or cannot be resolved.
+        ConfigError: A value is missing or cannot be resolved.
     """
     try:
         values: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
@@ -195,7 +198,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def explain_value(error: OmegaConfBaseException) -> str:
-    """Return what is wrong with a value, as one line that begins with its key."""
+    """Describe the error of a value in one line that begins with its key."""
     key = f"{error.full_key}: " if error.full_key else ""
     first = str(error).splitlines()[0]
     return key + re.sub(r"^\w+ (raised )?while resolving interpolation: ", "", first)
@@ -205,7 +208,7 @@ def from_mapping(values: dict[str, Any]) -> Config:
     """Return the typed configuration of plain values, as in a YAML file or a snapshot.
 
     Raises:
-        ConfigError: a key or value is invalid; one line that names the key.
+        ConfigError: A key or value is invalid. The message is one line that names the key.
     """
     for key in values:
         if key not in GROUPS:
@@ -215,9 +218,13 @@ def from_mapping(values: dict[str, Any]) -> Config:
 
 
 def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
-    """Drop what a preset has at its default, and the task or optimizer of `name` lacks.
+    """Drop the keys of a preset that the task or optimizer called `name` does not have.
 
-    A key that is typed is refused later.
+    A key is dropped only if it has its default and is not on the command line. Any other unknown
+    key is refused later.
+
+    Args:
+        typed: Keys from the command line.
     """
     classes = GROUPS[group][1]
     cls = classes.get(str(values.get("name"))) if isinstance(values, dict) else None
@@ -232,8 +239,8 @@ def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
 def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration without the keys that this version does not know.
 
-    A group with code of the user keeps all its keys: one that the code has lost must be refused.
-    The group `data` does not, because a run compares the content of its data.
+    A group with code of the user keeps all its keys, so that a key which the code no longer has is
+    refused. The group `data` is an exception, because a run compares the content of its data.
     """
     known = {}
     for group, keys in values.items():
@@ -242,18 +249,14 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
         cls = _class_of(group, keys)
         has_code = group != "data" and keys.get("code") is not None
         known[group] = keys
-        if cls is not None:
+        if cls is not None and not has_code:
             names = field_types(cls)
-            known[group] = {
-                key: value
-                for key, value in keys.items()
-                if key in names or (has_code and key != CODE_SHA256)
-            }
+            known[group] = {key: value for key, value in keys.items() if key in names}
     return known
 
 
 def _class_of(group: str, keys: dict[str, Any]) -> type | None:
-    """Return the dataclass of a group's keys; None if nobody has registered the selected name."""
+    """Return the dataclass of a group's keys. Return None if the selected name is not registered."""
     _, choice = selected(group, keys)
     return GROUPS[group][1].get(DEFAULT_CHOICE.get(group) if choice is None else str(choice))
 
@@ -262,7 +265,7 @@ def build_group(group: str, values: Any) -> Any:
     """Return one group of the configuration, typed.
 
     Raises:
-        NotRegisteredError: the selected name is not registered.
+        NotRegisteredError: The selected name is not registered.
     """
     selectors, classes = GROUPS[group]
     may_be_empty = not selectors or group in DEFAULT_CHOICE

@@ -8,8 +8,9 @@ from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.validation import did_you_mean, hint_at
 
-MIN_SIMILARITY = 0.75  # of a key in any group, where the word may belong to no key at all
-# What is ours for a name of nanoGPT: a key, perhaps with its formula, or a group.
+# Similarity that a key of another group must have: the word may have nothing to do with any key.
+MIN_SIMILARITY = 0.75
+# For each name of nanoGPT: our key, perhaps with its formula, or our group.
 NANOGPT = {
     "out_dir": "run.root",
     "wandb_log": "tracker",
@@ -37,7 +38,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     """Return a suggestion for an unknown dotted key, from its group or from all keys.
 
     Args:
-        chosen: the names of the keys in its group, if the group is known.
+        chosen: Names of the keys in its group, if the group is known.
     """
     known = [*GROUPS, *known_keys()]
     group, _, name = key.rpartition(".")
@@ -55,7 +56,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
     meant = did_you_mean(key, known, MIN_SIMILARITY)
-    if meant is None and not alike:  # a name in several groups says little
+    if meant is None and not alike:  # a name that several groups have is no hint at one of them
         by_name = NANOGPT | {k.rpartition(".")[2]: k for k in reversed(known)}
         similar = did_you_mean(name, by_name, MIN_SIMILARITY)
         meant = None if similar is None else by_name[similar]
@@ -69,6 +70,6 @@ def known_keys() -> dict[str, dataclasses.Field[Any]]:
         for cls in classes.values():
             for field in dataclasses.fields(cls):
                 known[f"{group}.{field.name}"] = field
-    for field in dataclasses.fields(DatasetConfig):  # none is built in
+    for field in dataclasses.fields(DatasetConfig):  # no dataset is built in
         known[f"data.{field.name}"] = field
     return known
