@@ -1,6 +1,6 @@
 """The sweeper of mingpt_ddp, where Hydra looks for sweepers.
 
-It imports this at every start of every application, so that nothing may be registered here.
+Every Hydra application imports this module at every start. It therefore registers nothing.
 """
 
 from hydra.plugins.sweeper import Sweeper
@@ -9,13 +9,13 @@ from omegaconf import DictConfig
 
 
 class JobSweeper(Sweeper):
-    """Run the jobs of a sweep, of a grid or drawn by Optuna, one or several at a time."""
+    """Run the jobs of a sweep: a grid or a search, one after another or several concurrently."""
 
     def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
         """
         Args:
-            max_batch_size: jobs that an external launcher gets at once; None: all of a grid.
-            params: overrides of the sweep, which `mingpt_ddp.sweeps.preflight` has parsed.
+            max_batch_size: Jobs of a grid that an external launcher gets at once. None for all.
+            params: Overrides of the sweep, which `mingpt_ddp.sweeps.preflight` has parsed.
         """
         self.max_batch_size = max_batch_size
 
@@ -28,7 +28,7 @@ class JobSweeper(Sweeper):
         self.config = config
 
     def sweep(self, arguments: list[str]) -> None:
-        """Run all jobs, of which `arguments` are the overrides; `Preflight` has parsed them."""
+        """Run all jobs. `Preflight` has parsed their overrides, so `arguments` is not used."""
         from mingpt_ddp.sweeps.sweeper import run_jobs
 
         run_jobs(self.hydra_context, self.task_function, self.config, self.max_batch_size)

@@ -256,7 +256,7 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(group: str, keys: dict[str, Any]) -> type | None:
-    """Return the dataclass of a group's keys. Return None if the selected name is not registered."""
+    """Return the dataclass of a group's keys, or None if the selected name is not registered."""
     _, choice = selected(group, keys)
     return GROUPS[group][1].get(DEFAULT_CHOICE.get(group) if choice is None else str(choice))
 

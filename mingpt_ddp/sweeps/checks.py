@@ -19,8 +19,10 @@ from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import ConfigError
 
+# Keys that only a search uses.
 OF_SEARCH = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
-MAX_CHECKED_VALUES = 32  # of a key, besides the last
+# Of a key with more values, only so many first ones and the last one are checked.
+MAX_CHECKED_VALUES = 32
 
 
 def check_hydra_keys(config: DictConfig) -> None:
@@ -30,7 +32,7 @@ def check_hydra_keys(config: DictConfig) -> None:
         "hydra.job.chdir=true would move the jobs away from run.root; leave it out",
     )
     check(not config.hydra.verbose, "hydra.verbose has no effect here; leave it out")
-    # Take values as they are written: an interpolation may have none before a job runs.
+    # Do not resolve interpolations: some have no value before a job runs.
     hydra: Any = OmegaConf.to_container(config.hydra, resolve=False)
     run, sweep = hydra["run"], hydra["sweep"]
     for key, value, *allowed in (
@@ -48,9 +50,9 @@ def check_hydra_keys(config: DictConfig) -> None:
 
 
 def parse_overrides(config: DictConfig) -> list[Override]:
-    """Parse the overrides of the sweep, those of its preset first.
+    """Parse the overrides of the sweep, beginning with the overrides of its preset.
 
-    The last one of a key wins, as in Hydra.
+    If a key has several overrides, the last one counts, as in Hydra.
     """
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
@@ -73,18 +75,19 @@ def parse_overrides(config: DictConfig) -> list[Override]:
 
 
 def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> list[Config]:
-    """Compose and check the first job, and each other value with the first one of other keys.
+    """Compose and check a selection of the jobs.
 
-    Of many values the first ones and the last.
+    The first job has the first value of each key. Then each other value of a key is checked with
+    the first values of all other keys. See MAX_CHECKED_VALUES for keys with many values.
 
     Returns:
-        These configurations, that of the first job first.
+        The configurations of these jobs. The first job comes first.
 
     Raises:
-        ConfigError: a job is invalid.
+        ConfigError: A job is invalid.
     """
     configs = []
-    # the other words for Hydra change no job
+    # Other overrides of Hydra's own keys do not change a job.
     search = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
     try:
         for job in _checked_jobs([expand(override) for override in overrides]):
@@ -117,7 +120,7 @@ def _checked_jobs(values: list[list[str]]) -> Iterator[list[str]]:
     """Yield the overrides of the jobs to check.
 
     Args:
-        values: the overrides of each key, one per value.
+        values: For each key, one override per value.
     """
     first = [choices[0] for choices in values]
     yield first
@@ -132,7 +135,7 @@ def _checked_jobs(values: list[list[str]]) -> Iterator[list[str]]:
 def expand(override: Override) -> list[str]:
     """Return one override per value of a sweep override.
 
-    For an interval both ends and a value between them.
+    For an interval, return both ends and a value between them.
     """
     if not override.is_sweep_override():
         return [str(override.input_line)]

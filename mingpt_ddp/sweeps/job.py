@@ -1,4 +1,4 @@
-"""A job of a sweep: which it is, its directory, and whether that says that it has ended."""
+"""A job of a sweep: its number and label, its directory, and whether it has already ended."""
 
 import json
 import re
@@ -17,12 +17,13 @@ from mingpt_ddp.storage.run_directory import (
 )
 from mingpt_ddp.storage.yaml_and_json import finite
 
+# Exceptions from reading an untrusted record that no run has written.
 NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Which job of a sweep it is, whatever job Hydra's state describes meanwhile."""
+    """The identity of a job. Hydra's global state may describe another job in the meantime."""
 
     number: int  # from 0
     label: str  # its swept overrides
@@ -36,10 +37,10 @@ class Job:
 def look_up(
     config: Config, swept: dict[str, str], objective: Objective
 ) -> tuple[str, float | None]:
-    """Return the run.name of a job, and its objective if it is complete.
+    """Return the run.name of a job, and its objective if the job is complete.
 
     Args:
-        swept: the overrides that the sweep varies, by key.
+        swept: Overrides that the sweep varies, by key.
     """
     name = job_name(config, swept)
     return name, _final_value(Path(config.run.root, name), config, objective)
@@ -48,8 +49,8 @@ def look_up(
 def job_name(config: Config, swept: dict[str, str]) -> str:
     """Return the `run.name` of a job: the sweep's name, the readable overrides and a digest.
 
-    The digest identifies the job: a directory that ends with it is the job's, even if an edit of
-    the sweep has changed the readable part.
+    The digest identifies the job. A directory whose name ends with it belongs to the job, even if
+    an edit of the sweep has changed the readable part.
     """
     plain = config.to_dict()
     values = flatten(plain)
@@ -57,7 +58,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
     extra = {}
     for key, text in swept.items():
         if key not in covered:
-            # Take the parsed value, not its spelling: 100 and 1e2 are the same job.
+            # Use the parsed value, because 100 and 1e2 are the same job.
             extra[key] = json.dumps(values.get(key, text))
     hashed = {"swept": extra} if extra else {}
     if config.run.name is None:
@@ -70,7 +71,7 @@ def job_name(config: Config, swept: dict[str, str]) -> str:
 
 
 def _readable(swept: dict[str, str]) -> str:
-    """Return overrides as the beginning of a directory's name."""
+    """Format overrides for the beginning of a directory's name."""
     text = ",".join(f"{key}={value}" for key, value in sorted(swept.items()))
     safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
     return safe.lstrip("._=,+-")[:100] or "job"
@@ -80,10 +81,10 @@ def _has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config)
     """Return True if a job is complete at the limits of `config`, or was pruned.
 
     Args:
-        recorded: the configuration of its last start.
+        recorded: Configuration of the job's last start.
     """
     try:
-        if result["status"] == RunStatus.PRUNED:  # whatever the limits
+        if result["status"] == RunStatus.PRUNED:  # larger limits do not continue a pruned job
             return True
         if result["status"] != RunStatus.COMPLETE:
             return False
@@ -93,7 +94,7 @@ def _has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config)
         for key in keys:
             old = recorded["trainer"].get(key)  # older runs lack max_minutes
             new = getattr(config.trainer, key)
-            # an old limit of null did not apply: another one was reached
+            # An old limit of null did not end the job. Another limit did.
             if old is not None and (new is None or new > old):
                 return False
     except NOT_OF_A_RUN:
@@ -102,7 +103,7 @@ def _has_ended(result: dict[str, Any], recorded: dict[str, Any], config: Config)
 
 
 def _final_value(directory: Path, config: Config, objective: Objective) -> float | None:
-    """Return the objective of a job that has ended for good, with the same values; else None."""
+    """Return the objective of a job that has ended for good with the same values, else None."""
     result = read_result(directory)
     recorded = recorded_config(directory) or {}
     if config.run.resume == "never" or not _has_ended(result, recorded, config):

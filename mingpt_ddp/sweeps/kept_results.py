@@ -1,4 +1,4 @@
-"""Decide if the result of a complete job still counts: have its text and code stayed the same?"""
+"""Decide if the result of a complete job still counts: it must have the same text and code."""
 
 import json
 import logging
@@ -15,7 +15,8 @@ from mingpt_ddp.storage.run_directory import read_result, recorded_config
 
 log = logging.getLogger(__name__)
 
-OF_WINDOWS = ("block_size", "stride")  # keys of data that do not change the text
+# Keys of the group `data` that do not change the text.
+OF_WINDOWS = ("block_size", "stride")
 
 
 @dataclass
@@ -24,7 +25,9 @@ class KeptResults:
 
     accepts: bool = False  # run.accept_code
     _named: set[str] = field(default_factory=set)  # changed files that the log has named
-    _texts: dict[str, str] = field(default_factory=dict)  # SHA-256 by the keys of the text
+    _texts: dict[str, str] = field(
+        default_factory=dict
+    )  # SHA-256 of each text, by its settings as JSON
 
     def check(self, directory: Path, config: Config) -> None:
         """Check the result of a complete job. Say once that a user's file has been edited.
@@ -68,7 +71,7 @@ class KeptResults:
             )
 
     def _sha256_of(self, data: DataConfig) -> str:
-        # It takes long to import, and few commands need it.
+        # This import takes long, and few commands need it.
         from mingpt_ddp.data.prepare import sha256_of_text
 
         keys = {key: value for key, value in asdict(data).items() if key not in OF_WINDOWS}
@@ -79,7 +82,7 @@ class KeptResults:
 
 
 def _data_of(directory: Path, data: Any) -> Any:
-    """Return the group `data` of a job. A search has only recorded configurations of jobs."""
+    """Return the group `data` of a job, from its recorded configuration if there is one."""
     recorded = (recorded_config(directory) or {}).get("data")
     if not isinstance(data, DataConfig) or not isinstance(recorded, dict):
         return data

@@ -1,4 +1,4 @@
-"""A run on local workers, of a sweep or alone: what starts it, and what its end means."""
+"""Run a job of a sweep, or a single run, on local workers: prepare it and conclude from its end."""
 
 import time
 from dataclasses import dataclass, replace
@@ -35,21 +35,19 @@ class LocalJob:
 def prepare_local(
     config: Config, env: DistEnv, sweep: Sweep, started_at: float | None, slot: Slot | None = None
 ) -> LocalJob | float:
-    """Return the run to start, or its objective if it is complete.
-
-    Hydra's state describes it.
+    """Prepare the run that Hydra's state describes. Return its objective if it is complete.
 
     Args:
-        slot: of a job of several at a time; None: this machine and console.
+        slot: Slot of a concurrent job. None if the run has the whole machine and the console.
 
     Raises:
-        JobError: the job of a sweep has failed for good.
+        JobError: The job of a sweep has failed for good.
     """
     overrides = hydra_utils.worker_overrides()
     config, known = sweep.start_job(config, lambda work: work())
     if known is not None:
         return known
-    if config.run.resume == "never" and env.is_standalone:  # one new directory for all restarts
+    if config.run.resume == "never" and env.is_standalone:  # all restarts share one new directory
         config = with_run_name(config, next_free_name(config))
         overrides.append("run.resume=auto")
     directory = run_directory(config)
@@ -64,10 +62,10 @@ def prepare_local(
 
 
 def conclude_local(local: LocalJob, ended: Ended, sweep: Sweep) -> float | None:
-    """Return the objective of a run that has ended; None if it is incomplete, for a signal.
+    """Return the objective of a run that has ended. Return None if a signal interrupted it.
 
     Raises:
-        JobError: the job of a sweep has failed; the sweep has recorded it.
+        JobError: The job of a sweep has failed, and the sweep has recorded the failure.
     """
     config = local.launch.config
     directory = local.launch.directory

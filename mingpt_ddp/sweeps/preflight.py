@@ -1,4 +1,4 @@
-"""What happens before the first job of a sweep: its checks, and its lock."""
+"""Check and lock a sweep before its first job."""
 
 import contextlib
 import logging
@@ -47,7 +47,7 @@ class Preflight(Callback):
             check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # so that Hydra's shuffle() has the same order on every rank and at every start
+        # Hydra's shuffle() must have the same order on every rank and at every start.
         random.seed(0)
         with _exit_on_error():
             check_hydra_keys(config)
@@ -69,12 +69,12 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
     """Check the sweep, lock its directory, and adapt Hydra's configuration.
 
     Raises:
-        UserError: the sweep cannot run.
+        UserError: The sweep cannot run.
     """
     overrides = parse_overrides(config)
     jobs = check_jobs(config.hydra, overrides, env)
     first = jobs[0]
-    # disable usage reports if Ray is the launcher
+    # Disable Ray's usage reports, in case Ray is the launcher.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     own_directory = Path(first.run.root, first.run.name) if first.run.name is not None else None
     settings = check_settings(config, jobs, env)
@@ -131,7 +131,7 @@ def _keep(sweep: Sweep, metric: str | None) -> None:
     """Write the records that the sweep keeps between its starts.
 
     Args:
-        metric: from the command line.
+        metric: sweep.metric from the command line.
     """
     sweep.file.keep_metric(metric)
     if sweep.file.cores is None:
@@ -139,7 +139,7 @@ def _keep(sweep: Sweep, metric: str | None) -> None:
 
 
 def _constant(overrides: list[Override]) -> str:
-    """Return the keys that do not vary, as a list for Hydra."""
+    """List the keys that do not vary, in Hydra's syntax."""
     keys = ["'sweep.metric'"]  # `_start` may add this key
     for override in overrides:
         if not override.is_sweep_override():

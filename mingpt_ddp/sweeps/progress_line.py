@@ -1,4 +1,4 @@
-"""One line on a terminal, below the log lines: how many jobs have ended and run, and the best."""
+"""The progress line of a sweep: how many jobs have ended, how many run, and the best value."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -11,12 +11,12 @@ from mingpt_ddp.sweeps.sweep import Sweep
 
 
 class ProgressLine:
-    """Of a sweep that runs several jobs at a time. Draws nothing if there is no terminal."""
+    """Progress of concurrent jobs in one line below the log. Draws nothing without a terminal."""
 
     def __init__(self, sweep: Sweep, running: Collection[LocalJob]) -> None:
         """
         Args:
-            running: The jobs that run; the caller changes it.
+            running: A view of the jobs that run, which the caller keeps up to date.
         """
         self._sweep = sweep
         self._running = running

@@ -1,4 +1,4 @@
-"""Run several jobs of a sweep at a time on this machine, each in a slot of its own."""
+"""Run concurrent jobs of a sweep on this machine, each in a slot of its own."""
 
 import asyncio
 import logging
@@ -29,15 +29,15 @@ Compose = Callable[[int, list[str]], DictConfig]
 
 
 class Scheduler:
-    """Give each free slot the next job, until none is left, or a signal or failures end that.
+    """Give each free slot the next job, until no job is left or a signal or failures end the sweep.
 
-    One event loop in one thread: what is not awaited runs alone.
+    All of it runs in one event loop, so code between two awaits is never interrupted.
     """
 
     def __init__(self, sweep: Sweep, source: Source, compose: Compose) -> None:
         """
         Args:
-            compose: makes a job's configuration Hydra's state, and returns it.
+            compose: Composes the configuration of a job, and makes it Hydra's state.
         """
         self._sweep = sweep
         self._source = source
@@ -46,10 +46,10 @@ class Scheduler:
         self._forwarder = SignalForwarder()
         self._running: dict[Slot, LocalJob] = {}
         self._line = ProgressLine(sweep, self._running.values())
-        self._codes: list[int] = []  # of jobs that a signal ended
+        self._codes: list[int] = []  # exit codes of jobs that a signal ended
 
     def run(self) -> None:
-        """Run all jobs; exit if a signal ends the sweep before the last one."""
+        """Run all jobs. Exit if a signal ends the sweep before its last job has ended."""
         with self._forwarder.installed():
             asyncio.run(self._run())
         if self._is_interrupted and not self._sweep.is_over:
@@ -58,7 +58,7 @@ class Scheduler:
 
     @property
     def _is_interrupted(self) -> bool:
-        """Return whether no other job starts: this process, or a job alone, got a signal."""
+        """True after a signal to this process or to a job. Then no other job starts."""
         return bool(self._forwarder.received or self._codes)
 
     async def _run(self) -> None:
@@ -79,15 +79,15 @@ class Scheduler:
                 self._changed.notify_all()
 
     async def _run_job(self, number: int, slot: Slot) -> None:
-        """Run a job, and again while it fails and retries are left."""
+        """Run a job. Run it again if it fails and retries are left."""
         for _ in self._sweep.attempts(number):
             try:
                 await self._attempt(number, slot)
                 return
-            except JobError:  # recorded
+            except JobError:  # already recorded
                 if self._is_interrupted:
                     return
-            except RunError as error:  # its result lacks the metric
+            except RunError as error:  # the result lacks the metric
                 self._sweep.record_failed(self._source.job(number), str(error), USER_ERROR)
                 return
 
@@ -117,10 +117,10 @@ class Scheduler:
         return any(local.launch.directory == directory for local in self._running.values())
 
     def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
-        """Return the job to start, or the objective of one that is complete.
+        """Prepare a job to start. Return its objective if it is complete.
 
         Raises:
-            JobError: its configuration is invalid; recorded.
+            JobError: The configuration of the job is invalid. The failure is recorded.
         """
         sweep = self._sweep
         overrides = self._source.overrides(number)

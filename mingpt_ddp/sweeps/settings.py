@@ -1,4 +1,4 @@
-"""The keys of `sweep`: their checks, and the slots of jobs that run at a time."""
+"""Check the keys of `sweep`, and plan the slots of concurrent jobs."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ MEASURED = (
 
 
 def has_own_sweeper(config: DictConfig) -> bool:
-    """Return whether the jobs are ours to run: no other sweeper has been chosen."""
+    """Return True if this package runs the jobs, because no other sweeper of Hydra is chosen."""
     return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
@@ -50,10 +50,10 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
     """Check the keys of `sweep` against the machine and the rest of the command.
 
     Args:
-        jobs: the checked configurations, that of the first job first.
+        jobs: The checked configurations. The first job comes first.
 
     Raises:
-        ConfigError: they cannot be combined.
+        ConfigError: The settings cannot be combined.
     """
     settings = jobs[0].sweep
     check(
@@ -82,7 +82,7 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
 
 
 def _check_sweeper(config: DictConfig, settings: SweepConfig, is_remote: bool) -> None:
-    """Check the sweeper that has been chosen, and its key that only external launchers need."""
+    """Check the chosen sweeper, and max_batch_size, which only external launchers use."""
     has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
     gives_batches = is_remote and not settings.is_search
     check(
@@ -97,20 +97,20 @@ def _check_sweeper(config: DictConfig, settings: SweepConfig, is_remote: bool) -
 
 
 def _check_search(first: Config) -> None:
-    """Check what a search needs of its jobs."""
+    """Check that a search can compare its jobs."""
     check(
         first.run.name is not None,
         "a search compares the jobs of one directory; give the sweep a run.name",
     )
     check(
         first.run.resume != "never",
-        "run.resume=never would train jobs again of which the search has the results; choose "
+        "run.resume=never would train jobs again whose results the search already has; choose "
         "another run.name",
     )
 
 
 def _check_lock_step(settings: SweepConfig) -> None:
-    """Check what torchrun's ranks can do, which have no parent of all jobs."""
+    """Check that the ranks of torchrun can run the sweep: there is no parent of all jobs."""
     started = f"{command()} -m ddp.nproc_per_node=N"
     check(
         settings.parallel == 1,
@@ -143,7 +143,7 @@ def _check_metric(config: Config) -> None:
 
 
 def _check_remote(settings: SweepConfig, launcher: str) -> None:
-    """Check what a launcher that runs jobs elsewhere can do: batches of jobs, and no pruner."""
+    """Check that an external launcher can run the sweep: it takes batches and has no pruner."""
     check(
         settings.pruner == "none",
         f"sweep.pruner={settings.pruner} needs jobs of this machine, not of {launcher}; leave "
@@ -166,13 +166,14 @@ def _check_remote(settings: SweepConfig, launcher: str) -> None:
 
 
 def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None) -> list[Slot]:
-    """Return the slots of the jobs that run at a time; none if they run in turn.
+    """Return one slot for each concurrent job, or none if jobs run one after another.
 
     Args:
-        directory: of the sweep, which keeps the cores of a job; None: it has none of its own.
+        directory: Directory of the sweep, which records the cores of a job. None if the sweep has
+            no directory of its own.
 
     Raises:
-        ConfigError: this machine has too few GPUs or cores.
+        ConfigError: This machine has too few GPUs or cores.
     """
     if settings.parallel == 1:
         return []

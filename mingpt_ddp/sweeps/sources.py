@@ -1,4 +1,4 @@
-"""What the jobs of a sweep are: all combinations of a grid, or the trials of a search."""
+"""List the jobs of a sweep: all combinations of a grid, or the trials of a search."""
 
 import itertools
 import json
@@ -22,16 +22,16 @@ from mingpt_ddp.sweeps.job import Job
 if TYPE_CHECKING:
     from mingpt_ddp.sweeps.search.study import Study
 
-DRAW_TIMEOUT_S = 600.0  # for rank zero
+DRAW_TIMEOUT_S = 600.0  # how long other ranks wait for rank zero to draw a job
 
 
 @dataclass(frozen=True)
 class Source:
-    """The jobs of a sweep by number, from 0: what they are, and the study of a search."""
+    """The jobs of a sweep by number, from 0, and the study of a search."""
 
-    overrides: Callable[[int], list[str]]  # of a job, in the order of the numbers; on all ranks
+    overrides: Callable[[int], list[str]]  # called for one job after another, on all ranks
     swept: frozenset[str]  # keys that differ from job to job
-    study: "Study | None"  # on rank zero alone
+    study: "Study | None"  # None for a grid, and on all ranks but rank zero
 
     def job(self, number: int) -> Job:
         """Return a job with its swept overrides."""
@@ -68,10 +68,10 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
 
     Args:
         config: Configuration of the first job.
-        directory: of the sweep, which rank zero has locked.
+        directory: Directory of the sweep, which rank zero has locked.
 
     Raises:
-        UserError: The search cannot continue that of the directory.
+        UserError: The search cannot continue the one in the directory.
     """
     swept = frozenset(
         key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()
@@ -92,10 +92,10 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
 
 
 def _draw_in_lock_step(draw: Callable[[int], list[str]], env: DistEnv, number: int) -> list[str]:
-    """Return the overrides of a job that rank zero alone draws: it sends them to the others.
+    """Draw the overrides of a job on rank zero, and return them on all ranks.
 
-    The store of the process group carries them: they decide how the group of the job is built. It
-    may still hold those of an attempt before a restart, which are the same.
+    They travel through the key-value store, because they decide how the process group of the job
+    is built. The store may still hold the overrides from before a restart, which are the same.
     """
     from mingpt_ddp.distributed.group.rendezvous import open_store
 

@@ -1,4 +1,4 @@
-"""A sweep: what its checks have determined, and which of its jobs have ended since."""
+"""The state of a sweep: the results of its checks, and the jobs that have ended since."""
 
 import contextlib
 import logging
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What a job leaves: its run.name, its objective if it is complete, why it has failed for good.
+# The record of a job: its run.name, its objective if it is complete, and the reason if it has
+# failed for good.
 Known = tuple[str, float | None, str | None]
 RunOnRankZero = Callable[[Callable[[], Known]], Known]
 
@@ -44,70 +45,71 @@ RunOnRankZero = Callable[[Callable[[], Known]], Known]
 class Sweep:
     """The sweep whose jobs this process runs or launches.
 
-    With no job planned, of a run alone, or of a job that an external launcher has sent.
+    A single run, or a job that an external launcher has sent here, is a sweep with no job planned.
     """
 
     env: DistEnv = field(default_factory=DistEnv)
-    config: Config | None = None  # of the first job, with the settings of the sweep
-    directory: Path = Path()  # of all jobs, or run.root
+    config: Config | None = None  # configuration of the first job, with the settings of the sweep
+    directory: Path = Path()  # the sweep's own directory, or run.root
     planned: int = 0  # number of jobs
     is_remote: bool = False  # other processes run the jobs, count them and log their errors
     lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
-    source: Source | None = None  # None: another sweeper of Hydra's says what the jobs are
-    slots: list[Slot] = field(default_factory=list)  # of jobs that run at a time; []: in turn
+    source: Source | None = None  # None if another sweeper of Hydra's chooses the jobs
+    # One slot for each concurrent job. Empty if jobs run one after another.
+    slots: list[Slot] = field(default_factory=list)
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
-    done: dict[int, Path] = field(default_factory=dict)  # directories, by number of the job
-    n_done_before: int = 0  # of these, completed by an earlier start
-    failed: dict[int, str] = field(default_factory=dict)  # labels, by number of the job
+    done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
+    n_done_before: int = 0  # how many jobs of `done` an earlier start completed
+    failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
     exit_code: int = 0
-    _names: dict[int, str] = field(default_factory=dict)  # of directories, by number of the job
+    _names: dict[int, str] = field(default_factory=dict)  # names of job directories, by number
 
     @staticmethod
     def current() -> "Sweep":
-        """Return the sweep that this process has started, or that of a run alone."""
+        """Return the sweep that this process has started, or the sweep of a single run."""
         return _current.get(_ALONE)
 
     @cached_property
     def kept(self) -> KeptResults:
-        """The checks of complete jobs, on rank zero."""
+        """Checks the results of complete jobs, on rank zero."""
         return KeptResults()
 
     def begin(self) -> None:
-        """Make this the current sweep: Hydra creates its callback and calls jobs without it."""
+        """Make this the current sweep, because Hydra does not pass it to the jobs."""
         _current.set(self)
 
     @property
     def settings(self) -> SweepConfig:
-        """The keys of `sweep`, with their defaults for a run alone."""
+        """The keys of `sweep`. A single run has their defaults."""
         return SweepConfig() if self.config is None else self.config.sweep
 
     @property
     def study(self) -> "Study | None":
-        """The study of a search, on rank zero; None of a grid, and on the other ranks."""
+        """The study of a search, on rank zero. None for a grid, and on other ranks."""
         return None if self.source is None else self.source.study
 
     @property
     def is_over(self) -> bool:
-        """Return whether all jobs have ended."""
+        """True if all jobs have ended."""
         return self.planned <= len(self.done) + len(self.failed)
 
     @property
     def has_too_many_failures(self) -> bool:
-        """Return whether no other job starts."""
+        """True if more jobs have failed than sweep.max_failures. Then no other job starts."""
         most = self.settings.max_failures
         return most is not None and len(self.failed) > most
 
     @property
     def directories(self) -> list[Path]:
-        """Return what to report: the sweep's own directory, or those of the complete jobs."""
+        """The directories to report: the sweep's own, or the directories of its complete jobs."""
         if self.lock:
             return [self.directory]
         return list(dict.fromkeys(self.done.values()))
 
     def jobs_left(self, source: Source) -> Iterator[int]:
-        """Yield the numbers of the jobs to run; count those that have ended for good.
+        """Yield the numbers of the jobs to run. Count the jobs that have already ended for good.
 
-        Stop after too many failures.
+        End early if too many jobs fail.
         """
         for number in range(self.planned):
             if self.has_too_many_failures:
@@ -121,9 +123,10 @@ class Sweep:
                 yield number
 
     def _has_ended(self, number: int, source: Source) -> bool:
-        """Count a trial that has ended, as its study says; return True if it has.
+        """Return True if the study says that a trial has ended, and count it.
 
-        Ranks in lock-step ask rank zero once the job has its process group, in `start_job`.
+        With several ranks this is False. They ask rank zero in `start_job`, once the job has its
+        process group.
         """
         if self.study is None or self.config is None or self.env.world_size > 1:
             return False
@@ -142,18 +145,18 @@ class Sweep:
         return True
 
     def attempts(self, number: int) -> Iterator[None]:
-        """Yield for each time that a job may start, the first and `sweep.retries`."""
+        """Yield once for the first attempt of a job, and once for each retry (sweep.retries)."""
         retries = self.settings.retries
         yield
         for retry in range(1, retries + 1):
             if self.study is not None and self.study.has_failed(number):
-                return  # as often, with earlier starts
+                return  # attempts of earlier starts count too
             log.warning("job %d: retry %d of %d", number + 1, retry, retries)
             del self.failed[number]  # it has not failed for good
             yield
 
     def _reason(self, job: Job) -> str:
-        """Return why a job has failed for good."""
+        """Return the reason for which a job has failed for good."""
         failure = self.file.failure_of(job.label, self._names.get(job.number, ""))
         return "its reason is not recorded" if failure is None else failure.reason
 
@@ -162,10 +165,10 @@ class Sweep:
     ) -> tuple[Config, float | None]:
         """Return the configuration of a job with its run.name, and its objective if it is complete.
 
-        Outside a sweep return the configuration unchanged.
+        A run outside of a sweep keeps its configuration.
 
         Raises:
-            JobError: the job has failed before, for good.
+            JobError: An earlier start has recorded that the job failed for good.
         """
         if not hydra_utils.is_multirun():
             return config, None
@@ -202,7 +205,7 @@ class Sweep:
         return config, value
 
     def use_threads(self) -> None:
-        """Let torch compute in this process with the threads that the sweep began with."""
+        """Use as many threads of torch in this process as at the first start of the sweep."""
         if self.source is None or self.env.world_size > 1:
             return
         import torch
@@ -230,9 +233,9 @@ class Sweep:
         Exit if the job is incomplete, or if a signal ends the sweep.
 
         Args:
-            value: the objective; None: the job is incomplete.
-            signalled: this process received a signal, which is ignored if no job is left.
-            exit_code: of this process if the job ends it.
+            value: The objective. None if the job is incomplete.
+            signalled: True if this process received a signal. It is ignored if no job is left.
+            exit_code: Exit code of this process if it exits here.
         """
         if value is not None:
             if self.planned:
@@ -242,7 +245,7 @@ class Sweep:
         self.interrupted(exit_code)
 
     def interrupted(self, exit_code: int) -> NoReturn:
-        """Say how to resume, and exit."""
+        """Log how to resume the sweep, and exit."""
         if self.planned:
             self.env.call_on_rank_zero(
                 lambda: report_directories(self.directories, self.settings.metric)
@@ -258,7 +261,7 @@ class Sweep:
         """Record a complete or pruned job.
 
         Raises:
-            RunError: its result lacks an objective of the search, or the study cannot be written.
+            RunError: The result lacks the objective of the search, or the study cannot be written.
         """
         self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
         self.failed.pop(job.number, None)
@@ -277,7 +280,9 @@ class Sweep:
         return JobError(f"{job.label} failed")
 
     def _keep_failed(self, job: Job, message: str) -> None:
-        name = f"job {job.number + 1}: " if self.slots else ""  # among the lines of others
+        name = (
+            f"job {job.number + 1}: " if self.slots else ""
+        )  # other jobs write to this console too
         log.error("%s%s", name, message)
         if self.source is None:
             return
@@ -288,7 +293,7 @@ class Sweep:
             self.study.fail(job.number)
 
     def finish(self) -> None:
-        """On rank zero, print the table, write the page and exit with an error if jobs failed."""
+        """Print the table and write the page, on rank zero. Exit with an error if jobs failed."""
         if self.planned:
             self.env.call_on_rank_zero(self._finish)
 
@@ -327,14 +332,14 @@ class Sweep:
         ProcessExit().user_error(summary)
 
     def _print_table(self) -> OutputError | None:
-        """Write the page of the jobs and print their table; return why it cannot be printed.
+        """Write the page of the jobs and print their table. Return the error if that fails.
 
-        The jobs are recorded: a table that nobody reads is no error, and changes no exit code.
+        A closed pipe is not an error, because all jobs are recorded.
         """
         from mingpt_ddp.results.report import PAGE, report
 
         try:
-            with contextlib.suppress(SystemExit):  # of a closed pipe
+            with contextlib.suppress(SystemExit):  # from `echo`, if the pipe is closed
                 if self.directories and (self.done or self.is_remote):
                     page = self.directory / PAGE
                     metric = self.settings.metric
@@ -346,5 +351,5 @@ class Sweep:
         return None
 
 
-_ALONE = Sweep()  # of a run that is no job of this process
+_ALONE = Sweep()  # for runs that are not jobs of a sweep of this process
 _current: ContextVar[Sweep] = ContextVar("sweep")

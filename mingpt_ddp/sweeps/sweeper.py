@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: in turn, in batches of an external launcher, or several at a time."""
+"""Run the jobs of a sweep: one after another, concurrently, or by an external launcher."""
 
 import contextlib
 import itertools
@@ -37,9 +37,9 @@ def run_jobs(
     """Run the jobs of the current sweep that are left.
 
     Args:
-        task_function: trains the job that Hydra's state describes.
-        config: of Hydra, of the sweep.
-        max_batch_size: jobs of a grid that an external launcher gets at once; None: all.
+        task_function: Trains the job that Hydra's state describes.
+        config: Hydra's configuration of the sweep.
+        max_batch_size: Jobs of a grid that an external launcher gets at once. None for all.
     """
     sweep = Sweep.current()
     source = sweep.source
@@ -49,7 +49,7 @@ def run_jobs(
         Scheduler(sweep, source, partial(compose, context, config)).run()
         return
     if sweep.is_remote:
-        raise_interrupts()  # so that the processes that run the jobs end too
+        raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
     launcher = Plugins.instance().instantiate_launcher(
         hydra_context=context, task_function=task_function, config=config
     )
@@ -72,8 +72,8 @@ def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
         overrides = source.overrides(number)
         for _ in sweep.attempts(number):
             (returned,) = launcher.launch([overrides], initial_job_idx=number)
-            logs.to_console(sweep.env)  # which the job has closed
-            with contextlib.suppress(JobError):  # recorded
+            logs.to_console(sweep.env)  # the job has closed the log
+            with contextlib.suppress(JobError):  # already recorded
                 _ = returned.return_value  # raises the error of a job that has failed
                 break
 
@@ -92,7 +92,7 @@ def _run_batches(
     launcher: Launcher,
     compose: Compose,
 ) -> None:
-    """Run batches of `sweep.parallel` trials in other processes; the next one waits for all."""
+    """Run batches of `sweep.parallel` trials elsewhere. Each batch waits for the one before."""
     left = sweep.jobs_left(source)
     while numbers := [*itertools.islice(left, int(sweep.settings.parallel))]:
         batch = [source.overrides(number) for number in numbers]

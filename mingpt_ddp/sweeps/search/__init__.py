@@ -1,1 +1,1 @@
-"""What a search draws, records and prunes."""
+"""The search of a sweep: its space, and its trials in Optuna's study."""

@@ -1,4 +1,4 @@
-"""The space of a search: Hydra's sweep overrides as Optuna's distributions, and drawn values."""
+"""Turn Hydra's sweep overrides into Optuna's distributions, and round the drawn values."""
 
 import math
 from decimal import Decimal
@@ -16,14 +16,15 @@ CategoricalDistribution = optuna.distributions.CategoricalDistribution
 FloatDistribution = optuna.distributions.FloatDistribution
 IntDistribution = optuna.distributions.IntDistribution
 
-DIGITS = 4  # of a drawn float: values are part of the names of directories
-MAX_INT = 2**53  # Optuna computes with floats
+# Significant digits of a drawn float. Values are part of the names of directories.
+DIGITS = 4
+MAX_INT = 2**53  # Optuna computes with floats, which are exact up to here
 
 
 def search_space(overrides: list[Override]) -> dict[str, BaseDistribution]:
-    """Return the distribution of each key that is swept; the last override of a key counts.
+    """Return the distribution of each swept key. The last override of a key counts.
 
-    The order of the keys does not depend on that of the command line, nor do the draws.
+    The keys are sorted, so that the draws do not depend on the order of the command line.
 
     Raises:
         ConfigError: An override cannot be searched.
@@ -50,7 +51,7 @@ def _distribution(override: Override) -> BaseDistribution:
         return _numbers(line, sweep.start, sweep.end, log="log" in tags)
     if isinstance(sweep, RangeSweep):
         return _range(line, sweep)
-    # The texts of a choice are overrides already. Sorted, since shuffle() has another order later.
+    # Sort the choices, because shuffle() would give them another order at the next start.
     texts = {word.partition("=")[2] for word in expand(override)}
     return CategoricalDistribution(sorted(texts))
 
@@ -69,7 +70,7 @@ def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
     ends: tuple[Any, ...] = (sweep.start, sweep.stop, sweep.step)
     for cast in getattr(sweep, "transformers", ()):  # Hydra 1.3 has cast the ends itself
         ends = tuple(map(cast, ends))
-    # Count in decimals, as the range is written: a binary float misses the last value or adds one.
+    # Count in decimals. Binary floats would lose the last value of some ranges, or add one.
     start, stop, step = (Decimal(str(end)) for end in ends)
     count = math.ceil((stop - start) / step)
     check(count >= 1, f"{line} is empty")

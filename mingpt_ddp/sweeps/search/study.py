@@ -1,4 +1,4 @@
-"""The study of a search: Optuna's, in its journal in the directory of the sweep."""
+"""The trials of a search in Optuna's study, whose journal is in the directory of the sweep."""
 
 import contextlib
 import json
@@ -22,15 +22,16 @@ FrozenTrial = optuna.trial.FrozenTrial
 TrialState = optuna.trial.TrialState
 
 ANOTHER = "choose another run.name"
-PRUNED_AT = "pruned_at"  # attribute of a trial: the step of the evaluation that has ended it
+# Attribute of a trial: the step of the evaluation after which it was pruned.
+PRUNED_AT = "pruned_at"
 
 
 class Study:
     """The trials of a search, by the numbers of their jobs.
 
-    This process has locked the directory. A trial is recorded, with its values, before its job
-    begins, and ends when the directory of the job says so. A kill therefore leaves a trial RUNNING
-    at any moment between the two, and the next start takes it up again with its values.
+    This process has locked the directory. A trial is recorded with its values before its job
+    begins, and ends when the directory of the job has a result. If a kill comes between the two,
+    the trial stays RUNNING, and the next start runs its job again with the same values.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Study:
         with no_warnings():
             self._storage, self._study = self._open()
             self._study.pruner = pruner(config)
-            self._study.sampler = optuna.samplers.RandomSampler()  # draws nothing: see `values`
+            self._study.sampler = optuna.samplers.RandomSampler()  # never draws: see `_draw`
         self._study_id = self._storage.get_study_id_from_name(self._study.study_name)
         known = self._study.user_attrs.get(HEADER)
         if known is None:
@@ -75,7 +76,7 @@ class Study:
         self._check_trials()
 
     def values(self, number: int) -> dict[str, Any]:
-        """Return the values of a trial; draw and record them if it is the next one."""
+        """Return the values of a trial. If it is the next trial, draw and record them first."""
         trials = self._trials()
         if number == len(trials):
             values = self._draw(trials)
@@ -83,11 +84,12 @@ class Study:
                 state=TrialState.RUNNING, params=values, distributions=self._space
             )
             with self._written():
-                self._study.add_trial(trial)  # one line: a kill leaves no trial without its values
+                # One line of the journal, so that a kill leaves no trial without its values.
+                self._study.add_trial(trial)
         return dict(self._trials()[number].params)
 
     def directory_of(self, number: int) -> Path | None:
-        """Return the directory of a trial that is complete or pruned; None of another one."""
+        """Return the directory of a complete or pruned trial, and None for any other trial."""
         if self._state(number) not in (TrialState.COMPLETE, TrialState.PRUNED):
             return None
         return self._directory / self._trials()[number].user_attrs["job"]
@@ -97,9 +99,9 @@ class Study:
         return self._state(number) == TrialState.FAIL
 
     def report(self, number: int, step: int, value: float) -> str | None:
-        """Record an evaluation, and return why the pruner ends the trial; None if it goes on.
+        """Record an evaluation. Return the reason if the pruner ends the trial, else None.
 
-        A job that was interrupted reports again what has been recorded: the decisions hold.
+        A job that resumes reports some evaluations again. Their recorded decisions hold.
         """
         known = self._trials()[number]
         pruned_at = known.user_attrs.get(PRUNED_AT)
@@ -115,10 +117,10 @@ class Study:
         return f"other jobs have better evaluations (sweep.pruner={self._sweep.pruner})"
 
     def end(self, number: int, directory: Path) -> None:
-        """Record the end of a complete or pruned job, unless that is recorded.
+        """Record the end of a complete or pruned job, unless it is recorded already.
 
         Raises:
-            RunError: Its result.json has no number of this metric.
+            RunError: The job's result.json does not have the metric.
         """
         if self._state(number).is_finished():
             return
@@ -136,7 +138,7 @@ class Study:
             self._study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
     def _draw(self, trials: list[FrozenTrial]) -> dict[str, Any]:
-        """Draw the values of the next trial, from its seed and the results that there are."""
+        """Draw the values of the next trial from its seed and all results so far."""
         with no_warnings():
             copy = optuna.create_study(
                 direction=self._study.direction, sampler=sampler(self._sweep, len(trials))
@@ -158,10 +160,10 @@ class Study:
 
     @contextlib.contextmanager
     def _written(self) -> Iterator[None]:
-        """Leave no half of a line if the disk is full.
+        """Write to the journal in this context. If the disk is full, remove the partial line.
 
         Raises:
-            RunError: The disk is full, or fails.
+            RunError: The journal cannot be written.
         """
         try:
             with no_warnings():
@@ -184,7 +186,7 @@ class Study:
                     study_name=self._directory.name,
                     direction="maximize" if self._objective.maximize else "minimize",
                 )
-            # The directory may have been moved since, so that its name is another one.
+            # The directory may have been renamed since, so ask the journal for the name.
             (name,) = [study.study_name for study in storage.get_all_studies()]
             study = optuna.load_study(study_name=name, storage=storage)
             if study.get_trials(deepcopy=False) and HEADER not in study.user_attrs:
@@ -228,7 +230,7 @@ class Study:
                 )
 
     def _check_new(self) -> None:
-        """Check that the directory holds no jobs of a search: a new one would train others."""
+        """Refuse to begin a new search in a directory that has jobs of another one."""
         ended = len([*self._directory.glob(f"*/{RESULT}")])
         check(
             not ended,
@@ -237,12 +239,12 @@ class Study:
         )
 
     def _repair(self) -> int:
-        """Remove what a kill or a full disk has left: locks, and half of a last line.
+        """Remove stale locks and a partial last line, which a kill or a full disk leaves behind.
 
-        Optuna would wait 30 seconds for such a lock, and append to half a line.
+        Optuna would wait 30 seconds for such a lock, and append to the partial line.
 
         Returns:
-            The size of the file, 0 if there is none.
+            The size of the journal in bytes, 0 if there is none.
         """
         for stale in self._directory.glob(f"{JOURNAL}.lock*"):
             stale.unlink()
@@ -259,7 +261,7 @@ def _check_same_search(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Check that a command continues the recorded search.
 
     Raises:
-        ConfigError: It names the key that differs.
+        ConfigError: A key differs. The message names it.
     """
     for key in {**before, **now}:
         old, new = (json.dumps(each[key]) if key in each else "not set" for each in (before, now))
@@ -270,7 +272,7 @@ def _number(result: dict[str, Any], objective: Objective) -> float:
     """Return the objective in a result.json.
 
     Raises:
-        RunError: It has no such number.
+        RunError: The result has no such number.
     """
     value = finite(objective.recorded_in(result))
     if value is not None:
