@@ -1,1 +1,1 @@
-"""Read runs that others have made: tables, pages, tests, laws."""
+"""Read runs and report them: tables, pages, verdicts."""

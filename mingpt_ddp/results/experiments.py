@@ -1,4 +1,4 @@
-"""The record of verdicts: each comparison of settings is a line of experiments.jsonl."""
+"""Record each comparison of settings as a line of experiments.jsonl."""
 
 import json
 import time
@@ -15,7 +15,7 @@ MAX_BYTES = 1 << 26
 
 
 def root_of(job: Job) -> Path:
-    """Return the run.root of a job: outputs of outputs/sweep/job."""
+    """Return the run.root of a job: `outputs` if its directory is outputs/sweep/job."""
     directory = job.directory.resolve()
     name = PurePosixPath(str(job.config.get("run.name"))).parts
     is_named = directory.parts[-len(name) :] == name

@@ -17,8 +17,8 @@ from mingpt_ddp.results.runs import Job, Row, Value
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
-LONGEST = 60  # characters of a value or a name
-# Last parts of keys that say too little, or are titles of other columns.
+LONGEST = 60  # characters of a value or a name in a table
+# Last parts of keys that need their group, or that are titles of other columns.
 UNCLEAR = {"name", "path", "n", "sd", "status", "step", "faults", "time", "job", "directory"}
 BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
 WORDS = {
@@ -37,7 +37,7 @@ WORDS = {
 
 
 def duration(seconds: float | None) -> str:
-    """Format a time as hours, minutes and seconds; "" if it is unknown or absurd."""
+    """Format a time as hours, minutes and seconds. Return "" if it is unknown or absurd."""
     if seconds is None or not 0 <= seconds < 1e13:
         return ""
     return errors.duration(seconds)
@@ -71,7 +71,7 @@ def brief(value: float) -> str:
 
 
 def fixed(value: float | None, form: str) -> str:
-    """Format a number; `-` for None, with an exponent if it would be too long to read."""
+    """Format a number, or `-` for None. A very large number gets an exponent."""
     if value is None:
         return "-"
     return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
@@ -91,7 +91,7 @@ def cut(text: str, longest: int = LONGEST) -> str:
 
 
 def words(name: str) -> str:
-    """Return the short name of a key in words, for a page: learning rate for lr."""
+    """Return the short name of a key in words, for a page: "learning rate" for lr."""
     for begin, word in BEGINS.items():
         if name.startswith(begin):
             name = f"{word} {name.removeprefix(begin)}"
@@ -99,19 +99,19 @@ def words(name: str) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """Format a time since 1970; `-` if it is unknown or absurd."""
+    """Format a Unix time, or `-` if it is unknown or absurd."""
     if seconds is None or not 0 <= seconds < 1e11:
         return "-"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def command_line(job: Job) -> str:
-    """Return `mingpt-ddp train key=value ...`, or what `command` says, quoted for shell and Hydra.
+    """Return the command that trains a job, quoted for shell and Hydra.
 
-    Without a run.name return NO_COMMAND. The words compose to the configuration of the job's last
-    start, run.name included: they continue the job, or repeat it under another run.name.
+    Its words compose to the configuration of the job's last start. So they continue the job, or
+    repeat it under another run.name. Return NO_COMMAND if no run.name is recorded.
     """
-    # The overrides may have the run.name of the sweep, which would be another run.
+    # Without it, the command would begin another run.
     if "run.name" not in job.config:
         return NO_COMMAND
     overrides = _read_record(job.directory, "overrides")
@@ -126,8 +126,8 @@ def command_line(job: Job) -> str:
         words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
     name = job.config["run.name"]
     named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
-    # The overrides of a job have the run.name of the sweep. The overrides of local workers have the
-    # run.name that the user typed and the one of the directory.
+    # The overrides of a job have the run.name of its sweep. The overrides of local workers have
+    # two: the run.name from the command line and the name of the directory.
     if isinstance(name, str) and ("/" in name or len(named) > 1):
         words = [word for word in words if word not in named]
         words.append(f"run.name={hydra_value(name)}")

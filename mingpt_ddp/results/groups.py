@@ -40,7 +40,7 @@ class Group:
     """Jobs of one recipe with different seeds; one job is a group too."""
 
     jobs: list[Job]  # at least one, in the order of `read_jobs`
-    config: dict[str, Value]  # what they share and makes their results: without run.seed
+    config: dict[str, Value]  # shared keys that determine the results, without run.seed
 
     @property
     def first(self) -> Job:
@@ -65,7 +65,7 @@ class Group:
 
     @cached_property
     def name(self) -> str:
-        """A pattern that all directories match, as run.seed=*; or the first directory."""
+        """A pattern that all directories match, such as run.seed=*, or else the first directory."""
         patterns = {OF_ONE_JOB.sub("*", job.name) for job in self.jobs}
         return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
 
@@ -93,12 +93,12 @@ class Group:
 
     @property
     def by_seed(self) -> dict[str, float]:
-        """The objective of the complete jobs."""
+        """The mean objective of the complete jobs of each seed."""
         return means_by_seed(self.jobs, lambda job: job.objective)
 
     @property
     def costs(self) -> dict[str, float]:
-        """The objective of the complete jobs as a cost: lower is better."""
+        """The objective of each seed as a cost, of which lower is better."""
         return {seed: self.ranked_by.cost(value) for seed, value in self.by_seed.items()}
 
     @cached_property
@@ -108,24 +108,24 @@ class Group:
 
     @cached_property
     def latest(self) -> Estimate:
-        """The objective, or that of the last values if no job is complete."""
+        """The objective, or the last values if no job is complete."""
         return self.estimate if self.complete else self.estimate_of(lambda job: job.value)
 
     @property
     def speed(self) -> float | None:
-        """The median over the jobs."""
+        """The median speed of the jobs, in units per second."""
         speeds = known(job.metrics.speed for job in self.jobs)
         return statistics.median(speeds) if speeds else None
 
     @property
     def faults(self) -> int | None:
-        """Those of all jobs."""
+        """The sum of the faults of all jobs."""
         faults = known(job.metrics.faults for job in self.jobs)
         return sum(faults) if faults else None
 
     @property
     def seconds(self) -> float | None:
-        """The time of all jobs."""
+        """The sum of the training times of all jobs."""
         times = known(number(job.result.get("wall_seconds")) for job in self.jobs)
         return sum(times) if times else None
 
@@ -136,7 +136,7 @@ class Group:
 
     @property
     def value(self) -> float | None:
-        """The mean objective, or that of the last values if no job is complete."""
+        """The mean objective, or the mean of the last values if no job is complete."""
         return self.latest.mean
 
     def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate:
@@ -210,7 +210,7 @@ def accepts_code(jobs: Iterable[Job]) -> bool:
 
 
 def has_replicates(groups: Iterable[Group]) -> bool:
-    """Return whether a group has several seeds."""
+    """Return True if a group has several seeds."""
     return any(group.seeds > 1 for group in groups)
 
 
@@ -253,8 +253,8 @@ def shared_seeds(groups: Sequence[Group]) -> list[str]:
 
 
 def _makes_results(job: Job, key: str) -> bool:
-    """Return whether a key changes the final loss of a job by more than its last bits."""
-    if key == "trainer.eval_steps":  # which windows the loss is of; other texts are not in it
+    """Return True if a key changes the final loss of a job by more than its last bits."""
+    if key == "trainer.eval_steps":  # chooses the windows that the loss is measured on
         return True
     if key == "trainer.eval_every":  # patience counts evaluations
         return job.config.get("trainer.patience") is not None
@@ -262,10 +262,10 @@ def _makes_results(job: Job, key: str) -> bool:
 
 
 def _swept(jobs: list[Job]) -> set[str]:
-    """Return the keys in which jobs of the same recipe and seed differ, of two seeds at least."""
+    """Return the keys in which jobs of one recipe and seed differ, for two seeds or more."""
     swept = set()
     for members in grouped(jobs, lambda job: _recipe(job, set())).values():
-        seeds = Counter[str]()  # by key
+        seeds = Counter[str]()  # number of seeds by key
         for same in grouped(members, seed_of).values():
             seeds.update(varying(same))
         swept |= {key for key, count in seeds.items() if count > 1}
@@ -282,14 +282,14 @@ def _recipe(job: Job, swept: set[str]) -> Recipe:
 
 
 def recipe(row: Row, keys: Iterable[str]) -> Recipe:
-    """Return what is equal for equal values of these keys."""
+    """Return a hashable key. Rows with equal values of these keys have equal recipes."""
     return tuple((key, identity(row.config[key])) for key in keys)
 
 
 def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -> dict[str, float]:
-    """Return a measurement by seed, of the jobs that have one.
+    """Return a measurement by seed, for the seeds that have one.
 
-    Jobs of the same seed are no independent samples: they count once, with their mean.
+    Jobs with the same seed are not independent samples, so their mean counts once.
     """
     means = {}
     for seed, same in grouped(jobs, seed_of).items():

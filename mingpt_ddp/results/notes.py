@@ -1,4 +1,4 @@
-"""Notes on the comparison of jobs: what ranks them, what makes their values incomparable."""
+"""Notes on the comparison of jobs: their ranking, and reasons why results do not compare."""
 
 from collections.abc import Hashable, Iterable
 
@@ -33,17 +33,17 @@ from mingpt_ddp.results.runs import (
 from mingpt_ddp.storage.code_identity import PACKAGE, package_of, recorded_code
 
 DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
-# Keys that say how many windows are measured, and of which length.
+# Keys that determine the number and length of the evaluated windows.
 WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
-OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  # than minutes
+OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  # besides minutes
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
 def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
-    """Return notes: by what the jobs are ranked, if not by loss, and why results do not compare.
+    """Return notes on an unusual ranking, and on reasons why results do not compare.
 
     Args:
-        are_versions: The settings are versions of the code.
+        are_versions: True if the settings are versions of the code.
     """
     objective = jobs[0].ranked_by
     notes = []
@@ -85,7 +85,7 @@ def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
 
 
 def _code_notes(jobs: list[Job]) -> list[str]:
-    """Return notes on differences of the code that has trained the jobs."""
+    """Return notes on jobs that different code has trained."""
     contents = dict[str, set[str]]()
     packages = dict[str, str]()  # by SHA-256
     for record in filter(None, [recorded_code(job.result) for job in jobs]):
@@ -109,7 +109,7 @@ def _code_notes(jobs: list[Job]) -> list[str]:
 
 
 def _equal_minutes(jobs: list[Job]) -> str:
-    """Return the minutes that all jobs have trained, which makes their settings equal."""
+    """Add to a note that all jobs had the same minutes, if minutes were their only limit."""
     limits = [job.config.get(key) for job in jobs for key in OTHER_LIMITS]
     if any(limit is not None for limit in limits):
         return ""
@@ -120,7 +120,7 @@ def _equal_minutes(jobs: list[Job]) -> str:
 
 
 def pooling_notes(groups: list[Group]) -> list[str]:
-    """Return in what replicates differ besides the seed."""
+    """Return notes on the keys in which replicates differ besides the seed."""
     keys = dict[str, None]()
     for group in groups:
         keys |= dict.fromkeys(varying(group.jobs))
@@ -157,10 +157,10 @@ def diverged_notes(groups: Iterable[tuple[str, Group]]) -> list[str]:
 
 
 def best_notes(groups: list[Group]) -> list[str]:
-    """Say why the best group is not the first one.
+    """Explain if the best group is not the first one.
 
     Args:
-        groups: sorted as `replicates` returns them.
+        groups: Sorted as `replicates` returns them.
     """
     first, best = groups[0], best_group(groups)
     if best is None or best is first:
@@ -181,7 +181,7 @@ def _cut(keys: list[str]) -> str:
 
 def _different_data(jobs: list[Job]) -> list[str]:
     """List the keys by which the jobs differ in the data that measures them."""
-    if kinds := _differing(jobs, ("data.dataset",)):  # which have other keys
+    if kinds := _differing(jobs, ("data.dataset",)):  # other datasets have other keys
         return kinds
     keys = {*_differing(jobs, DATA_KEYS)}
     texts = {text_of(job) for job in jobs}
@@ -213,7 +213,7 @@ def _different_parts(jobs: list[Job]) -> list[str]:
 
 
 def _evaluated_part(job: Job) -> Hashable:
-    """Return what identifies the part; None if it is the whole split."""
+    """Return a hashable key of the evaluated part of the split. None is the whole split."""
     if job.config.get(WINDOWS[0]) is None:
         return None
     steps, batch_size, block_size = (job.config.get(key) for key in WINDOWS)

@@ -1,4 +1,4 @@
-"""The number by which the jobs of a sweep or a report are ranked: by default the loss."""
+"""The objective: the number that ranks the jobs of a sweep or a report, by default the loss."""
 
 import contextlib
 import hashlib
@@ -25,7 +25,7 @@ TEXT_KEYS = (
     "format",
     "dtype",
 )
-TOKENIZER = "tokenizer.json"  # in the directory of a run that has a BPE
+TOKENIZER = "tokenizer.json"  # in the run directory, if the tokenizer is a BPE
 MAX_TOKENIZER_BYTES = 1 << 26
 WHY_BITS_PER_BYTE = "losses per token of different tokenizers do not compare"
 
@@ -37,7 +37,7 @@ class Objective:
     series: str  # key of the number in result.json and metrics.jsonl
     title: str
     column: str
-    maximize: bool = False  # True: higher values are better
+    maximize: bool = False  # True if higher values are better
 
     @property
     def metric(self) -> str:
@@ -50,15 +50,15 @@ class Objective:
 
     @property
     def note(self) -> str:
-        """Say which values are better if the user has named this metric, else ""."""
+        """Which values are better, if the user has named this metric, else ""."""
         return "" if self in STANDARD.values() else f"{self.better} is better"
 
     def cost(self, value: float) -> float:
-        """Turn a value into a cost, of which lower is better, or a cost into its value."""
+        """Turn a value into a cost (lower is better), or a cost back into its value."""
         return -value if self.maximize else value
 
     def recorded_in(self, result: Mapping[str, Any]) -> Any:
-        """Return the value in a result.json, untrusted; None if there is none."""
+        """Return the unchecked value in an untrusted result.json, or None if it has none."""
         return result.get(self.series, result.get(self.series.removeprefix("val_")))
 
     def value(self, result: Mapping[str, Any]) -> float:
@@ -73,7 +73,7 @@ STANDARD = {"val_loss": LOSS, "bits_per_byte": BITS_PER_BYTE, "val_bits_per_byte
 
 
 def objective_named(metric: str | None) -> Objective:
-    """Return the objective of `sweep.metric`: a number of result.json, -NAME to maximize it."""
+    """Return the objective that `sweep.metric` names: NAME, or -NAME to maximize it."""
     if metric is None:
         return LOSS
     name = metric.removeprefix("-")
@@ -84,19 +84,19 @@ def default_objective(units: Iterable[Hashable]) -> Objective:
     """Return the objective of jobs if the user names none.
 
     Args:
-        units: what `loss_unit` returns for each job.
+        units: The result of `loss_unit` for each job.
     """
     return BITS_PER_BYTE if len({*units} - {None}) > 1 else LOSS
 
 
 def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hashable:
-    """Return what identifies the unit of a job's loss; None if it has no tokens.
+    """Return a key that is equal for jobs whose losses have the same unit. None without tokens.
 
-    That is its tokenizer, and whether the end of a document is predicted too.
+    The unit depends on the tokenizer, and on whether the end of each document is predicted.
 
     Args:
-        config: by dotted key, untrusted.
-        directory: of the run; None if it has not begun.
+        config: An untrusted configuration by dotted key.
+        directory: The run directory. None if the run has not begun.
     """
     if not is_text(config):
         return None
@@ -107,9 +107,10 @@ def loss_unit(config: Mapping[str, Any], directory: Path | None = None) -> Hasha
 def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
     kind = config["data.tokenizer"]
     source = config.get("run.init_from")
-    if source is not None and config.get("run.init_sha256") is None:  # recorded by the first start
-        return "that of the weights", repr(source)
-    if kind == "char" and config.get("data.format") == "tokens":  # of unknown text
+    # The first start records run.init_sha256, and the tokenizer of these weights.
+    if source is not None and config.get("run.init_sha256") is None:
+        return "tokenizer of the weights", repr(source)
+    if kind == "char" and config.get("data.format") == "tokens":  # token ids of an unknown text
         return "token id", repr(config.get("data.vocab_size"))
     if kind in ("char", "byte"):
         return str(kind)
@@ -124,5 +125,5 @@ def _tokenizer(config: Mapping[str, Any], directory: Path | None) -> Hashable:
 
 
 def is_text(config: Mapping[str, Any]) -> bool:
-    """Return whether a job's data is a text, which has a tokenizer."""
+    """Return True if a job's data is a text, which has a tokenizer."""
     return "data.path" in config and "data.dataset" not in config

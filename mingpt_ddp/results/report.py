@@ -1,4 +1,4 @@
-"""The report of a sweep or a run: a table for the terminal and a page; without torch."""
+"""Report a sweep or a run: a table for the terminal, and a page. This needs no torch."""
 
 import hashlib
 import os
@@ -14,16 +14,16 @@ from mingpt_ddp.results.runs import find_runs
 from mingpt_ddp.storage.storage import atomic_write
 
 PAGE = "report.html"
-MAX_NAME = 100  # characters of the names of several directories
-WATCH_S = 5.0  # between two pages of jobs that run
+MAX_NAME = 100  # characters of the joined names of several directories
+WATCH_S = 5.0  # interval in seconds at which the page of running jobs is written again
 NO_PAGE = "the page needs plotly; pip install 'mingpt_ddp[report]'"
 
 
 def page_path(directories: list[Path]) -> Path:
-    """Return the path of the page of a directory, or of several.
+    """Return the path of the page for these directories.
 
-    That of several has their names, so that the pages of others stay. It is in the lowest
-    directory that holds them all; in the current one if that is not writable.
+    The page of several directories is named after them, so that other pages stay. It is written to
+    the lowest directory that holds them all, or to the current one if that is not writable.
     """
     if len(directories) == 1:
         return directories[0] / PAGE
@@ -53,17 +53,17 @@ def report(
 ) -> str:
     """Return the table of the jobs, and write their page.
 
-    The table does not depend on the page: without plotly its last line says how to install it, and
-    if the page cannot be written the table is printed before the error is raised.
+    The table does not depend on the page. Without plotly, its last line says how to install it. If
+    the page cannot be written, the table is printed before the error is raised.
 
     Args:
-        directories: runs, or parents of runs one or two levels below.
-        page: the HTML file to write.
-        metric: as for `read_jobs`.
+        directories: Runs, or parents of runs one or two levels below.
+        page: HTML file to write.
+        metric: As for `read_jobs`.
         accept_code: As for `read_results`.
 
     Raises:
-        RunError: one of the directories holds no run, no run has the metric, or the page cannot be
+        RunError: One of the directories holds no run, no run has the metric, or the page cannot be
             written.
     """
     results = read_results(directories, metric, accept_code)
@@ -80,12 +80,12 @@ def report(
 
 
 def watch(directories: list[Path], page: Path, metric: str | None = None) -> str:
-    """Write the page again every few seconds while jobs run, or until Ctrl-C; then `report`.
+    """Write the page every few seconds until no job runs or until Ctrl-C, then return `report`.
 
-    Until then the page reloads itself in a browser. Before the first job it waits for it.
+    The page reloads itself in a browser in the meantime. If no job has begun yet, wait for one.
 
     Raises:
-        RunError: as of `report`, or plotly is missing.
+        RunError: As for `report`, or plotly is missing.
     """
     line = f"the page {page} follows the jobs until they end, or until Ctrl-C"
     for each in filter(_is_awaited, directories):
@@ -107,12 +107,12 @@ def watch(directories: list[Path], page: Path, metric: str | None = None) -> str
 
 
 def _read_begun(directories: list[Path], metric: str | None) -> Results | None:
-    """Read the jobs; return None before each directory has one."""
+    """Read the jobs. Return None until each directory has one."""
     return None if any(map(_is_awaited, directories)) else read_results(directories, metric)
 
 
 def _is_awaited(directory: Path) -> bool:
-    """Return whether a directory, which may not exist yet, has no run; False for other files."""
+    """Return True if a directory has no run yet or does not exist yet. A file is not awaited."""
     is_possible = directory.is_dir() or not os.path.lexists(directory)
     return is_possible and not find_runs(directory)
 

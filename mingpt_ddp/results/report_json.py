@@ -1,4 +1,4 @@
-"""What a report says as a JSON document, and as plain rows, for other programs."""
+"""The report for other programs: a JSON document, and plain rows."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mingpt_ddp.results.runs import Job, number, varying
 
 
 def json_report(results: Results) -> str:
-    """Return one strict JSON document in ASCII: null stands for what is not a finite number."""
+    """Return one strict JSON document in ASCII. Numbers that are not finite become null."""
     document = {
         "objective": results.objective.series,
         "better": results.objective.better,
@@ -31,7 +31,7 @@ def job_rows(directories: Sequence[Path], metric: str | None = None) -> list[dic
     first.
 
     Args:
-        metric: as for `read_jobs`.
+        metric: As for `read_jobs`.
     """
     found, _ = read_with_failures(directories, metric)
     jobs = [job for group in replicates(found) for job in group.jobs]

@@ -19,14 +19,14 @@ from mingpt_ddp.results.runs import known, why_no_best
 from mingpt_ddp.results.stats.intervals import Estimate
 
 COLUMNS = 8  # number of parameters in the table; the page has all parameters
-Cells = dict[str, str]  # a row of a table by title, the same titles in each row
+Cells = dict[str, str]  # the cells of a row by title; all rows have the same titles
 
 
 def table(results: Results, is_run: bool) -> str:
     """Return a line per job or group, best first, and the command line of the best.
 
     Args:
-        is_run: the user has named this one run, which is compared with nothing.
+        is_run: True if the user has named one run, so that there is nothing to compare.
     """
     keys = results.keys
     best = results.best
@@ -64,13 +64,13 @@ def _best_lines(results: Results, best: Group | None) -> list[str]:
 
 
 def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) -> Cells:
-    """Format a row by title: of a group of replicates, or of a job if there are none.
+    """Format the row of a group, by title.
 
-    Of a group with replicates it has the mean objective with its interval, deviation and number of
-    seeds, the median speed, and faults and times of all jobs added up.
+    With replicates, the row has the mean objective with its interval, deviation and number of
+    seeds, the median speed, and the sums of the faults and times of all jobs.
 
     Args:
-        short: the titles are narrow, as in a terminal, and parameters have their keys.
+        short: Use narrow titles for a terminal, and the keys of parameters instead of words.
     """
     objective = results.objective
     names = short_names(results.keys)
@@ -98,7 +98,7 @@ def cells_of(results: Results, group: Group, keys: list[str], *, short: bool) ->
 
 
 def _value(group: Group) -> str:
-    """Format the objective; in parentheses if it is that of incomplete jobs."""
+    """Format the objective, in parentheses if the jobs are incomplete."""
     value = fixed(group.value, ".4f")
     is_last = group.value is not None and group.objective is None
     return f"({value})" if is_last else value
@@ -113,13 +113,13 @@ def _steps(group: Group) -> str:
 
 
 def with_interval(estimate: Estimate) -> str:
-    """Format a mean as `2.1000 ± 0.0500`; alone if there is no interval."""
+    """Format a mean as `2.1000 ± 0.0500`, or without the second number if there is no interval."""
     mean = fixed(estimate.mean, ".4f")
     return mean if estimate.half_width is None else f"{mean} ± {fixed(estimate.half_width, '.4f')}"
 
 
 def used_columns(rows: list[Cells]) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the cells of a table, without the columns that no row has."""
+    """Return the titles and the cells of a table, without columns that are empty in all rows."""
     titles = []
     for title in rows[0] if rows else ():
         if any(row[title] not in ("", "-") for row in rows):

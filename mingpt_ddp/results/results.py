@@ -1,4 +1,4 @@
-"""What a report shows of the jobs in some directories."""
+"""Read, group and annotate the jobs in some directories, for a report."""
 
 import contextlib
 import itertools
@@ -31,17 +31,17 @@ SEARCHED_BY_LOGARITHM = re.compile(r"([\w.]+)(?:=|: )\W?tag\(\s*log\b")
 
 @dataclass(frozen=True)
 class Results:
-    """The jobs, the groups that are compared, and what is known of them."""
+    """The jobs of a report, the groups that it compares, and notes on both."""
 
     jobs: list[Job]  # best first
     groups: list[Group]  # best first; each job alone if there are no replicates
     keys: list[str]  # the parameters in which the groups differ
-    notes: list[str]  # on their comparison
+    notes: list[str]  # on the comparison of the groups
     directories: list[Path] = field(default_factory=list)  # from the command line
 
     @property
     def objective(self) -> Objective:
-        """What the jobs are ranked by."""
+        """The number that ranks the jobs."""
         return self.jobs[0].ranked_by
 
     @cached_property
@@ -50,7 +50,7 @@ class Results:
 
     @property
     def only_job(self) -> Job | None:
-        """The job, if there is one only: it is compared with nothing."""
+        """The job if there is only one, so that there is nothing to compare."""
         return self.jobs[0] if len(self.jobs) == 1 else None
 
     @property
@@ -60,7 +60,7 @@ class Results:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process trains a job, or is between two jobs of a sweep."""
+        """True if a process trains a job, or is between two jobs of a sweep."""
         return any(map(is_locked, [*self.directories, *(job.directory for job in self.jobs)]))
 
     @property
@@ -72,7 +72,7 @@ class Results:
     def logarithmic(self) -> set[str]:
         """The parameters that were searched on a logarithmic scale.
 
-        That is the scale of tag(log, ...), and of a grid whose values at least double.
+        These are the keys with tag(log, ...), and the keys of a grid whose values at least double.
         """
         keys = set[str]()
         for directory in {job.directory.parent for job in self.jobs}:
@@ -95,12 +95,12 @@ def read_results(
     """Read and compare the jobs in these directories.
 
     Args:
-        directories: runs, or parents of runs one or two levels below.
-        metric: as for `read_jobs`.
-        accept_code: Take the results of different code of the user together.
+        directories: Runs, or parents of runs one or two levels below.
+        metric: As for `read_jobs`.
+        accept_code: Group results together although different code of the user has trained them.
 
     Raises:
-        RunError: one of them holds no run, or none has the metric.
+        RunError: One of them holds no run, or no run has the metric.
     """
     jobs, failures = read_with_failures(directories, metric, accept_code)
     recipes = replicates(jobs)
@@ -122,13 +122,13 @@ def read_results(
 def read_with_failures(
     directories: Sequence[Path], metric: str | None = None, accept_code: bool = False
 ) -> tuple[list[Job], list[Failure]]:
-    """Read the jobs in these directories, best first, and why jobs of their sweeps have failed.
+    """Read the jobs in these directories, best first, and the recorded failures of their sweeps.
 
     Args:
-        metric: as for `read_jobs`.
+        metric: As for `read_jobs`.
 
     Raises:
-        RunError: one of them holds no run, or none has the metric.
+        RunError: One of them holds no run, or no run has the metric.
     """
     failures = [failure for each in directories for failure in read_failures(each)]
     failed = {failure.directory for failure in failures}
@@ -139,5 +139,5 @@ def read_with_failures(
 
 
 def _failed(job: Job) -> Job:
-    """Return a job with the status of a failure, unless it has ended otherwise since."""
+    """Give a job the status "failed", unless it has ended in another way since."""
     return replace(job, status="failed") if job.status in ("stopped", "unfinished") else job

@@ -1,4 +1,4 @@
-"""Read the untrusted directories of a sweep's jobs: configuration, result, metrics, command."""
+"""Read untrusted run directories: configuration, result, metrics and status."""
 
 import contextlib
 import fcntl
@@ -37,13 +37,13 @@ RUN_FILES = ("config.yaml", METRICS, RESULT)  # a directory with one of them is 
 PRESETS = ("model", "optimizer", "data")  # groups whose key `name` identifies the preset
 ACCEPT_CODE = "run.accept_code"
 DIVERGED = "diverged"  # status of a job whose loss is not finite at its end
-LARGEST = 1e100  # larger numbers are not drawn
-MAX_JSON_CHARS = 1000  # of a value that is not a scalar
+LARGEST = 1e100  # larger numbers count as unknown
+MAX_JSON_CHARS = 1000  # characters of a value that is not a scalar; longer ones are cut
 
 
 @dataclass(frozen=True)
 class MetricsSummary:
-    """What a report needs of the `metrics.jsonl` of every job."""
+    """The part of a job's `metrics.jsonl` that every report needs."""
 
     last: dict[str, float] = field(default_factory=dict)  # the last finite value of each key
     last_step: int | None = None  # the last step with a measurement
@@ -63,17 +63,17 @@ class Job:
     directory: Path
     # complete, preempted or pruned, as in result.json; or diverged, running, stopped, unfinished
     status: str
-    config: dict[str, Value]  # of the last start, by dotted key
+    config: dict[str, Value]  # configuration of the last start, by dotted key
     result: dict[str, Any]
     metrics: MetricsSummary
-    notes: list[str]  # which files cannot be read
+    notes: list[str]  # on files that cannot be read
     ranked_by: Objective = LOSS
     # The user's files that have changed since the job was trained.
     edited: list[str] = field(default_factory=list)
 
     @cached_property
     def objective(self) -> float | None:
-        """The final value of what the jobs are ranked by; only a complete job has one."""
+        """The final value of the objective. Only a complete job has one."""
         return self.value if self.status == "complete" else None
 
     @cached_property
@@ -101,14 +101,14 @@ class Job:
 
     @cached_property
     def unit(self) -> str:
-        """What a step consumes: samples, or tokens."""
+        """The unit of the data: samples, or tokens."""
         return _unit(self.metrics.last)
 
     @property
     def history(self) -> MetricsHistory:
-        """The measurements, empty if they cannot be read.
+        """The measurements, or an empty history if they cannot be read.
 
-        They are read again for each job: a report of 1,000 jobs has one history in memory.
+        Only the last history stays in memory, because a report may have 1,000 jobs.
         """
         try:
             return _history(self.directory / METRICS)
@@ -117,7 +117,7 @@ class Job:
 
     @cached_property
     def code(self) -> str:
-        """Digits that identify the user's files that trained it, by version. "" if none did."""
+        """Digits that identify the versions of the user's files that trained the job, or ""."""
         record = recorded_code(self.result)
         earlier = [str(each)[:8] for each in record.get("earlier", [])]
         return "+".join(filter(None, [*earlier, user_code(record)]))
@@ -129,14 +129,14 @@ def read_jobs(
     """Read the jobs in these directories. Sort them by objective; jobs without one come last.
 
     Args:
-        directories: runs, or parents of runs one or two levels below.
+        directories: Runs, or parents of runs one or two levels below.
         metric: The objective, as `sweep.metric` names it. None takes the metric of the sweeps that
             the jobs belong to, if it is the same in all, or else the validation loss (bits per byte
             if the tokenizers of the jobs differ).
         accept_code: Read all jobs as if they had run.accept_code=true.
 
     Raises:
-        RunError: one of them is not a directory, or contains no run; or no run has the metric.
+        RunError: One of them is not a directory or contains no run, or no run has the metric.
     """
     runs_by_path: dict[Path, tuple[Path, str]] = {}
     for directory in directories:
@@ -179,7 +179,7 @@ def _numbers(job: Job) -> list[str]:
 
 
 def why_no_best(jobs: list[Job]) -> str:
-    """Return why none of the jobs is the best."""
+    """Explain why there is no best job."""
     objective = jobs[0].ranked_by
     statuses = [job.status for job in jobs]
     if DIVERGED in statuses and any(job.objective is not None for job in jobs):
@@ -204,13 +204,13 @@ class Row(Protocol):
 
 
 def by_objective(row: Row) -> tuple[bool, bool, float, str]:
-    """Return what sorts rows: those without an objective last, by their last values."""
+    """Return a sort key for rows. Rows without an objective come last, by their last values."""
     cost = None if row.value is None else row.ranked_by.cost(row.value)
     return row.objective is None, *by_value(cost), row.name
 
 
 def by_value(value: float | None) -> tuple[bool, float]:
-    """Return what sorts values: None last."""
+    """Return a sort key for values. None comes last."""
     return value is None, value or 0.0
 
 
@@ -219,7 +219,7 @@ def varying(jobs: Sequence[Row]) -> list[str]:
 
     Storage locations do not count, nor do keys that only follow from their group's preset.
     """
-    values: dict[str, dict[Hashable, set[Hashable]]] = {}  # of each key, by preset
+    values: dict[str, dict[Hashable, set[Hashable]]] = {}  # by key, then by preset
     for job in jobs:
         for key, value in job.config.items():
             group, _, name = key.partition(".")
@@ -238,7 +238,7 @@ def varying(jobs: Sequence[Row]) -> list[str]:
 def find_runs(directory: Path) -> list[Path]:
     """List the runs in a directory and one and two levels below.
 
-    Hidden and unreadable directories have none.
+    Hidden and unreadable directories are skipped.
     """
     below = [*glob("*/", root_dir=directory), *glob("*/*/", root_dir=directory)]
     candidates = [directory, *sorted(directory / name for name in below)]
@@ -246,7 +246,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a directory has a file of a run."""
+    """Return True if a directory contains a file that only a run writes."""
     return any(os.path.isfile(path / name) for name in RUN_FILES)
 
 
@@ -267,7 +267,7 @@ def _read(path: Path, name: str) -> Job:
     for group, keys in (with_defaults(config) if config else {}).items():
         for key, value in keys.items():
             flat[f"{plain(group)}.{plain(key)}"] = plain(value)
-    if flat.get("run.resume") == "never":  # another directory, the same training
+    if flat.get("run.resume") == "never":  # it only chose another directory
         flat["run.resume"] = "auto"
     edited = _edited(recorded_code(result))
     status = _status(path, result, metrics)
@@ -277,14 +277,14 @@ def _read(path: Path, name: str) -> Job:
 def _edited(code: dict[str, Any]) -> list[str]:
     """List the user's files in a record that have changed since.
 
-    From a directory that has none of these files nothing is known.
+    Return [] in a working directory that has none of these files.
     """
     is_known = any(map(os.path.exists, code.get("files", {})))
     return changed_files(code) if is_known else []
 
 
 def _history(path: Path) -> MetricsHistory:
-    """Read a history, unless it is the one that was read last and its file has not changed."""
+    """Read a history. If it was the last one read and the file has not changed, return it again."""
     stat = path.stat()
     return _history_of(path, stat.st_size, stat.st_mtime_ns)
 
@@ -316,10 +316,10 @@ def _unit(names: Container[str]) -> str:
 
 
 def _status(path: Path, result: dict[str, Any], metrics: MetricsSummary) -> str:
-    """Return "running" if a process holds the lock of the directory, else how the run has ended.
+    """Return the status of a run. It is "running" if a process holds the lock of the directory.
 
-    If a complete run is continued with larger limits, its result is still the one of the earlier
-    end.
+    The lock comes first, because a complete run that continues with larger limits still has its
+    earlier result.
     """
     locked = is_locked(path)
     if locked:
@@ -333,9 +333,9 @@ def _status(path: Path, result: dict[str, Any], metrics: MetricsSummary) -> str:
 
 
 def is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a directory.
+    """Return True if a process holds the lock of a directory.
 
-    None: that is unknown: copies have no lock, and some filesystems lack flock.
+    Return None if that is unknown: copies have no lock, and some filesystems lack flock.
     """
     try:
         with open_regular(path / ".lock") as lock:
@@ -350,7 +350,7 @@ def is_locked(path: Path) -> bool | None:
 def plain(value: Any) -> Value:
     """Return scalars and lists of scalars unchanged.
 
-    Other lists and mappings become JSON, everything else the name of its type.
+    Other lists and mappings become JSON. Everything else becomes the name of its type.
     """
     if isinstance(value, list) and len(value) <= 100:
         is_flat = not any(isinstance(item, (list, dict)) for item in value)
@@ -365,14 +365,14 @@ def plain(value: Any) -> Value:
 
 
 def _shortened(text: str) -> str:
-    """Return the start of a long text and a digest, so that different texts stay different."""
+    """Cut a long text and append a digest, so that different texts stay different."""
     if len(text) <= MAX_JSON_CHARS:
         return text
     return f"{text[:MAX_JSON_CHARS]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number that an axis can show as a float, None for anything else."""
+    """Return a finite number below LARGEST as a float, and None for anything else."""
     return float(value) if type(value) in (int, float) and abs(value) < LARGEST else None
 
 

@@ -20,12 +20,12 @@ from mingpt_ddp.results.stats.significance import (
 
 KEYS_IN_NAME = 3
 MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
-PART = "trainer.eval_steps"  # of the validation split; null: all of it
+PART = "trainer.eval_steps"  # the evaluated part of the validation split; null for all of it
 
 
 @dataclass(frozen=True)
 class Setting(Group):
-    """Jobs that differ in their seed, under a name that no other setting has."""
+    """Jobs that differ only in their seed, under a unique label."""
 
     label: str
 
@@ -37,7 +37,7 @@ class Setting(Group):
 
 @dataclass
 class Comparison:
-    """The reference against another setting. Every verdict is made here.
+    """The reference against another setting. Every verdict comes from here.
 
     The tested difference alone decides which setting is called better. Means over other seeds do
     not count.
@@ -48,7 +48,7 @@ class Comparison:
     # Cost of the other setting minus cost of the reference: positive if the reference is better.
     # None if nothing can be said.
     difference: Difference | None
-    why: str | None  # why nothing can be said
+    why: str | None  # the reason if nothing can be said
     p: float = 1.0  # p-value of the difference, corrected for all pairs of settings
 
     @property
@@ -76,7 +76,7 @@ def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
     (the code or the machine differs), or if there is nothing else to compare.
 
     Args:
-        groups: as `replicates` returns them.
+        groups: As `replicates` returns them.
     """
     keys = varying(groups)
 
@@ -103,7 +103,7 @@ def compare(settings: Sequence[Setting]) -> list[Comparison]:
     therefore corrected for all pairs of settings with two seeds, not only for those with the best.
 
     Args:
-        settings: as `settings_of` returns them.
+        settings: As `settings_of` returns them.
 
     Returns:
         A comparison for each other setting. The list is empty if no setting has a mean over two
@@ -143,7 +143,7 @@ def pairs_of(settings: Iterable[Setting]) -> int:
 
 
 def _are_settings(parts: Collection[list[Job]], is_only: bool) -> bool:
-    """Return whether the directories of a group are compared with each other."""
+    """Return True if the directories of a group are compared with each other."""
     if is_only and any(len(jobs) > 1 for jobs in parts):
         return True
     seeds = Counter(seed for jobs in parts for seed in {*map(seed_of, jobs)})
@@ -151,7 +151,7 @@ def _are_settings(parts: Collection[list[Job]], is_only: bool) -> bool:
 
 
 def _why_incomparable(one: Setting, other: Setting) -> str | None:
-    """Return why nothing can be said about the difference; None if there is a test."""
+    """Return the reason if nothing can be said about the difference, else None."""
     for setting, name in ((other, "it"), (one, one.label)):
         if setting.diverged:
             seeds = counted(setting.seeds, "seed")
@@ -170,7 +170,7 @@ def _why_incomparable(one: Setting, other: Setting) -> str | None:
 
 
 def _label(group: Group, keys: list[str], part: Path | None) -> str:
-    """Return the values that distinguish a group, or its name; and its part, if given."""
+    """Label a group by the values that distinguish it, or by its name, and by its directory."""
     words = assignments(group, keys)
     text = cut(group.name)
     if 0 < len(words) <= KEYS_IN_NAME:

@@ -1,4 +1,4 @@
-"""Say which of several settings is better, by how much, and how sure that is: text and numbers."""
+"""Say which of several settings is better, by how much, and how sure that is."""
 
 import json
 import math
@@ -31,15 +31,16 @@ MOST_DECIMALS = 8
 def verdict(
     directories: list[Path], as_json: bool, metric: str | None = None, accept_code: bool = False
 ) -> str:
-    """Return which settings are better than others, as text or as JSON, and record it.
+    """Compare the settings in these directories, record the verdict, and return it.
 
     Args:
-        directories: runs, or parents of runs one or two levels below.
-        metric: as for `read_jobs`.
-        accept_code: Take the results of different code of the user together.
+        directories: Runs, or parents of runs one or two levels below.
+        as_json: Return JSON instead of text.
+        metric: As for `read_jobs`.
+        accept_code: Group results together although different code of the user has trained them.
 
     Raises:
-        RunError: a directory holds no run, no run has the metric, or there is one setting only.
+        RunError: A directory holds no run, no run has the metric, or there is only one setting.
     """
     jobs = read_jobs(directories, metric, accept_code)
     groups = replicates(jobs)
@@ -68,7 +69,7 @@ def to_text(
     """Return a comparison as text.
 
     Args:
-        conclusions: what it shows, in sentences.
+        conclusions: The verdicts, one sentence each.
     """
     lines = [f"compared by {_objective(jobs)}", *_table(settings)]
     lines += [f"note: {note}" for note in notes]
@@ -77,10 +78,10 @@ def to_text(
 
 
 def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
-    """Compare the best setting with each other one, in sentences. [] if there is one setting only.
+    """Compare the best setting with each other one, in sentences. Return [] for one setting.
 
     Args:
-        groups: as `replicates` returns them.
+        groups: As `replicates` returns them.
         most: Number of comparisons that get a sentence. A last line says how to see the others.
     """
     settings = settings_of(groups, directories)
@@ -97,7 +98,7 @@ def sentences(groups: list[Group], directories: list[Path], most: int) -> list[s
 
 
 def nothing(settings: list[Setting]) -> str:
-    """Return why nothing can be said of settings without replicates, and what to do."""
+    """Explain that nothing can be said about settings without replicates, and what to do."""
     if all(setting.complete == 1 and not setting.diverged for setting in settings):
         why = "each setting has one seed, which says nothing about chance"
     else:
@@ -108,7 +109,7 @@ def nothing(settings: list[Setting]) -> str:
 
 
 def sentence(comparison: Comparison) -> str:
-    """Return what a comparison shows, in a sentence."""
+    """Return the verdict of a comparison as a sentence."""
     difference = comparison.difference
     if difference is None:
         names = f"{comparison.other.label} against {comparison.reference.label}"
@@ -146,7 +147,7 @@ def _objective(jobs: list[Job]) -> str:
 
 
 def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
-    """Return notes on what the comparison of so many pairs leaves out or takes together."""
+    """Return notes on the comparison: pooled and unfinished jobs, the order, the correction."""
     jobs = [job for setting in settings for job in setting.jobs]
     notes = pooling_notes(replicates(jobs))
     for job in jobs:
@@ -163,7 +164,7 @@ def _diverged(settings: list[Setting]) -> list[str]:
 
 
 def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
-    """Return a note for each verdict that contradicts the means over all seeds, or the best."""
+    """Return a note for each verdict that contradicts the table's order or the best setting."""
     notes = []
     best = best_group(settings)
     for comparison in comparisons:
@@ -211,7 +212,7 @@ def to_numbers(
     notes: list[str],
     pairs: int,
 ) -> dict[str, Any]:
-    """Return the comparison as JSON's types."""
+    """Return the comparison as JSON values."""
     listed = []
     for setting in settings:
         codes = sorted({job.code for job in setting.jobs if job.code})

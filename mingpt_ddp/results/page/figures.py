@@ -1,4 +1,4 @@
-"""The figures of a page, as traces and layouts of plotly, and all colours."""
+"""Draw the figures of a page as traces and layouts of plotly."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ LONGEST = 40  # characters of a name or value in a figure
 BEST_TO_WORST = ["rgb(24,119,214)", "rgb(176,80,159)", "rgb(226,134,24)"]
 INCOMPLETE = "rgb(138,147,158)"
 TRAINING, VALIDATION = BEST_TO_WORST[0], BEST_TO_WORST[2]
-# A template of plotly. Texts that it inserts are literal.
+# A template of plotly, which inserts texts literally.
 CURVE_HOVER = "step %{x}: %{y:.5g}<br>%{text}<extra></extra>"
-# Few ticks: the labels of more would overlap.
+# Few ticks, because more labels would overlap.
 LOGARITHMIC = {"type": "log", "nticks": 4, "exponentformat": "e"}
-Curve = dict[int, Estimate]  # by step
+Curve = dict[int, Estimate]  # estimates by step
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Look:
     """How a row of the table, or a series of a single run, is drawn in every figure."""
 
     colour: str
-    text: str = ""  # shown on hover, as HTML of plotly
+    text: str = ""  # HTML that plotly shows on hover
     row: str = ""  # number of the row in the table
     dash: str = "solid"
     is_best: bool = False
@@ -102,7 +102,7 @@ class Figures:
         return text
 
     def losses(self, titles: dict[str, str]) -> str:
-        """Draw measurements of every row over the steps, the mean of its seeds in a band.
+        """Draw measurements of every row over the steps, as the mean of its seeds in a band.
 
         Args:
             titles: The titles of the figures, by key of metrics.jsonl.
@@ -227,7 +227,7 @@ def _band(look: Look, curve: Curve) -> dict[str, Any]:
 def parameter_axis(
     values: list[Value], is_logarithmic: bool
 ) -> tuple[dict[str, Any], list[float] | list[str]]:
-    """Return the axis of a parameter, and the places of the values on it.
+    """Return the axis of a parameter, and the positions of the values on it.
 
     Numbers have a linear axis, or a logarithmic one. If one of the values is not a number, each
     value is a category.
@@ -249,7 +249,7 @@ def _category(value: Value) -> str:
 
 
 def mean_curve(curves: Iterable[Iterable[tuple[int, float]]]) -> Curve:
-    """Return the mean of curves at the steps that all curves have, at about POINTS of them."""
+    """Return the mean of curves, at about POINTS of the steps that all of them have."""
     measured = [{x: y for x, y in curve if None not in (number(x), number(y))} for curve in curves]
     measured = [curve for curve in measured if curve]
     steps = sorted(set.intersection(*map(set, measured))) if measured else []
@@ -258,7 +258,7 @@ def mean_curve(curves: Iterable[Iterable[tuple[int, float]]]) -> Curve:
 
 
 def _visible_range(values: list[float], starts: list[float]) -> list[float]:
-    """Return the ends of an axis that shows all values but outliers, and most first values."""
+    """Return a range that shows all values but outliers, and half of the first values or more."""
     low = min(values, default=0.0)
     high = max([without_outliers(values), *([median(starts)] if starts else [])])
     margin = 0.06 * (high - low) or 0.05 * abs(low) or 0.5
@@ -279,5 +279,5 @@ def label(text: str, longest: int = LONGEST) -> str:
 
 
 def rounded(value: float) -> float:
-    """Return a value with the digits that a figure can show: the page is a third as large."""
+    """Round to the digits that a figure can show. The page is then a third as large."""
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Render the page of one run or many: one self-contained HTML file that runs only its scripts."""
+"""Render the page of one run or many: a self-contained HTML file with no foreign scripts."""
 
 import json
 import math
@@ -32,14 +32,14 @@ from mingpt_ddp.results.runs import Job, Value, identity, known, number, varying
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 BARS = "Bars: the 95% interval of each mean. They can overlap where a comparison by seed differs."
-MOST_SENTENCES = 12  # of the verdict
+MOST_SENTENCES = 12  # sentences of the verdict
 OTHER_CURVES = 16  # figures of a single run besides its losses
-SAMPLES = 12
+SAMPLES = 12  # approximate number of generated texts
 LONGEST_SAMPLE = 2000  # characters
 
 
 def render_page(title: str, results: Results, reload_s: float = 0) -> str:
-    """Return the whole document; what was asked first comes first.
+    """Return the HTML document.
 
     Names, values and texts of runs are untrusted: they are escaped in HTML and in plotly's labels,
     which render some tags. Only scripts with the nonce run.
@@ -121,7 +121,7 @@ def _numbers(job: Job) -> str:
 
 
 def _run(figures: Figures, job: Job, unread: list[str]) -> dict[str, str]:
-    """Return the sections of a single run: its measurements, samples and attempts."""
+    """Return the sections of a single run: its measurements, samples and restarts."""
     history = job.history
     restarts = {*known(number(each["step"]) for each in history.attempts[1:])}
     looks = {"train_loss": Look(TRAINING, "training"), LOSS.series: Look(VALIDATION, "validation")}
@@ -147,7 +147,7 @@ def _run(figures: Figures, job: Job, unread: list[str]) -> dict[str, str]:
 
 
 def _samples(directory: Path, unread: list[str]) -> str:
-    """Show texts that the model has generated, evenly over the run, the last one among them."""
+    """Show generated texts, evenly spaced over the run. The last one is among them."""
     try:
         texts = dict(read_samples(directory))
     except FileNotFoundError:
@@ -199,7 +199,7 @@ def _rows(results: Results, ranks: list[str]) -> str:
 
 
 def _settings(jobs: list[Job]) -> str:
-    """Return what is the same in all jobs: size, code and date in words, then all keys."""
+    """Describe what all jobs share: size, code and date in words, then the settings."""
     first = jobs[0].config
     if not first:
         return ""
@@ -226,18 +226,18 @@ def _flow(values: dict[str, Value]) -> str:
 
 
 def bullets(texts: list[str]) -> str:
-    """Return a bulleted list; "" without texts."""
+    """Return a bulleted list, or "" without texts."""
     items = "".join(f"<li>{escape(text)}</li>" for text in texts)
     return f"<ul>{items}</ul>" if items else ""
 
 
 def _grid(figures: str) -> str:
-    """Return figures in rows; "" without figures."""
+    """Arrange figures in rows. Return "" without figures."""
     return figures and f'<div class="plots">{figures}</div>'
 
 
 def table(rows: list[Cells]) -> str:
-    """Return a table that can be sorted by each column, and scrolls; "" without rows."""
+    """Return a scrolling table that can be sorted by each column, or "" without rows."""
     titles, cells = used_columns(rows)
     head = "".join(f"<th><button>{escape(title)}</button></th>" for title in titles)
     body = "".join(f"<tr><td>{'<td>'.join(map(escape, row))}" for row in cells)
