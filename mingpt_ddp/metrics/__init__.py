@@ -1,1 +1,1 @@
-"""Metrics of training, and their sinks: console, TensorBoard, JSON lines."""
+"""Measure training, and log it to the console, metrics.jsonl and trackers."""

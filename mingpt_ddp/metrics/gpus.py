@@ -1,4 +1,4 @@
-"""GPUs to plan for: their memory, and their rates, from the data sheets."""
+"""The memory and link rates of GPUs to plan for, from the data sheets."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,13 +16,14 @@ class GPU:
     """One GPU, and its link to the others of its node."""
 
     name: str  # as CUDA reports it
-    memory: int  # bytes that CUDA reports of it, rounded down to GiB
-    link: float  # bytes/s that it sends, while it receives as much
+    memory: int  # bytes that CUDA reports, rounded down to GiB
+    link: float  # bytes/s that it sends while it receives as much
 
 
 # Sources: NVIDIA's data sheets of H100, H200, HGX B200, A100 and L40S, and its white paper on Ada
-# (RTX 4090). CUDA reports less memory than a sheet's gigabytes, of L40S by its error correction. A
-# link is half of what a sheet says of NVLink, or of PCIe 4.0 with 16 lanes, for both directions.
+# (RTX 4090). CUDA reports less memory than the data sheets (for L40S because of error correction).
+# A link is half of the rate of NVLink, or of PCIe 4.0 with 16 lanes, because the sheets add up both
+# directions.
 # Matrix-product rates are in mfu.py.
 GPUS = {
     "a100-40gb": GPU("NVIDIA A100-SXM4-40GB", 39 * GIB, 300 * GB),
@@ -39,9 +40,9 @@ GPUS = {
 class Machine:
     """The GPUs to plan for."""
 
-    device: str  # of GPUS
+    device: str  # a key of GPUS
     nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
-    # What a node sends, all its adapters together.
+    # Rate at which a node sends, over all its adapters together.
     network_gbps: Annotated[float, Field(ge=1e-3, le=1e9)] = 400.0
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Metrics in `metrics.jsonl`, one JSON object per line, for reports, notebooks and restarts."""
+"""Write and read `metrics.jsonl`, one JSON object per line."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ Record: TypeAlias = dict[str, Any]
 
 METRICS = "metrics.jsonl"
 MAX_BYTES = 1 << 28  # size limit of the file, enough for a million lines
-MAX_VALUE = 1e300
+MAX_VALUE = 1e300  # a line with a larger number is not a record
 NUMBER_TYPES = {int, float}
 # The keys of a record, by the tag of the metric.
 KEYS = {
@@ -35,13 +35,13 @@ KEYS = {
     "train/epoch": "epoch",
     "memory/peak_mib": "peak_mib",
 }
-# prefixes of tags that a task or model names: val_accuracy
+# Prefixes of tags whose rest a task or model chooses, as in val/accuracy.
 EVALUATIONS = ("val/", "test/", "train/")
 TAGS = {key: tag for tag, key in KEYS.items()}
 
 
 def own_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return by name what a task or a model has measured in training."""
+    """Return the metrics that a task or a model has measured in training, by name."""
     by_name = {}
     for tag, value in metrics.items():
         if tag.startswith("train/") and tag not in KEYS and not tag.startswith("train/loss_"):
@@ -50,7 +50,7 @@ def own_metrics(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def to_record(step: int, metrics: dict[str, float]) -> Record:
-    """Return the record of metrics by tag; null stands for what is not finite."""
+    """Return the record for metrics by tag. A value that is not finite becomes null."""
     values = {key: metrics[tag] for tag, key in KEYS.items() if tag in metrics}
     for tag, value in metrics.items():
         if tag not in KEYS and tag.startswith(EVALUATIONS):
@@ -112,7 +112,7 @@ class JSONLLogger:
 
 @dataclass(frozen=True)
 class HistoryEnd:
-    """How the measurements of a run end."""
+    """The end of the measurements of a run."""
 
     step: int | None = None  # the last step that counts
     metrics: dict[str, float] = field(default_factory=dict)  # finite metrics of that step, by tag
@@ -123,14 +123,14 @@ class HistoryEnd:
 
 @dataclass(frozen=True)
 class MetricsHistory:
-    """The measurements that led to the last step.
+    """The measurements of a run that led to its last step.
 
-    Those that a restart or a rollback has repeated do not count.
+    Measurements of steps that a restart or a rollback has repeated do not count.
     """
 
     # The records with a measurement, by step. None is a value that is not finite.
     rows: list[Record] = field(default_factory=list)
-    attempts: list[Record] = field(default_factory=list)  # the records of their starts
+    attempts: list[Record] = field(default_factory=list)  # the record of the start of each
     faults: int = 0  # attempts that ended early and were followed by another
     rollbacks: int = 0
     is_complete: bool = False  # the last attempt has reached the end
@@ -239,7 +239,7 @@ def read_end(path: Path) -> HistoryEnd | None:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return a record, i.e. an object with a step and numbers; None for anything else."""
+    """Return a record, which is an object with a step and numbers, or None for anything else."""
     try:
         record = from_json(line, allow_inf_nan=False)
     except ValueError:

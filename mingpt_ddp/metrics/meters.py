@@ -1,4 +1,4 @@
-"""Averages over training steps, and their speed."""
+"""Average metrics over training steps, and measure their speed."""
 
 import time
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from mingpt_ddp.tasks.outputs import COUNT, SUM
 
 @dataclass
 class Pause:
-    """Time that is not spent on steps."""
+    """A pause in the training, whose time does not count for the speed."""
 
-    seconds: float = 0.0  # once it has ended
+    seconds: float = 0.0  # set when the pause ends
 
 
 class Meter:
@@ -31,12 +31,13 @@ class Meter:
     def __init__(self, runtime: Runtime, items_per_step: int, unit: str) -> None:
         """
         Args:
-            unit: of the items, as in `tokens`.
+            unit: Name of an item in metrics, such as `tokens`.
         """
         self.runtime = runtime
         self.items_per_step = items_per_step
         self.unit = unit
-        self.grad_norm = torch.zeros((), device=runtime.device)  # of the last step, before clipping
+        # Gradient norm of the last step, before clipping.
+        self.grad_norm = torch.zeros((), device=runtime.device)
         self._paused_s = 0.0
         self._reset()
 
@@ -51,8 +52,8 @@ class Meter:
         """Add one step.
 
         Args:
-            losses: this rank's shares by name, which all ranks add up: of the step's mean losses,
-                and of the sums and counts of metrics.
+            losses: This rank's shares by name. Over all ranks they add up to the step's mean losses
+                and to the sums and counts of metrics.
         """
         for name, loss in losses.items():
             if name in self._sums:
@@ -66,10 +67,10 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[Pause]:
-        """Exclude the time in this context, which is not spent on steps.
+        """Exclude the time in this context, because it is not spent on steps.
 
-        It begins when a GPU has done the steps queued before, and ends when the GPU has done what
-        is queued in it. A pause within another is a part of that one.
+        The pause begins when a GPU has done the steps that were queued before, and ends when it has
+        done the work that the context has queued. Pauses may be nested.
         """
         pause = Pause()
         since = self._since
@@ -81,18 +82,18 @@ class Meter:
         self._paused_s = paused_s + pause.seconds
 
     def clock(self, waits: bool) -> float:
-        """Return the seconds of a clock that stands still in pauses.
+        """Return the seconds of a clock that stops in pauses.
 
         Args:
-            waits: until a GPU has done what is queued.
+            waits: Wait until a GPU has done all queued work.
         """
         now = self.runtime.now() if waits else time.perf_counter()
         return now - self._paused_s
 
     def read(self) -> dict[str, float]:
-        """Return the metrics since the last reading by tag, and reset; {} without steps.
+        """Return the metrics since the last reading by tag, and reset. A collective.
 
-        A collective.
+        Without any step, return {}.
         """
         sums, steps = self.state()
         if steps == 0:
@@ -117,9 +118,9 @@ class Meter:
         """
         group = self.runtime.group
         with group.waiting():  # reading waits for a GPU
-            names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # in one order on all ranks
+            names = ["loss", *sorted(self._sums.keys() - {"loss"})]  # the same order on all ranks
             sums = torch.stack([self._sums[name] for name in names]).cpu()
-        if BUILDERS["action"]:  # the loop has compared the names of all others
+        if BUILDERS["action"]:  # acting hooks may name metrics that no other check has compared
             group.check_agreement(names, refuse_other_names)
         totals = group.all_reduce(sums)
         return dict(zip(names, totals.tolist(), strict=True)), self._steps

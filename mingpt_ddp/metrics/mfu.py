@@ -1,4 +1,4 @@
-"""MFU: a model's FLOP/s as a share of the device's, by data sheets."""
+"""Model FLOPs utilization (MFU): the model's FLOP/s over the peak in the GPU's data sheet."""
 
 import re
 
@@ -8,12 +8,12 @@ from torch import nn
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.models import flops_per_token
 
-# By the name that CUDA reports: TFLOP/s without sparsity in 16 bits, in TF32 and in fp32. Sources:
+# TFLOP/s without sparsity in 16 bits, in TF32 and in fp32, by the name that CUDA reports. Sources:
 # NVIDIA's data sheets of V100, T4, A100, A800, A10, A10G, L4, L40, L40S, H100, H100 NVL, H200,
 # GH200, H20, HGX B200, HGX B300 and GB200 NVL72 (a GPU of it), and its white papers on GA102 (RTX
 # 3090), Ada (RTX 4090) and RTX Blackwell (RTX 5090). A800 and H800 are A100 and H100 with slower
-# NVLink. Where a sheet has rates with sparsity only, half of them; for GeForce the rates with fp32
-# accumulation. None: the GPU lacks TF32, and bf16 with it.
+# NVLink. If a sheet has only rates with sparsity, we take half of them. For GeForce we take the
+# rates with fp32 accumulation. None if the GPU has neither TF32 nor bf16.
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     r"V100-SXM[23]-(16|32)GB": (125, None, 15.7),
     r"V100-PCIE-(16|32)GB": (112, None, 14),
@@ -37,14 +37,14 @@ PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
 
 
 def vendor_peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the vendor's FLOP/s for products of this type; None on a CPU or an unlisted GPU."""
+    """Return the vendor's FLOP/s for this type, or None for a CPU or an unlisted GPU."""
     if device.type != "cuda":
         return None
     return peak_flops_of(torch.cuda.get_device_name(device), dtype)
 
 
 def peak_flops_of(name: str, dtype: torch.dtype) -> float | None:
-    """Return the vendor's FLOP/s of the GPU that CUDA reports by this name; None if unlisted."""
+    """Return the vendor's FLOP/s of the GPU that CUDA reports by this name, or None if unlisted."""
     name = re.sub(r"^(NVIDIA |Tesla |GeForce )*", "", name)
     for pattern, (half, tf32, fp32) in PEAK_TFLOPS.items():
         if not re.fullmatch(pattern, name):
@@ -69,7 +69,7 @@ class Utilization:
         """
         flops = flops_per_token(model)
         peak = vendor_peak_flops(runtime.device, runtime.dtype)
-        self._peak_tokens_per_s: float | None = None  # of all ranks
+        self._peak_tokens_per_s: float | None = None  # over all ranks
         if flops is not None and peak is not None:
             self._peak_tokens_per_s = peak * runtime.group.world_size / flops
 
@@ -77,7 +77,7 @@ class Utilization:
         """Return `speed/mfu` for a listed GPU.
 
         Args:
-            tokens_per_s: Of all ranks.
+            tokens_per_s: Tokens per second over all ranks.
         """
         if self._peak_tokens_per_s is None:
             return {}

@@ -30,7 +30,7 @@ CONSOLE_LINES = 30
 
 
 def is_on_console(line: int) -> bool:
-    """Return True if the console shows the log line of a step that has this number in its attempt.
+    """Return True if the console shows the log line with this number in its attempt.
 
     It shows the first 30, each tenth of the first 300, each hundredth of the first 3,000 and so on.
     """
@@ -41,7 +41,7 @@ def is_on_console(line: int) -> bool:
 
 
 class MetricsProcessor:
-    """Collect metrics as dicts by tag and pass them to the sinks.
+    """Collect metrics as dicts by tag and pass them to the loggers.
 
     docs/logs.md documents the tags.
     """
@@ -57,9 +57,9 @@ class MetricsProcessor:
     ) -> None:
         """
         Args:
-            model: not wrapped; MFU is logged if it has `flops_per_token()`.
-            start: the steps done so far.
-            times: of the start of this attempt.
+            model: The model, not wrapped. MFU is logged if it has `flops_per_token()`.
+            start: Number of steps done so far.
+            times: Times of the start of this attempt.
         """
         self.runtime = runtime
         self.task = task
@@ -84,7 +84,7 @@ class MetricsProcessor:
         self._is_set_up = False
         self._times = times
         self._is_first = True
-        self._reached = 0  # the last step that an earlier attempt has logged
+        self._reached = 0  # last step that an earlier attempt has logged
         for logger in self.loggers:
             logger.start(start, runtime.group.world_size)
         env.call_on_rank_zero(lambda: drop_samples_after(directory, start))
@@ -94,14 +94,14 @@ class MetricsProcessor:
 
         Args:
             senders: one for each tracker, on rank zero.
-            end: of metrics.jsonl, on rank zero.
+            end: The end of metrics.jsonl, on rank zero.
         """
         self.senders = senders
         if end is not None:
             self._reached = end.reached
 
     def commit(self, step: int | None) -> None:
-        """Send what is known of the steps before `step`, the last one with a committed snapshot."""
+        """Send the steps before `step` to the trackers. `step` has a committed snapshot."""
         for sender in self.senders:
             sender.commit(step or 0)
 
@@ -109,7 +109,7 @@ class MetricsProcessor:
         """Show that a step is done.
 
         Args:
-            last: the last step of the run, if it is known.
+            last: Last step of the run, if it is known.
         """
         if self._is_first:
             self._is_first = False
@@ -124,7 +124,7 @@ class MetricsProcessor:
             self._reached = 0
 
     def _set_up(self) -> None:
-        """Open TensorBoard, after the first step so as not to delay it."""
+        """Open TensorBoard. Called after the first step, so that it does not delay the step."""
         if self._is_set_up:
             return
         with self.meter.paused():
@@ -148,12 +148,12 @@ class MetricsProcessor:
         """Log the steps since the last call. A collective.
 
         Args:
-            last: the last step of the run, if it is known.
-            model: wrapped for training.
-            goodput: of the whole run; rank zero logs it.
+            last: Last step of the run, if it is known.
+            model: The model, wrapped for training.
+            goodput: Goodput of the whole run, which rank zero logs.
 
         Returns:
-            All metrics of this rank by tag; {} if all steps since the last call were skipped.
+            All metrics of this rank by tag. Empty if all steps since the last call were skipped.
         """
         measured = self.meter.read()
         if not measured:
@@ -175,7 +175,7 @@ class MetricsProcessor:
         return metrics
 
     def _log_line(self, step: int, last: int | None, metrics: dict[str, float]) -> None:
-        """Log the main metrics in one line; to the file alone if the progress line shows them."""
+        """Log the main metrics in one line, only to the file if the progress line shows them."""
         unit = self.task.unit
         brief = f"loss {metrics['train/loss']:.4f}, {metrics[f'speed/{unit}_per_s']:,.0f} {unit}/s"
         if "speed/mfu" in metrics:
@@ -217,9 +217,9 @@ class MetricsProcessor:
             logger.log(step, metrics)
 
     def log_sample(self, step: int, text: str | None) -> None:
-        """Log a generated text; None on ranks that did not generate it.
+        """Log a generated text. Ranks that did not generate it pass None.
 
-        That of a job of a named sweep is not on the console, where ten lines would hide the jobs.
+        A job of a named sweep logs it only to the file: ten lines would hide the other jobs.
         """
         if text is not None:
             self.tensorboard.log_text(step, "sample", text)

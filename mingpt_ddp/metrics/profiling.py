@@ -15,8 +15,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 log = logging.getLogger(__name__)
 
 Paused: TypeAlias = Callable[[], AbstractContextManager[object]]
-TOP = 10  # rows of the table
-LONGEST = 44  # characters of an operator's name
+TOP = 10  # number of rows of the table
+LONGEST = 44  # characters of an operator's name in the table
 DIRECTORY = "profile"  # in the run directory
 
 
@@ -33,10 +33,10 @@ class Profiler:
     ) -> None:
         """
         Args:
-            directory: of the run.
-            profile: the steps of trainer.profile.
+            directory: The run directory.
+            profile: First and last step to profile (trainer.profile).
             steps: range(steps done so far, steps of the whole run).
-            paused: a context for what takes time between steps.
+            paused: Context for work that is not part of a step, which excludes its time.
         """
         self.runtime = runtime
         self._paused = paused
@@ -52,7 +52,7 @@ class Profiler:
             log.info(message, first, last, steps.start + 1, steps.stop, "nothing is profiled")
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no step before the first one warms it up
+            warnings.simplefilter("ignore")  # torch warns if no step warms the profiler up
             schedule = torch.profiler.schedule(
                 wait=window.start, warmup=0, active=len(window), repeat=1
             )
@@ -60,11 +60,11 @@ class Profiler:
         self._profile = torch.profiler.profile(
             schedule=schedule, on_trace_ready=self._write, profile_memory=True, acc_events=True
         )
-        self._profile.step_num = steps.start  # so that the trace has the numbers of the steps
+        self._profile.step_num = steps.start  # the trace then has the step numbers of the run
         self._profile.start()
 
     def step(self) -> None:
-        """Begin a step. Begin to profile if it is the first of those steps, end after the last."""
+        """Begin a step. The profiler records the first step to profile up to the last one."""
         if self._profile is not None:
             with torch_internals.without_profiler_marks():
                 self._profile.step()
@@ -96,15 +96,15 @@ class Profiler:
 
 @contextmanager
 def snapshot_when_out_of_memory(directory: Path, rank: int) -> Iterator[None]:
-    """Write which blocks fill the GPU of a rank when an allocation fails in this context.
+    """If an allocation fails in this context, write a file that shows what fills the GPU.
 
     Args:
-        directory: of the run.
+        directory: The run directory.
     """
     try:
         yield
     except Exception as error:
-        # It passes as it is, or is refused as a ConfigError.
+        # The error comes as it is, or as the cause of a ConfigError.
         if not isinstance(error.__cause__ or error, torch.OutOfMemoryError):
             raise
         path = directory / DIRECTORY / f"rank{rank}.memory.pickle"

@@ -1,4 +1,7 @@
-"""Generated texts in `samples.jsonl`, one JSON object per line: `{"step": 50, "text": "..."}`."""
+"""Write and read generated texts: `samples.jsonl` has a line for each.
+
+A line is `{"step": 50, "text": "..."}`.
+"""
 
 import contextlib
 import json
@@ -9,7 +12,7 @@ from mingpt_ddp.storage.lines import append_line, read_lines
 from mingpt_ddp.storage.storage import atomic_write
 
 SAMPLES = "samples.jsonl"
-MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 28  # size limit of the file
 
 
 def append_sample(directory: Path, step: int, text: str) -> None:
@@ -31,7 +34,7 @@ def read_samples(directory: Path) -> Iterator[tuple[int, str]]:
     """Yield step and text of each sample. Skip lines that a kill has cut off.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or exceeds a limit.
+        OSError: The file cannot be read, is not a regular file, or exceeds a limit.
     """
     for line in read_lines(directory / SAMPLES, MAX_BYTES):
         with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""What a configuration means before it is trained: read plan.py first."""
+"""Plan a run before it is trained: memory, messages, time and doubts. Read plan.py first."""
 
 from mingpt_ddp.planning.sizes import Sizes, sizes
 

@@ -1,4 +1,4 @@
-"""How a number of ranks divides the batch."""
+"""Divide the batch between ranks."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,12 +18,12 @@ class BatchOnRanks:
     """The batch on a number of ranks, and the learning rate there."""
 
     ranks: int
-    copies: int  # of the model
+    copies: int  # copies of the model
     batch_size: int
     micro_batch_size: int
     micro_batches: int
-    micro_batches_per_rank: int  # of the rank that has most
-    idle: float  # share of the time in which the other ranks wait for it
+    micro_batches_per_rank: int  # of the rank with the most micro-batches
+    idle: float  # share of the time that the ranks spend waiting for that rank
     lr: float
 
 

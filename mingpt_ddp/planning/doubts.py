@@ -1,4 +1,4 @@
-"""Settings that are valid but look doubtful, each with the reason and what to do."""
+"""Find settings that are valid but look doubtful, with the reason and what to do."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from mingpt_ddp.training.start.start_log import long_metrics
 # The usual learning rates, by optimizer.
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
 MANY_EPOCHS = 10
-LARGE = 10  # parameters per item of the data
+LARGE = 10  # parameters per item (token or sample) of the data
 GIB = 2**30
 
 

@@ -19,7 +19,7 @@ from mingpt_ddp.training.memory import refuse_out_of_memory
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 
-# The first step allocates and does not count. Then 20 steps, or fewer if these seconds are over.
+# The first step allocates memory and does not count. Then time 20 steps, or fewer after LIMIT_S.
 STEPS = 20
 LIMIT_S = 4.0
 EVALUATED_BATCHES = 5
@@ -27,12 +27,12 @@ EVALUATED_BATCHES = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians, of one rank."""
+    """Times and memory of one rank. The times are medians."""
 
     step_s: float
-    items_per_s: float  # tokens or samples
+    items_per_s: float  # tokens or samples per second
     evaluation_s: float  # the whole validation split
-    peak_bytes: int  # of the GPU, or of this process on a CPU
+    peak_bytes: int  # peak memory of the GPU, or of this process on a CPU
 
 
 def measure(runtime: Runtime, task: Task, batch: BatchOnRanks) -> Measured:
@@ -81,7 +81,7 @@ def _time_steps(runtime: Runtime, train_step: TrainStep) -> float:
 
 @torch.no_grad()
 def _time_evaluation(runtime: Runtime, task: Task, model: nn.Module, split: Split) -> float:
-    """Return the seconds to evaluate a split, from its first batches."""
+    """Estimate the seconds to evaluate a split from its first batches."""
     moments = [runtime.now()]
     with eval_mode(model), runtime.autocast():
         for batch in itertools.islice(split.batches(0, 1), EVALUATED_BATCHES):

@@ -1,4 +1,4 @@
-"""What a configuration means before it is trained, as JSON values: counts, bytes and seconds.
+"""Plan a run before it is trained, as JSON values: counts, bytes and seconds.
 
 The table of strategies comes from formulas (sizes.py, strategies.py). A plan for this machine also
 times some steps (measured.py); a plan for other GPUs needs neither them nor memory for the model.
@@ -50,10 +50,10 @@ def make_plan(
     typed: Container[str] = (),
     vocab_size: int | None = None,
 ) -> dict[str, Any]:
-    """Return the plan of a run. Writes nothing but the cache of the data.
+    """Return the plan of a run. This writes nothing but the cache of the data.
 
     Args:
-        machine: GPUs to plan for. None: this machine, where one rank times some steps.
+        machine: GPUs to plan for. None for this machine, where one rank times some steps.
         typed: Keys from the command line.
         vocab_size: Replaces the size of the text's own vocabulary.
 
@@ -153,7 +153,7 @@ def _here(config: Config, runtime: Runtime) -> Devices:
 
 
 def _alone(config: Config) -> Config:
-    """Return the configuration of one rank that trains as each of several does."""
+    """Return the configuration with which one rank trains alone like each of several ranks."""
     device = resolve_device(config.trainer.device, "trainer.device")
     compiles = should_compile(config, device, config.ddp.local_workers or 1)
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)
@@ -175,13 +175,13 @@ def _sizes(task: Task, precision: str, may_use_memory: bool) -> Sizes:
     except ConfigError:
         if not may_use_memory:
             raise
-        return sizes_of(task, precision, "cpu")  # a user's code that reads values
+        return sizes_of(task, precision, "cpu")  # a user's code reads values
 
 
 def _strategies(
     config: Config, sizes: Sizes, devices: Devices, loader: Loader
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures of each strategy by name. If one cannot run, they are the reason.
+    """Return the figures of each strategy by name. If it cannot run, return the reason instead.
 
     Raises:
         ConfigError: The configuration asks for a strategy that cannot run.
@@ -225,7 +225,7 @@ def _with_strategy(config: Config, name: str, ranks_per_node: int) -> Config:
 
 
 def _snapshots(config: Config, sizes: Sizes, steps: int) -> dict[str, Any]:
-    """Return the bytes of a snapshot, and of the most that stay."""
+    """Return the size of a snapshot, and the size of all snapshots that stay on the disk."""
     snapshot = config.snapshot
     size = sizes.snapshot_bytes(config.trainer.ema is not None)
     milestones = steps // snapshot.keep_every if snapshot.keep_every else 0

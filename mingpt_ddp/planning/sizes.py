@@ -1,7 +1,7 @@
-"""The sizes of a model and of its training step, without memory for either.
+"""Compute the sizes of a model and of its training step, without memory for either.
 
 The model is built and its optimizer takes a step on torch's meta device, where tensors have shapes
-and no values. What the passes keep comes from formulas: a row of BLOCKS for each architecture.
+and no values. Activations come from formulas, with a row of BLOCKS for each architecture.
 
 Symbols: B sequences of a micro-batch, T tokens of a context, C = n_embd, H = n_head, V outputs;
 E = B T C, the elements between two blocks; s bytes of an element in matrix products.
@@ -39,18 +39,20 @@ class BlockRow:
 
     fp32: int
     products: int  # in the type of matrix products
-    split: int  # how many of `products` tensor parallelism divides
-    per_head: int  # bytes for each head and token: sums and norms of attention
+    split: int  # how many of `products` are divided by tensor parallelism
+    per_head: int  # bytes for each head and token, for sums and norms of attention
     before: int  # in the type of products, kept before the first block
     backward: int  # in the type of products, allocated by the backward pass of one block
     fp32_input: bool  # the residual stream, which recomputed blocks keep, is in fp32
     is_tied: bool  # the head's weight is the embedding's
 
 
-# gpt keeps in fp32 the inputs of both norms; in products the inputs of qkv and up; and q, k, v, the
-# input of proj, and the hidden features (4 E) before and after GELU, which are split.
-# modern keeps in fp32 those of the norms of q and k too; in products what both smears add and
-# return (4), rotated q and k (2), values and the input of proj (2), the hidden features (8).
+# gpt keeps the inputs of both norms in fp32 (2). In the type of products it keeps the inputs of qkv
+# and up (2), and these, which are split: q, k, v, the input of proj (4), and the hidden features
+# (4 E) before and after GELU (8).
+# modern also keeps the inputs of the norms of q and k in fp32. In the type of products it keeps the
+# terms and results of both smears (4), rotated q and k (2), values and the input of proj (2), and
+# the hidden features (8).
 BLOCKS: dict[type, BlockRow] = {
     GPT: BlockRow(2, 14, 12, per_head=4, before=0, backward=7, fp32_input=True, is_tied=True),
     Modern: BlockRow(4, 16, 0, per_head=20, before=7, backward=11, fp32_input=False, is_tied=False),
@@ -59,7 +61,7 @@ BLOCKS: dict[type, BlockRow] = {
 
 @dataclass(frozen=True)
 class Activations:
-    """What the passes of a model keep and allocate, in bytes."""
+    """Memory for the activations of a model, in bytes unless a method says otherwise."""
 
     row: BlockRow
     model: TransformerConfig
@@ -68,11 +70,11 @@ class Activations:
     itemsize: int  # s
 
     def stream(self, rows: int) -> int:
-        """Return E of `rows` sequences."""
+        """Return E for `rows` sequences, a number of elements."""
         return rows * self.length * self.model.n_embd
 
     def block(self, rows: int, parts: int = 1) -> int:
-        """Return what a block keeps, without copies of its weights.
+        """Return the bytes that a block keeps for its backward pass, without copies of its weights.
 
         Args:
             parts: Ranks that divide its matrices (ddp.tensor_parallel).
@@ -93,26 +95,26 @@ class Activations:
         return (FP32 if is_fp32 else self.itemsize) * self.stream(rows)
 
     def logits(self, rows: int) -> int:
-        """Return B T V."""
+        """Return B T V for `rows` sequences, a number of elements."""
         return rows * self.length * self.outputs
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model and its optimizer after a step. Without a unit these are numbers of elements."""
+    """Sizes of a model and of its optimizer after a step, in elements unless a name has a unit."""
 
     parameters: int
     trained: int
     largest: int  # the largest trained parameter
     block: int  # the largest block
     blocks: int  # all blocks together, which tensor parallelism divides
-    muon: int  # the matrices that Muon orthogonalizes
+    muon: int  # all matrices that Muon orthogonalizes
     optimizer_bytes: int
     buffer_bytes: int
-    flops_per_item: float | None  # forward and backward pass; None if the model does not say
+    flops_per_item: float | None  # of both passes; None if the model has no flops_per_token
     itemsize: int  # s
     scalars: list[str]  # names of trained parameters without rows
-    activations: Activations | None  # None if the model, a part or the task is a user's
+    activations: Activations | None  # None if a user wrote the model, a part of it or the task
 
     def snapshot_bytes(self, with_average: bool) -> int:
         weights = FP32 * self.parameters * (1 + with_average)
@@ -120,7 +122,7 @@ class Sizes:
 
 
 def sizes(config: Config, vocab_size: int | None = None) -> Sizes:
-    """Return the sizes of what a configuration trains. Reads its data, but for the vocabulary.
+    """Return the sizes of the model of a configuration. Its data is read for the vocabulary.
 
     Args:
         vocab_size: Replaces the size of the text's own vocabulary.
@@ -135,7 +137,7 @@ def sizes(config: Config, vocab_size: int | None = None) -> Sizes:
 
 
 def gpu_precision(precision: str) -> str:
-    """Return fp32, bf16 or fp16; on a GPU that is fast at bf16, auto is bf16."""
+    """Return fp32, bf16 or fp16. On a GPU that is fast at bf16, auto means bf16."""
     return "bf16" if precision == "auto" else precision
 
 
@@ -156,7 +158,7 @@ def sizes_of(task: Task, precision: str, device: str = "meta") -> Sizes:
                 if config.trainer.activation_checkpointing:
                     apply_activation_checkpointing(model)
                 optimizer = build_optimizer(model, config.optimizer)
-            _take_step(optimizer)  # outside: an optimizer may read its count of steps
+            _take_step(optimizer)  # outside of the context, because it may read its count of steps
     except ConfigError:
         raise
     except Exception as error:  # from a user's code

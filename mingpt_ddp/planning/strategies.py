@@ -1,6 +1,6 @@
-"""The memory of a rank, what it sends in a step and the least time of it, for each strategy.
+"""Compute the memory, the messages and the least time of a step, for each strategy.
 
-No rank runs: these are formulas. Their symbols are those of sizes.py.
+These are formulas, with the symbols of sizes.py. No rank runs.
 """
 
 from bisect import bisect_right
@@ -13,29 +13,29 @@ from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_
 from mingpt_ddp.planning.batch import BatchOnRanks
 from mingpt_ddp.planning.sizes import FP32, Sizes
 
-# About what CUDA and its libraries take, or on a CPU the program itself, in bytes.
+# Approximate bytes that CUDA and its libraries take on a GPU, or the program itself on a CPU.
 CONTEXT = 1 << 29
 GIB = 2**30
 HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits
 STRATEGIES = ("single", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel")
-# Figures that are unknown if the model or the task is a user's.
+# Figures that are unknown if a user wrote the model or the task.
 UNKNOWN = ("peak_bytes", "activations_bytes", "temporaries_bytes", "largest_micro_batch_size")
-MOST_ROWS = 1 << 20  # of a micro-batch
+MOST_ROWS = 1 << 20  # largest micro-batch that is tried
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What a plan is for, a device for each rank. None: a rate is not known."""
+    """The devices to plan for, one for each rank. A rate is None if it is not known."""
 
     name: str
     precision: str
     nodes: int
     ranks_per_node: int
-    memory: int  # bytes of a rank
+    memory: int  # bytes for each rank
     is_gpu: bool
     peak_flops: float | None  # the vendor's rate in this precision
-    link: float | None = None  # bytes/s of a GPU to those of its node
-    network: float | None = None  # bytes/s of a node to others
+    link: float | None = None  # bytes/s that a GPU sends to others of its node
+    network: float | None = None  # bytes/s that a node sends to others
 
     @property
     def ranks(self) -> int:
@@ -44,7 +44,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes in a step."""
+    """Bytes that are sent in a step."""
 
     sent: float  # by a rank
     leaves_node: float  # by a node, whose ranks first reduce, or copy, among themselves
@@ -52,7 +52,7 @@ class Wire:
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes besides the weights and the optimizer's state at a moment of a step."""
+    """Memory at a moment of a step in bytes, besides the weights and the optimizer's state."""
 
     gradients: float
     activations: float = 0.0
@@ -65,14 +65,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a strategy takes of the rank that needs most."""
+    """The needs of a strategy on the rank that needs most."""
 
     strategy: str
     config: Config
     sizes: Sizes
     devices: Devices
     batch: BatchOnRanks
-    items: float  # tokens or samples of the busiest rank in a step
+    items: float  # tokens or samples of the busiest rank in each step
     data: int  # bytes of a text that stays on the GPU
 
     def figures(self) -> dict[str, Any]:
@@ -105,17 +105,17 @@ class Footprint:
 
     @property
     def parts(self) -> int:
-        """How many ranks hold a copy of the model together."""
+        """Number of ranks that hold one copy of the model together (tensor parallelism)."""
         return self.config.ddp.tensor_parallel
 
     @property
     def gathers(self) -> bool:
-        """Whether the ranks divide the weights by rows and gather them for each block."""
+        """True if the ranks divide the weights by rows and gather them for each block."""
         return "weights" in DIVIDED.get(self.strategy, ())
 
     @property
     def shards(self) -> int:
-        """How many ranks divide the rows of weights, gradients and the optimizer's state."""
+        """Number of ranks that divide the rows of weights, gradients and optimizer state."""
         if self.strategy == "hsdp":
             return shards_per_replica([self.devices.ranks_per_node] * self.devices.nodes)
         return self.devices.ranks if self.gathers else 1
@@ -137,7 +137,7 @@ class Footprint:
         return sum(self.memory(rows).values())
 
     def memory(self, rows: int) -> dict[str, int]:
-        """Return the bytes by kind when a step with micro-batches of `rows` needs most."""
+        """Return the bytes by kind, at the fullest moment of a step with micro-batches of `rows`."""
         sizes = self.sizes
         weights = FP32 * sizes.parameters * self.share
         fullest = max(self.moments(rows), key=lambda moment: moment.total)
@@ -157,10 +157,10 @@ class Footprint:
         sizes, known = self.sizes, self.sizes.activations
         has_buckets = self.strategy in ("ddp", "zero1")  # of gradients, which stay allocated
         gradients = FP32 * sizes.trained * self.share
-        # while passes run: the buckets, and what earlier passes have added up
+        # While passes run: the buckets, and the gradients that earlier passes have summed.
         held = gradients * (has_buckets + (self.batch.micro_batches_per_rank > 1))
-        # Muon holds directions in fp32 and stacks of matrices in 16 bits; ranks that share its work
-        # also hold messages
+        # Muon holds directions in fp32 and stacks of matrices in 16 bits. If ranks share its work,
+        # they also hold messages.
         muon = sizes.muon * (12 if self.strategy == "ddp" else 10) * self.optimizer_share
         freed = 0 if has_buckets else FP32 * sizes.muon
         update = Moment(gradients - freed, temporaries=muon)
@@ -170,7 +170,7 @@ class Footprint:
         s, stream, logits = sizes.itemsize, known.stream(rows), known.logits(rows)
         embedding = known.outputs * known.model.n_embd
         recomputes = self.config.trainer.activation_checkpointing
-        # autocast copies weights, which fsdp gathers in the type of products
+        # Autocast copies weights. With fsdp they are gathered in the type of products instead.
         copied = 0 if self.gathers or s == FP32 else s
         block = known.block(rows, self.parts) + copied * sizes.block / self.parts
         kept = known.block_input(rows, self.gathers) if recomputes else block
@@ -179,7 +179,7 @@ class Footprint:
         backward = s * known.row.backward * stream + recomputes * block
         outside = sizes.parameters - sizes.blocks
         gathered = self.gathers * s * (outside + sizes.block)
-        # gradients, the next block's weights, and an fp32 copy of the gradients to reduce
+        # Gradients, the next block's weights, and an fp32 copy of the gradients to reduce.
         reduced = self.gathers * (s * outside + (2 * s + FP32) * sizes.block)
         cached = recomputes * copied * sizes.blocks / self.parts
         tied = 2 * FP32 * embedding * (known.row.is_tied and not self.gathers)
@@ -194,7 +194,7 @@ class Footprint:
         ]
 
     def times(self) -> dict[str, float | None]:
-        """Return what a rank sends in a step, and the least seconds at the vendor's rates."""
+        """Return the bytes that a rank sends in a step, and the least seconds at vendors' rates."""
         devices = self.devices
         flops = self.sizes.flops_per_item
         compute_s = wire_s = None
@@ -215,7 +215,7 @@ class Footprint:
         """Return the bytes of a step by ring algorithms; flags, norms and losses are left out.
 
         Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
-        workstations" (JPDC 69(2)). An all-reduce goes around the ring twice, all else once.
+        workstations" (JPDC 69(2)). An all-reduce goes around the ring twice, all others once.
         """
         sizes, ranks, passes = self.sizes, self.devices.ranks, self.batch.micro_batches_per_rank
         gradients = FP32 * sizes.trained
@@ -247,5 +247,5 @@ class Footprint:
 
 
 def _ring(ranks: int) -> float:
-    """Return the share of a message that each of some ranks sends once around a ring."""
+    """Return the share of a message that each of `ranks` sends, once around a ring."""
     return (ranks - 1) / ranks

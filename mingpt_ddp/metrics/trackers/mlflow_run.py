@@ -10,7 +10,7 @@ from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.storage.run_directory import run_name
 
 TAG = "mingpt_ddp.run_id"
-MAX_PARAM = 500  # characters, as any server allows
+MAX_PARAM = 500  # characters of a parameter that any server accepts
 
 
 class MLflowTracker(Tracker):

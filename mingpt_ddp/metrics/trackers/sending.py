@@ -32,7 +32,7 @@ def check_installed(tracker: TrackerConfig) -> None:
     """Refuse a tracker whose library is missing.
 
     Raises:
-        ConfigError: names the tracker and the extra to install.
+        ConfigError: The message names the tracker and the extra to install.
     """
     for name in TRACKERS:
         if getattr(tracker, name):
@@ -51,21 +51,21 @@ def open_senders(config: Config, directory: Path, run_id: str) -> list["Sender"]
 
 
 class Sender:
-    """Send each step to one tracker, once a later snapshot is committed and no restart repeats it.
+    """Send each step to one tracker once, when a later snapshot means that no restart repeats it.
 
-    One thread sends what metrics.jsonl has, beginning with the first step that the tracker lacks.
-    While a server is away, nothing but that file grows.
+    One thread sends the records of metrics.jsonl, beginning with the first step that the tracker
+    lacks. While a server is away, the steps wait in that file.
     """
 
     def __init__(self, tracker: Tracker, metrics: Path) -> None:
         """
         Args:
-            metrics: metrics.jsonl of the run.
+            metrics: Path of the run's metrics.jsonl.
         """
         self._tracker = tracker
         self._metrics = metrics
-        self._committed: float = 0  # step of the newest snapshot that the thread was told of
-        # What the thread does next: the step before which it sends, and at the end the result.
+        self._committed: float = 0  # step of the newest snapshot that the thread knows of
+        # Tasks for the thread: send the steps before a step, and at the end also the result.
         self._queue: Queue[tuple[float, dict[str, Any] | None]] = Queue(maxsize=2)
         self._is_open = False
         self._has_failed = False
@@ -75,16 +75,17 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def commit(self, step: int) -> None:
-        """Send the steps before `step`, which has a committed snapshot, but may be evaluated.
+        """Send the steps before `step`, which has a committed snapshot.
 
-        While others are being sent they are left to the next call.
+        `step` itself waits, because its evaluation may follow. If the thread is still busy, the
+        next call sends these steps.
         """
         if step > self._committed and self._queue.empty():
             self._committed = step
             self._put(step, None)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Send all that is left, and the content of result.json."""
+        """Send all remaining steps, and the content of result.json."""
         self._called_at = time.monotonic()
         self._put(math.inf, result)
 
@@ -94,14 +95,14 @@ class Sender:
             self._thread.start()
 
     def join(self) -> None:
-        """Wait until all has arrived, but not for a server that does not answer."""
+        """Wait until everything has arrived, but at most END_S for each answer of a server."""
         while self._thread.is_alive() and time.monotonic() - self._called_at < END_S:
             self._thread.join(0.05)
         if not self._has_finished:
             message = "%s lacks the last steps; run the same command again to send them"
             log.warning(message, self._tracker.name)
 
-    # On the thread.
+    # The rest runs on the thread.
 
     def _run(self) -> None:
         result = None
@@ -138,7 +139,7 @@ class Sender:
         self._has_failed = False
 
     def _read_new_lines(self) -> None:
-        """Read metrics.jsonl from the last whole line on. Drop the steps that were repeated."""
+        """Read new whole lines of metrics.jsonl. Drop steps that a restart or rollback repeats."""
         with open_regular(self._metrics) as file:
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):

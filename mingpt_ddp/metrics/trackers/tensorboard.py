@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoardLogger:
-    """Write event files. What was logged is on disk, so that a kill does not lose it.
+    """Write event files, and flush each value, so that a kill does not lose it.
 
     The first value creates the first file: importing TensorBoard takes 0.2 seconds. If a write
     fails, for example because the disk is full, training continues without it.
@@ -25,11 +25,11 @@ class TensorBoardLogger:
         self._writer: Any = None  # a SummaryWriter
 
     def start(self, step: int, world_size: int) -> None:
-        """Begin an attempt after `step`. Readers drop what was logged of later steps."""
+        """Begin an attempt after `step`. Readers will drop later steps that were logged before."""
         self._purge_step = step + 1
 
     def rollback(self, step: int) -> None:
-        """Begin again after `step` within an attempt, in another event file."""
+        """Go back to `step` within an attempt. What follows goes to another event file."""
         self.close()
         self._purge_step = step + 1
 

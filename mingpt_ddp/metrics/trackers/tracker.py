@@ -1,16 +1,16 @@
-"""What a run needs from a tracker."""
+"""The interface of a tracker."""
 
 from abc import ABC, abstractmethod
 from typing import Any
 
 
 class Tracker(ABC):
-    """A run at a tracker, which cannot take back what it was sent.
+    """A run at a tracker. A step that has been sent cannot be taken back.
 
-    Any method may raise anything. `start` is then called again.
+    A method may raise any exception. `start` is then called again.
     """
 
-    name: str  # of the tracker and of its library
+    name: str  # name of the tracker, and of its library
 
     @abstractmethod
     def start(self) -> int:

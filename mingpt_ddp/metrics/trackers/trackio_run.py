@@ -13,7 +13,7 @@ TIMEOUT_S = 10.0
 
 
 class TrackioTracker(Tracker):
-    """The run is found by its name, which has the id. Trackio says which step comes next."""
+    """The run is found by its name, which contains the id. Trackio knows its next step."""
 
     name = "trackio"
 
@@ -24,7 +24,7 @@ class TrackioTracker(Tracker):
     def start(self) -> int:
         import trackio
 
-        # trackio.init would take a server that is away for an empty one.
+        # Check that the server answers: trackio.init would begin a new run if it does not.
         if server := os.environ.get("TRACKIO_SERVER_URL"):
             url, _, _ = server.partition("?")  # without its write_token
             urllib.request.urlopen(url, timeout=TIMEOUT_S).close()

@@ -12,7 +12,7 @@ from mingpt_ddp.storage.run_directory import run_name
 
 
 class WandbTracker(Tracker):
-    """Online, W&B says which step comes next. Offline, each attempt writes all steps anew."""
+    """Online, W&B knows the next step of the run. Offline, each attempt writes all steps again."""
 
     name = "wandb"
 
