@@ -137,7 +137,7 @@ class Footprint:
         return sum(self.memory(rows).values())
 
     def memory(self, rows: int) -> dict[str, int]:
-        """Return the bytes by kind, at the fullest moment of a step with micro-batches of `rows`."""
+        """Return bytes by kind, at the fullest moment of a step with micro-batches of `rows`."""
         sizes = self.sizes
         weights = FP32 * sizes.parameters * self.share
         fullest = max(self.moments(rows), key=lambda moment: moment.total)

@@ -1,4 +1,4 @@
-"""Identify the code that trains: the user's files as they were loaded, the package, and checkouts.
+"""Identify the code that trains: the user's loaded files, the package, and their checkouts.
 
 Every state.json and result.json has this record:
 
@@ -38,7 +38,7 @@ from mingpt_ddp.storage.storage import read_regular
 PATCH = "code.patch"
 MAX_CODE_BYTES = 1 << 24  # size of a Python file
 TOO_LARGE = f"more than {MAX_PATCH_BYTES:,} bytes, not kept"
-COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # by SHA-1 or SHA-256
+COMMIT = re.compile("^([0-9a-f]{12})[0-9a-f]{28,52}")  # a SHA-1 or SHA-256 hash
 GIT_S = 5.0  # time limit in seconds for all commands of git together
 READ_S = 60.0  # time limit in seconds for reading the code
 SHOWN = 5  # number of files that a message names
@@ -55,7 +55,8 @@ DIFF = (
     "HEAD",
     "--",
 )
-BINARY = re.compile(rb"^Binary files .* differ$", re.MULTILINE)  # git cannot apply such a part
+# The part of a patch for a binary file, which git cannot apply.
+BINARY = re.compile(rb"^Binary files .* differ$", re.MULTILINE)
 SECRET_NAME = re.compile(
     r"/(\.env|[._]netrc|\.npmrc|\.pgpass|\.pypirc|\.(aws|kube|ssh)/)|id_(rsa|dsa|ecdsa|ed25519)|"
     r"secret|credential|passw|(api|private)_?key|service[-_]account|kubeconfig|hf_token|"
@@ -169,7 +170,7 @@ def with_loaded_files(record: Mapping[str, Any], roots: Iterable[Path]) -> dict[
 
 
 def recorded_code(values: Any) -> dict[str, Any]:
-    """Return the record of the code in an untrusted state.json or result.json; {}: it has none."""
+    """Return the record of the code in an untrusted state.json or result.json, or {}."""
     code = values.get("code") if isinstance(values, dict) else None
     if not isinstance(code, dict):
         return {}

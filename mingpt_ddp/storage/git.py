@@ -1,4 +1,4 @@
-"""Ask git about a checkout."""
+"""Run git commands that only read a checkout."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 MAX_PATCH_BYTES = 1_000_000
-# No program that a checkout configures is run, nothing is locked, fetched or asked.
+# Run no program that a checkout configures. Do not lock, fetch or ask for anything.
 OPTIONS = (
     "--no-optional-locks",
     "--no-pager",
@@ -16,11 +16,11 @@ OPTIONS = (
     "-c",
     "core.hooksPath=/dev/null",
     "-c",
-    f"core.bigFileThreshold={MAX_PATCH_BYTES}",  # which are not compared line by line
+    f"core.bigFileThreshold={MAX_PATCH_BYTES}",  # do not compare large files line by line
 )
 ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "EMPTY": ""}
-# Held while git starts; a fork waits for it. Else the forked process, which may live as long as
-# this one, could hold the pipes open whose end the start and the reader of the output wait for.
+# Held while git starts, so that this process does not fork meanwhile. A forked process would keep
+# git's pipes open as long as it lives, and reading git's output would not end before.
 STARTING = threading.Lock()
 os.register_at_fork(
     before=STARTING.acquire, after_in_parent=STARTING.release, after_in_child=STARTING.release
@@ -28,11 +28,11 @@ os.register_at_fork(
 
 
 def git(root: Path, deadline: float, *words: str) -> bytes:
-    """Return what git prints.
+    """Run a git command and return its output.
 
     Raises:
-        TimeoutExpired: it takes too long.
-        OSError, CalledProcessError: it fails.
+        TimeoutExpired: The command takes too long.
+        OSError, CalledProcessError: The command fails.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     with STARTING:
@@ -50,19 +50,19 @@ def git(root: Path, deadline: float, *words: str) -> bytes:
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    if process.returncode not in (0, 1):  # 1: there are differences
+    if process.returncode not in (0, 1):  # 1 means that there are differences
         raise subprocess.CalledProcessError(process.returncode, "git")
     return output
 
 
 def no_filters(root: Path, deadline: float) -> list[str]:
-    """Return options with which git runs no filter that is configured for a checkout.
+    """Return options that disable all filters that are configured for a checkout.
 
-    Raises as `git` does.
+    This raises the same exceptions as `git`.
     """
     options = []
     names = git(root, deadline, "config", "--list", "--name-only", "-z")
     for key in os.fsdecode(names).split("\0"):
         if key.startswith("filter."):
-            options += ["--config-env", f"{key}=EMPTY"]  # takes a key with "=" in it, too
+            options += ["--config-env", f"{key}=EMPTY"]  # works even if the key contains "="
     return options

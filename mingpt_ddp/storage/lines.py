@@ -1,6 +1,6 @@
-"""Files of lines that a run appends to: written and read within the same limits.
+"""Append to files of lines, and read them, within the same limits.
 
-They are read in bounded memory, whatever is in them.
+Reading takes bounded memory, whatever a file contains.
 """
 
 import os
@@ -11,17 +11,17 @@ from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import check_size
 
 MAX_LINE_BYTES = 1 << 22
-MIN_LINE_BYTES = 24  # on average: those of a run are longer
+MIN_LINE_BYTES = 24  # smallest average length of a line; a run writes longer lines
 
 
 def append_line(path: Path, line: bytes, limit: int) -> None:
-    """Append the whole line or nothing; first terminate a partial line of a killed process.
+    """Append the whole line or nothing. First end a partial line of a killed process.
 
     Args:
-        limit: bytes of the file that are read.
+        limit: Largest size in bytes at which the file can be read.
 
     Raises:
-        OSError: the disk is full, or the file could not be read with this line.
+        OSError: The disk is full, or the file would become too large to be read.
     """
     check_size(line, MAX_LINE_BYTES)
     with open(path, "a+b", buffering=0) as file:
@@ -40,12 +40,12 @@ def append_line(path: Path, line: bytes, limit: int) -> None:
 
 
 def read_lines(path: Path, limit: int) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one of which may be partial.
+    """Yield the lines of a file. The last line may be partial.
 
     Raises:
-        OSError: it is not a regular file, exceeds a limit or cannot be read.
+        OSError: The file is not a regular file, exceeds a limit or cannot be read.
     """
-    count = 0  # of whole lines
+    count = 0  # number of whole lines
     most = limit // MIN_LINE_BYTES
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > limit:

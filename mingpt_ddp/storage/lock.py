@@ -1,4 +1,4 @@
-"""A lock on a local directory: flock on a file in it, which ends with the process that holds it."""
+"""Lock a local directory by flock on a file in it. The lock ends with the process."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 LOCK_WAIT_S = 10.0  # killed processes of the last attempt may take a moment to exit
 POLL_S = 0.1
-LONG_WAIT_S = 5.0  # after which the log says for what
+LONG_WAIT_S = 5.0  # after this time, the log says what is being waited for
 
 
 def acquire_lock(
@@ -36,10 +36,10 @@ def acquire_lock(
     The lock ends when the returned file is closed, or with the process.
 
     Args:
-        what, key: for messages: what the directory is, and the setting that changes it.
+        what, key: Description of the directory and the setting that changes it, for messages.
 
     Raises:
-        RunError: another process has locked it, or it is not writable.
+        RunError: Another process has locked the directory, or it is not writable.
     """
     try:
         lock = open_lock(directory, lambda file: _wait_for(file, directory, wait_s))
@@ -72,13 +72,14 @@ def _wait_for(file: IO[str], directory: Path, wait_s: float) -> None:
 def open_lock(directory: Path, lock: Callable[[IO[str]], None]) -> IO[str]:
     """Create a directory if needed, open the lock in it, and lock it.
 
-    Again if the file was deleted before it was locked: other processes would lock a new one.
+    Start over if the file was deleted before it was locked, because other processes would then lock
+    a new file.
 
     Args:
-        lock: locks the open file, or raises an exception.
+        lock: Locks the open file, or raises an exception.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: The file cannot be opened.
     """
     # O_NOFOLLOW: a symbolic link could lead to any file.
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -95,7 +96,7 @@ def lock_now(file: IO[str]) -> None:
     """Lock a file.
 
     Raises:
-        OSError: another process has locked it, or the file system has no locks.
+        OSError: Another process has locked it, or the file system has no locks.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -113,7 +114,7 @@ def log_if_long(line: str) -> Iterator[None]:
 
 
 def is_lock_of(directory: Path, lock: IO[str]) -> bool:
-    """Return whether an open file is the lock that other processes find in the directory."""
+    """Return True if an open file is the lock that other processes find in the directory."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(lock.fileno()), os.stat(directory / LOCK))
     return False

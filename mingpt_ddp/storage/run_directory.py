@@ -21,12 +21,12 @@ from mingpt_ddp.storage.storage import Storage, atomic_write, read_regular
 from mingpt_ddp.storage.yaml_and_json import dump_json, dump_yaml, read_json, read_yaml
 
 RESULT = "result.json"
-# These keys make no difference between two starts: one may record null, another the name itself.
+# Differences in these keys do not count: one start may record null, another the name itself.
 DIRECTORY_KEYS = ("run.name",)
 SWEEP = "sweep.json"  # in the directory of a sweep
-FAILURES = "failures.jsonl"  # there too: why jobs have failed
-JOURNAL = "study.journal"  # there too, of a search: Optuna's journal
-HEADER = "mingpt_ddp"  # attribute of its study: what all trials share
+FAILURES = "failures.jsonl"  # in the directory of a sweep: reasons why jobs have failed
+JOURNAL = "study.journal"  # in the directory of a search: Optuna's journal
+HEADER = "mingpt_ddp"  # attribute of Optuna's study with the settings that all trials share
 PARTIAL_FILES = (
     ".config*.partial",
     ".code*.partial",
@@ -36,9 +36,10 @@ PARTIAL_FILES = (
     "..*.partial",
     ".hydra/.*.partial",
 )
-PROBE = "probe-"  # and 32 hexadecimal digits: a file that shows which ranks reach the snapshots
+# A file with this prefix and 32 hexadecimal digits shows which ranks reach the snapshots.
+PROBE = "probe-"
 PROBES = (PROBE + 32 * "[0-9a-f]", f".{PROBE}*.partial")
-# Files that a run appends to: a symbolic link there could lead to any file.
+# Files and directories that a run writes into. A symbolic link there could lead to any file.
 WRITTEN_INTO = (
     ".hydra",
     "main.rank*.log",
@@ -50,26 +51,26 @@ WRITTEN_INTO = (
     "wandb",
 )
 WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # the same for the directory of a sweep
-MAX_LEASE_BYTES = 100  # of the id of a lease
+MAX_LEASE_BYTES = 100  # size limit of the file with the id of a lease
 
 
 class RunStatus(str, Enum):
     """How a run ended, as `status` in result.json."""
 
-    COMPLETE = "complete"  # reached its limits
-    PREEMPTED = "preempted"  # stopped by a signal: the same command resumes it
-    PRUNED = "pruned"  # a job of a sweep that did worse than others
+    COMPLETE = "complete"  # the run has reached its limits
+    PREEMPTED = "preempted"  # a signal has stopped the run; the same command resumes it
+    PRUNED = "pruned"  # a pruner has ended this job, because other jobs did better
 
 
 def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
     """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
 
     Args:
-        extra: see `Config.digest`.
+        extra: See `Config.digest`.
     """
     if config.run.name:
         return config.run.name
-    source = config.run.init_from  # its model, which only the run reads
+    source = config.run.init_from  # only the run itself reads the model of these weights
     model = config.model.name if source is None else f"from_{PurePosixPath(source).name}"
     return f"{_slug(config.data.label)}-{_slug(model)}-{config.digest(extra)}"
 
@@ -108,7 +109,7 @@ def refuse_links(entries: Iterable[Path], patterns: Iterable[str]) -> None:
 
 
 class RunDirectory:
-    """A run directory locked by this process; only rank zero creates one."""
+    """A run directory that this process has locked. Only rank zero creates this object."""
 
     def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S) -> None:
         """Create the directory if needed and lock it with flock.
@@ -116,8 +117,8 @@ class RunDirectory:
         Delete partial files of an owner that was killed.
 
         Raises:
-            RunError: another process has locked it, it is not writable or a sweep's, or it has a
-                symbolic link where a run writes.
+            RunError: Another process has locked the directory, it is not writable, it belongs to a
+                sweep, or it has a symbolic link where a run writes.
         """
         self.path = path
         found = [*path.glob("*"), *path.glob("tensorboard/*")] if os.path.isdir(path) else []
@@ -126,8 +127,8 @@ class RunDirectory:
         refuse_links(found, WRITTEN_INTO)
         self.leases: dict[str, Lease] = {}  # on snapshots in object stores, by URL
         self._locks: dict[Path, IO[str]] = {}
-        # Directories, locks and records of leases, each before its directory. They are deleted
-        # again if the start is refused.
+        # Directories, locks and records of leases that were created here, each before its parent
+        # directory. They are deleted again if the start is refused.
         self._created: list[Path] = []
         try:
             self._lock(path, wait_s)
@@ -144,11 +145,11 @@ class RunDirectory:
     def lock_snapshots(self, storage: Storage) -> None:
         """Lock a snapshot location with flock, or with a lease if it is an object store.
 
-        One in the run directory is locked already. Delete probes of an owner that was killed.
+        A location in the run directory is locked already. Delete the probes of a killed owner.
 
         Raises:
-            RunError: another process has locked it, or it is not writable.
-            StorageUnavailableError: the storage does not respond.
+            RunError: Another process has locked the location, or it is not writable.
+            StorageUnavailableError: The storage does not respond.
         """
         if storage.local:
             path = Path(storage.root)
@@ -181,7 +182,7 @@ class RunDirectory:
         After a deletion another process may lock new ones.
 
         Raises:
-            RunError: names the one that was deleted or moved.
+            RunError: A directory was deleted or moved. The message names it.
         """
         for path, lock in self._locks.items():
             if not is_lock_of(path, lock):
@@ -191,7 +192,7 @@ class RunDirectory:
                 )
 
     def release(self) -> None:
-        """Release all locks and leases. After a refused start, delete what this has created."""
+        """Release all locks and leases. After a refused start, delete the files created here."""
         for lease in self.leases.values():
             lease.release()
         for path in self._created:
@@ -213,7 +214,7 @@ class RunDirectory:
     ) -> None:
         """Record the configuration of this start, if it is the first or differs from the last.
 
-        The first is config.yaml, those of later starts are config.<n>.yaml.
+        The first start writes config.yaml. Later starts write config.<n>.yaml.
 
         Args:
             hydra_files: Contents of files in .hydra, by name.
@@ -249,7 +250,7 @@ class RunDirectory:
 
 
 def _delete_files(directory: Path, patterns: tuple[str, ...]) -> None:
-    """Delete files of a killed owner; one that cannot be deleted does no harm."""
+    """Delete files of a killed owner. A file that cannot be deleted does no harm."""
     for pattern in patterns:
         for path in directory.glob(pattern):
             with contextlib.suppress(OSError):
@@ -266,7 +267,7 @@ def _write(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return the result of the run in this directory; {} if there is none that can be read."""
+    """Return the result of the run in this directory, or {} if it cannot be read."""
     return read_json(directory / RESULT)
 
 

@@ -1,4 +1,4 @@
-"""Files by name below a URL; atomic and durable writes on a local disk."""
+"""Read and write files by name below a URL. On a local disk, writes are atomic and durable."""
 
 import os
 import shutil
@@ -12,17 +12,16 @@ from typing import IO, Any
 from fsspec.core import split_protocol
 
 Content = bytes | bytearray | memoryview
-CHUNK = 1 << 23  # bytes of a local file in memory at a time
+CHUNK = 1 << 23  # bytes of a local file that are in memory at once
 
 
 class Storage:
     """A directory, addressed by relative names with forward slashes.
 
-    This class is for a local disk.
-
-    Methods raise OSError. Those of `RemoteStorage`, for all other filesystems, retry transient
-    errors, return before the deadline of the operation and raise StorageError: one line that names
-    the URL and the cause. No method creates a bucket.
+    This class is for a local disk. Its methods raise OSError. `RemoteStorage` is for all other
+    filesystems. Its methods retry transient errors, return before the deadline of the operation,
+    and raise a StorageError whose message is one line with the URL and the cause. No method creates
+    a bucket.
     """
 
     local = True  # flock works
@@ -31,7 +30,8 @@ class Storage:
         self.url = url
         self.root = root
         base = split_protocol(url.rsplit("::", 1)[-1])[0] or "file"
-        self.shared = base not in ("file", "local", "memory")  # all machines see the same files
+        # True if all machines see the same files.
+        self.shared = base not in ("file", "local", "memory")
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
@@ -43,18 +43,18 @@ class Storage:
         """Read the whole file, or its first `limit` bytes.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: There is no such file.
         """
         with open_regular(Path(self._path(name))) as file:
             return file.read(-1 if limit is None else limit)
 
     def chunks(self, name: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Read `size` bytes of a file, from `start` on, in chunks, one in memory at a time.
+        """Yield `size` bytes of a file from `start` on, in chunks. Only one chunk is in memory.
 
         Zero bytes yield no chunk.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            FileNotFoundError: There is no such file.
         """
         with open_regular(Path(self._path(name))) as file:
             file.seek(start)
@@ -62,14 +62,14 @@ class Storage:
                 yield file.read(min(CHUNK, size - done))
 
     def write(self, name: str, content: Content) -> None:
-        """Write a file atomically; on a local disk it is durable when this returns.
+        """Write a file atomically. On a local disk it is durable when this returns.
 
-        Large content is not copied as a whole for a local disk or S3.
+        A local disk and S3 do not copy large content as a whole.
         """
         atomic_write(Path(self._path(name)), content)
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of the file, or None if there is none."""
+        """Return the size of the file in bytes, or None if there is no such file."""
         with suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(self._path(name))
             if stat.S_ISREG(status.st_mode):
@@ -77,7 +77,7 @@ class Storage:
         return None
 
     def list(self) -> list[str]:
-        """Return the names directly below this directory, sorted; [] if it does not exist."""
+        """Return the sorted names directly below this directory, or [] if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self.root))
         return []
@@ -99,7 +99,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> IO[A
     """Open a regular file, without blocking on a named pipe.
 
     Raises:
-        OSError: it is not a regular file, or cannot be opened.
+        OSError: It is not a regular file, or cannot be opened.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -112,7 +112,7 @@ def read_regular(path: Path, limit: int) -> bytes:
     """Read a regular file of at most `limit` bytes.
 
     Raises:
-        OSError: it is not a regular file, is larger or cannot be read.
+        OSError: It is not a regular file, is larger or cannot be read.
     """
     with open_regular(path) as file:
         content = file.read(limit + 1)
@@ -122,9 +122,9 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def atomic_write(path: Path, content: Content, mode: int = 0o666) -> None:
-    """Write a local file atomically: readers see the old content or the new.
+    """Write a local file atomically. Readers see the old content or the new content.
 
-    This holds after a power failure too.
+    This also holds after a power failure.
 
     Args:
         mode: Permissions of the file, before the umask.

@@ -1,4 +1,4 @@
-"""`sweep.json`, what a sweep keeps between its starts, and `failures.jsonl`."""
+"""Read and write `sweep.json`, the settings that a sweep keeps, and `failures.jsonl`."""
 
 import contextlib
 import json
@@ -13,8 +13,8 @@ from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
 from mingpt_ddp.storage.storage import atomic_write
 from mingpt_ddp.storage.yaml_and_json import dump_json, read_json
 
-MAX_CORES = 1 << 12  # and threads: torch cannot start any number of them
-MAX_BYTES = 1 << 24  # of failures
+MAX_CORES = 1 << 12  # limit for cores and threads, because the file is untrusted
+MAX_BYTES = 1 << 24  # size limit of failures.jsonl
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Failure:
     """A job that has failed."""
 
     label: str  # its swept overrides
-    directory: str  # its name; "": the job failed before that was known
+    directory: str  # name of its directory, or "" if the job failed before that was known
     count: int
-    reason: str  # of the last time
+    reason: str  # reason of the last failure
 
 
 def recorded_metric(directory: Path) -> str | None:
@@ -37,14 +37,14 @@ def recorded_metric(directory: Path) -> str | None:
 
 
 def read_failures(directory: Path) -> list[Failure]:
-    """Return the jobs of a sweep that have failed and not succeeded since; untrusted."""
+    """Return the jobs of a sweep that have failed and not succeeded since. They are untrusted."""
     return [*dict.fromkeys(_failures(directory).values())]
 
 
 def _failures(directory: Path) -> dict[str, Failure]:
-    """Return the same, each by all that `_keys` returns.
+    """Return the failures by key. A job has all the keys that `_keys` returns.
 
-    A line that cannot be read, as of a killed process, counts as none.
+    Lines that cannot be read are skipped, because a kill may leave a partial line.
     """
     failures: dict[str, Failure] = {}
     for record in _records(directory):
@@ -54,7 +54,7 @@ def _failures(directory: Path) -> dict[str, Failure]:
 
 
 def _records(directory: Path) -> Iterator[Any]:
-    """Yield what has been recorded of the jobs, as values of JSON."""
+    """Yield the recorded failures and successes of jobs, as untrusted JSON values."""
     with contextlib.suppress(OSError):
         for line in read_lines(directory / FAILURES, MAX_BYTES):
             with contextlib.suppress(ValueError, RecursionError):
@@ -62,17 +62,18 @@ def _records(directory: Path) -> Iterator[Any]:
 
 
 def _keys(label: str, directory: str) -> list[str]:
-    """Return what identifies a job: the digest that ends its directory's name, and its label.
+    """Return the keys of a job: the digest at the end of its directory's name, and its label.
 
-    The label is for a job that fails before its directory is known: the same values may be spelled
-    otherwise later, or stay the same in a sweep of other keys.
+    The label is for a job that fails before its directory is known. It is less certain than the
+    digest: the same values may be spelled in another way later, and a sweep with other fixed keys
+    may have the same labels.
     """
     digest = directory.rpartition("-")[2]
     return [digest, label] if digest else [label]
 
 
 def _find(label: str, directory: str, failures: dict[str, Failure]) -> Failure | None:
-    """Return the failure of a job: by its label if one of both has no directory."""
+    """Return the failure of a job. The label counts only if one of the two has no directory."""
     for key in _keys(label, directory):
         failure = failures.get(key)
         if failure and (key != label or not (directory and failure.directory)):
@@ -81,13 +82,13 @@ def _find(label: str, directory: str, failures: dict[str, Failure]) -> Failure |
 
 
 def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
-    """Count a failure; forget those of a job whose record has no reason: it has succeeded."""
+    """Count a failure. A record without a reason is a success, which deletes the failures."""
     label, directory = str(record["job"]), str(record["directory"] or "")
     count = 1
     if before := _find(label, directory, failures):
         count += before.count
         for key in _keys(before.label, before.directory):
-            if failures.get(key) is before:  # not that of another job with this label
+            if failures.get(key) is before:  # another job may have the same label
                 del failures[key]
     if record["reason"] is not None:
         failure = Failure(label, directory, count, str(record["reason"]))
@@ -95,15 +96,16 @@ def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
 
 
 class SweepFile:
-    """The metric, the cores and threads of a job, as JSON, and a line for each failed job.
+    """The settings that a sweep keeps (metric, cores and threads of a job), and its failures.
 
-    The threads are kept, so that another number of concurrent jobs does not change the last bits.
+    The number of threads is kept, so that another number of concurrent jobs does not change the
+    last bits of results.
     """
 
     def __init__(self, directory: Path | None) -> None:
         """
         Args:
-            directory: of the sweep; None: it has none of its own, and nothing is kept.
+            directory: Directory of the sweep. None if it has none, so that nothing is kept.
         """
         self._directory = directory
         self._values = read_json(directory / SWEEP) if directory else {}
@@ -111,11 +113,11 @@ class SweepFile:
 
     @property
     def cores(self) -> int | None:
-        """The cores of a job; None before a sweep of several jobs at a time has begun."""
+        """The number of cores of a job. None before the first start of the sweep."""
         return _count(self._values.get("cores"))
 
     def keep_cores(self, cores: int) -> None:
-        """Keep the cores of a job."""
+        """Keep the number of cores of a job."""
         self._write("cores", cores)
 
     def keep_metric(self, metric: str | None) -> None:
@@ -124,7 +126,7 @@ class SweepFile:
             self._write("metric", metric)
 
     def threads(self, ranks: int, default: int) -> int:
-        """Return the threads of each rank of a job with so many ranks; keep the default."""
+        """Return the threads of each rank of a job with `ranks` ranks. Record a new default."""
         kept = self._values.get("threads")
         threads = kept if isinstance(kept, dict) else {}
         kept_threads = _count(threads.get(str(ranks)))
@@ -133,15 +135,15 @@ class SweepFile:
         return kept_threads or default
 
     def failure_of(self, label: str, directory: str) -> Failure | None:
-        """Return the failure of a job; None if it has not failed, or has succeeded since.
+        """Return the failure of a job. None if it has not failed, or has succeeded since.
 
         Args:
-            directory: its name; "": it is not known yet.
+            directory: Name of the job's directory, or "" if it is not known yet.
         """
         return _find(label, directory, self._failures)
 
     def fail(self, label: str, directory: str, reason: str) -> None:
-        """Keep why a job has failed."""
+        """Record the reason why a job has failed."""
         self._append({"job": label, "directory": directory or None, "reason": reason})
 
     def succeed(self, label: str, directory: str) -> None:

@@ -1,7 +1,7 @@
 """Read the weights that `run.init_from` names.
 
-They are of a run, a snapshot, an export, or a GPT-2 in Hugging Face's format. All of it is
-untrusted: tensors are safetensors, the rest is JSON.
+They come from a run, a snapshot, an export, or a GPT-2 in Hugging Face's format. All of these are
+untrusted: tensors are safetensors, everything else is JSON.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ from mingpt_ddp.storage.urls import open_storage
 
 log = logging.getLogger(__name__)
 
-PICKLES = ("model.pt", "pytorch_model.bin")  # usual names of pickle files, which are never read
+PICKLES = ("model.pt", "pytorch_model.bin")  # usual names of pickles, which are never read
 
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """A model's weights and what a run that starts from them keeps."""
+    """A model's weights, and the settings that a run takes over with them."""
 
     model: dict[str, Any]  # the group `model` of its configuration, unchecked
-    # Vocabulary size and tokens of context; None of a task other than text.
+    # Vocabulary size and context length in tokens. None if the task is not a language model.
     sizes: tuple[int | None, int | None]
-    state: dict[str, Any]  # the tokenizer's, as in state.json; {} if there is none
-    data: dict[str, Any]  # what they determine of the group `data`
+    state: dict[str, Any]  # the tokenizer as in state.json, or {} without a tokenizer
+    data: dict[str, Any]  # keys of the group `data` that the weights determine
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def sha256(self) -> str:
-        """Return the SHA-256 of the names and values, the same for a snapshot and its exports."""
+        """Return the SHA-256 of names and values. A snapshot and its exports have the same."""
         return sha256_of_tensors(self.tensors)
 
 
@@ -52,8 +52,8 @@ def read_initial_weights(url: str) -> InitialWeights:
     """Read the weights at a URL.
 
     Raises:
-        SnapshotError: there are none, they are damaged, or no model here can use them.
-        StorageUnavailableError: the storage does not respond.
+        SnapshotError: There are no weights, they are damaged, or no model here can use them.
+        StorageUnavailableError: The storage does not respond.
     """
     storage = open_storage(url, "run.init_from")
     with _one_line(url):
@@ -61,7 +61,7 @@ def read_initial_weights(url: str) -> InitialWeights:
         layers = weights.model.get("n_layer")
         if type(layers) is int and layers > len(weights.tensors):  # layers take time to build
             raise ValueError(f"n_layer is {layers}, with {len(weights.tensors)} tensors")
-        json.dumps(weights.state, ensure_ascii=False).encode()  # raises for half a character
+        json.dumps(weights.state, ensure_ascii=False).encode()  # raises for surrogates
     if weights.data and not weights.state:
         log.warning(
             "run.init_from=%s has no tokenizer (tokenizer.json, or vocab.json and merges.txt): the "
@@ -101,9 +101,9 @@ def weights_of_state(state: Any, tensors: dict[str, Tensor] | None = None) -> In
     """Return the weights of a snapshot.
 
     Args:
-        state: its state.json, untrusted.
+        state: The untrusted state.json.
     """
-    if "data" in state:  # of samples
+    if "data" in state:  # the task has a dataset of samples
         return InitialWeights(dict(state["config"]["model"]), (None, None), {}, {}, tensors or {})
     spec = read_model_spec(state)
     return _weights_of_text(spec.model, spec.sizes, spec.tokenizer, tensors or {})
@@ -133,7 +133,7 @@ def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeight
     """Return the weights of a format=safetensors export.
 
     Args:
-        values: its description.
+        values: The description in the export.
     """
     config = {"model": values["model"], "data": {"block_size": values.get("block_size")}}
     return weights_of_state({**values, "config": config}, tensors)
@@ -141,7 +141,7 @@ def _weights_of_export(values: Any, tensors: dict[str, Tensor]) -> InitialWeight
 
 @contextlib.contextmanager
 def _one_line(url: str) -> Iterator[None]:
-    """Report damage, and what has another form than expected, as a SnapshotError."""
+    """Turn errors from damaged or unexpected content into a SnapshotError."""
     try:
         yield
     except (
@@ -168,11 +168,11 @@ def check_initial_weights(
     """Check that `load_initial_weights` can copy the weights into a model.
 
     Args:
-        model: may be on the meta device.
-        resized: numbers of rows that may differ, as pairs of those of the weights and of the model.
+        model: The model. It may be on the meta device.
+        resized: Pairs of numbers of rows, of the weights and of the model, that may differ.
 
     Raises:
-        SnapshotError: names, shapes or kinds of numbers differ otherwise, or a value is not finite.
+        SnapshotError: Names, other shapes or types of numbers differ, or a value is not finite.
     """
     expected = model.state_dict()
     wrong = sorted(expected.keys() ^ tensors.keys())
@@ -202,7 +202,8 @@ def check_initial_weights(
 def load_initial_weights(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copy weights that have been checked into a model.
 
-    It keeps its own rows for added tokens. Rows for positions beyond its context are dropped.
+    The model keeps its own rows for added tokens. Weights for positions beyond its context are
+    dropped.
     """
     for name, tensor in model.state_dict().items():
         loaded = tensors[name]

@@ -1,4 +1,4 @@
-"""Find snapshots by the URL of a run directory, of a directory of snapshots, or of one snapshot."""
+"""Find and load snapshots: the URL may name a run directory, its snapshots, or one snapshot."""
 
 import contextlib
 import itertools
@@ -15,7 +15,7 @@ from mingpt_ddp.storage.remote.remote_errors import redact
 from mingpt_ddp.storage.urls import check_can_open, open_storage
 from mingpt_ddp.storage.yaml_and_json import MAX_YAML_BYTES, load_yaml
 
-Step: TypeAlias = int | Literal["newest", "best"]  # best: with the lowest validation loss
+Step: TypeAlias = int | Literal["newest", "best"]  # the best has the lowest validation loss
 ADVICE = "name a run directory, its snapshots or one of them"
 
 
@@ -32,7 +32,7 @@ def locations(url: str) -> Iterator[str]:
 def _open_store(url: str) -> SnapshotStore:
     try:
         check_can_open("URL", url)
-    except ConfigError as error:  # recorded on another machine
+    except ConfigError as error:  # the URL may have been recorded on another machine
         raise SnapshotError(f"cannot list snapshots: {error.args[0]}") from error
     return SnapshotStore(url)
 
@@ -77,13 +77,13 @@ def step_in(url: str) -> tuple[SnapshotStore, int] | None:
 
 
 def find_steps(url: str) -> tuple[SnapshotStore, list[int]]:
-    """List the snapshots at a URL, committed or not: of a run directory, or a directory of them.
+    """List the snapshots of a run directory or of a directory of snapshots, committed or not.
 
     A run directory may be untrusted. So this follows neither a symbolic link in it nor the location
     that its configuration names.
 
     Raises:
-        SnapshotError: There are none. The error names the location in the configuration.
+        SnapshotError: There are no snapshots. The message names the location in the configuration.
     """
     if named := step_in(url):
         store, step = named
@@ -104,12 +104,12 @@ def load(
     """Read a snapshot of a run directory or a directory of snapshots, or the one at the URL.
 
     Args:
-        kinds: which tensors to read; the others are left empty.
-        step: which one; `newest` skips damaged snapshots.
-        whole: see SnapshotStore.read.
+        kinds: Kinds of tensors to read. The others are left empty.
+        step: Step of the snapshot. `newest` skips damaged snapshots.
+        whole: See SnapshotStore.read.
 
     Raises:
-        SnapshotError: there is no such snapshot, or it is damaged.
+        SnapshotError: There is no such snapshot, or it is damaged.
     """
     url = url.rstrip("/") or url
     if named := step_in(url):
@@ -145,7 +145,7 @@ def _if_missing(url: str) -> str:
 
 
 def _best_step(store: SnapshotStore, steps: list[int]) -> int | str:
-    """Return the best step that the newest readable state records; "best" if there is none."""
+    """Return the best step that the newest readable state records, or "best" if it has none."""
     for step in reversed(steps):
         with contextlib.suppress(CorruptSnapshotError):
             _, state = store.read_metadata(step)
@@ -155,7 +155,7 @@ def _best_step(store: SnapshotStore, steps: list[int]) -> int | str:
 
 
 def recorded_train_state(state: Any) -> dict[str, Any]:
-    """Return the train state in a state.json, unchecked; {} if it has none."""
+    """Return the unchecked train state in a state.json, or {} if it has none."""
     train_state = state.get("train_state") if isinstance(state, dict) else None
     return train_state if isinstance(train_state, dict) else {}
 
@@ -168,12 +168,12 @@ def _is_link(url: str) -> bool:
 def _recorded_url(run: str) -> str | None:
     """Return the URL of the snapshots outside a run directory that its last start recorded."""
     recorded = None
-    with contextlib.suppress(Exception):  # not a run directory, or there are no more
+    with contextlib.suppress(Exception):  # not a run directory, or no more config files
         directory = open_storage(run)
         for number in itertools.count(1):
             name = "config.yaml" if number == 1 else f"config.{number}.yaml"
             content = directory.read(name, limit=MAX_YAML_BYTES + 1)
-            with contextlib.suppress(Exception):  # not of a run
+            with contextlib.suppress(Exception):  # no run has written this file
                 recorded = _url_in(load_yaml(content), directory.root)
     return recorded
 
@@ -186,6 +186,6 @@ def _url_in(config: Any, directory: str) -> str | None:
     if not isinstance(path, str) or "::" in path:
         return None
     depth = (config["run"]["name"] or "").count("/") + 1  # sweep/job has 2 parts
-    # from the directory: it may be run.name with -2
+    # Take the name from the directory, because it may be run.name with a number: run-2.
     name = "/".join(directory.rstrip("/").split("/")[-depth:])
     return f"{path.removesuffix('/')}/{name}"

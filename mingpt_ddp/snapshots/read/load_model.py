@@ -20,21 +20,21 @@ from mingpt_ddp.snapshots.read.load import Step, load
 from mingpt_ddp.snapshots.state_dict import load_model_state
 from mingpt_ddp.storage.yaml_and_json import MAX_YAML_BYTES
 
-MAX_CONFIG_CHARS = 2 * MAX_YAML_BYTES  # as JSON, which escapes more
+MAX_CONFIG_CHARS = 2 * MAX_YAML_BYTES  # JSON escapes more characters than YAML
 
 
 def load_model(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer]:
-    """Load a snapshot at a URL, without its optimizer; the model is on the CPU.
+    """Load the model of a snapshot, on the CPU.
 
     Raises:
-        SnapshotError: there is no snapshot, or no model can be built from it.
+        SnapshotError: There is no snapshot, or no model can be built from it.
     """
     model, tokenizer, _ = load_with_state(url, step)
     return model, tokenizer
 
 
 def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokenizer, Snapshot]:
-    """Do as `load_model`, and return the snapshot too."""
+    """Load the model of a snapshot like `load_model`, and return the snapshot too."""
     snapshot = load(url, ("model",), step)
     spec = read_model_spec(snapshot.state)
     with attribute_errors_to_user_code():
@@ -44,10 +44,10 @@ def load_with_state(url: str, step: Step = "newest") -> tuple[nn.Module, Tokeniz
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The model's part of a snapshot state. Untrusted until `config` has validated it."""
+    """The description of the model in a snapshot. It is untrusted until `config` validates it."""
 
     model: dict[str, Any]  # the group `model` of the run's configuration
-    block_size: int  # tokens of context
+    block_size: int  # context length in tokens
     tokenizer: Tokenizer
 
     @property
@@ -59,7 +59,7 @@ class ModelSpec:
         """Validate the values and return the typed configuration.
 
         Raises:
-            SnapshotError: a value is invalid, or no Python file has registered the architecture or
+            SnapshotError: A value is invalid, or no Python file has registered the architecture or
                 a part.
         """
         try:
@@ -76,12 +76,12 @@ class ModelSpec:
 
 
 def read_model_spec(state: Any) -> ModelSpec:
-    """Extract the model's part from an untrusted snapshot state.
+    """Extract the description of the model from an untrusted snapshot state.
 
     Raises:
-        SnapshotError: it is missing, too large or of another type, or is of another task.
+        SnapshotError: It is missing, too large or malformed, or the task is not a language model.
     """
-    if isinstance(state, dict) and "data" in state:  # of a dataset of samples, not of a text
+    if isinstance(state, dict) and "data" in state:  # the task has a dataset of samples
         raise SnapshotError(
             f"its task is not a language model; measure it with {command('evaluate')}"
         )
@@ -104,15 +104,15 @@ def build_around(
 ) -> nn.Module:
     """Build a model around a snapshot's tensors.
 
-    A hostile configuration allocates no more than they take.
+    A hostile configuration cannot allocate more memory than the tensors take.
 
     Args:
-        sizes: outputs and inputs, as `build_model` takes them.
+        sizes: Outputs and inputs, as `build_model` takes them.
 
     Raises:
-        SnapshotError: the tensors do not fit the configuration.
+        SnapshotError: The tensors do not fit the configuration.
     """
-    if is_own_model(config):  # its constructor may compute buffers
+    if is_own_model(config):  # the user's constructor may compute buffers
         model = build_model(config, *sizes)
         load_model_state(model, tensors)
         return model
@@ -122,7 +122,7 @@ def build_around(
             return build_model(replace(config, **changed), *sizes)
 
     try:
-        if isinstance(config, TransformerConfig):  # before building a billion modules
+        if isinstance(config, TransformerConfig):  # do not build a billion modules
             tensors_of_one = len(on_meta(n_layer=1).state_dict())
             per_layer = len(on_meta(n_layer=2).state_dict()) - tensors_of_one
             if tensors_of_one + (config.n_layer - 1) * per_layer != len(tensors):

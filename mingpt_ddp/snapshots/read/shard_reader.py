@@ -1,4 +1,4 @@
-"""Read a rank's part of a snapshot."""
+"""Read a rank's shard of a snapshot."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,11 +25,11 @@ def read_shards(
     """Return the snapshot with the tensors for this rank's model and optimizer. A collective.
 
     Args:
-        snapshot: with an index instead of tensors.
+        snapshot: A snapshot with an index instead of tensors.
 
     Raises:
-        SnapshotError: it does not fit the model.
-        StorageUnavailableError: a rank cannot read it.
+        SnapshotError: The snapshot does not fit the model.
+        StorageUnavailableError: A rank cannot read the snapshot.
     """
     group = runtime.group
     shards_model = runtime.strategy.shards_model
@@ -57,7 +57,7 @@ def _read(
     """Return the tensors of a kind that this rank needs, by name.
 
     Args:
-        likes: the parameter or buffer of each.
+        likes: The parameter or buffer that each tensor belongs to, by name.
     """
     url = snapshot.index["url"]
     entries = snapshot.index[kind]
@@ -75,7 +75,7 @@ def _read(
             return strategy.assemble(like, rows)
         if like is None or not is_state:
             raise SnapshotError(f"the snapshot's {kind} does not fit the model: {name}")
-        return rows()  # one number, or another shape of state
+        return rows()  # optimizer state with another shape, such as one number
 
     try:
         with ThreadPoolExecutor(PARALLEL if storage.shared else 1) as pool:

@@ -1,4 +1,4 @@
-"""Files on any remote fsspec filesystem: timeouts, retries, and a deadline per operation.
+"""Read and write files on any remote fsspec filesystem, with timeouts, retries and deadlines.
 
 A request has a timeout, an operation with all its retries a deadline. Both grow with the bytes
 transferred. Until its deadline an operation retries transient errors (5xx, throttling, resets,
@@ -31,28 +31,29 @@ from mingpt_ddp.storage.storage import Content, Storage
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 30.0  # seconds for one request, in addition to its bytes / MIN_BANDWIDTH
-# seconds for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH
+# Time for one request, in addition to its bytes / MIN_BANDWIDTH.
+REQUEST_TIMEOUT_S = 30.0
+# Time for one operation with all its retries, in addition to its bytes / MIN_BANDWIDTH.
 OPERATION_DEADLINE_S = 60.0
-MIN_BANDWIDTH = 1 << 20  # bytes per second, the least assumed for all requests together
-# before a retry; doubled each time
+MIN_BANDWIDTH = 1 << 20  # bytes per second that we assume for all requests together
+# The pause before a retry, which doubles each time.
 INITIAL_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
-# bytes: larger files are transferred in parts of this size, so that a fault costs one part
+# Files with more bytes are transferred in parts of this size, so that a fault costs one part.
 PART = 1 << 24
-PARALLEL = 4  # parts in flight, and in memory, at a time
+PARALLEL = 4  # parts that are in flight, and in memory, at once
 
 PRECONDITION_FAILED_STATUS = 412
-_jitter = random.SystemRandom()  # does not touch a run's seeded generators
+_jitter = random.SystemRandom()  # leaves the seeded generators of a run alone
 
 
 def request_timeout(size: int) -> float:
-    """Return after how many seconds a request of `size` bytes times out."""
+    """Return the seconds after which a request of `size` bytes times out."""
     return REQUEST_TIMEOUT_S + PARALLEL * size / MIN_BANDWIDTH
 
 
 def _joined(parts: list[Any], size: int) -> bytes:
-    """Return the concatenated parts; raise the first exception that fsspec returned among them."""
+    """Join the parts. If fsspec returned an exception among them, raise the first one."""
     for part in parts:
         if isinstance(part, Exception):
             raise part
@@ -60,7 +61,7 @@ def _joined(parts: list[Any], size: int) -> bytes:
     message = f"{length} of {size} bytes arrived; use a server with ranges"
     if length < size:
         raise EOFError(message)
-    if length > size:  # from a web server without ranges: it does so again
+    if length > size:  # a web server without ranges, so a retry would not help
         raise ValueError(message)
     return b"".join(parts)
 
@@ -105,12 +106,12 @@ class RemoteStorage(Storage):
         self._request("write", path, "pipe_file", path, data, size=len(data))
 
     def put_if_absent(self, name: str, content: Content) -> bool:
-        """Write a file atomically unless it exists; return whether this call wrote it.
+        """Write a file atomically unless it exists. Return True if this call wrote it.
 
-        Of several concurrent callers one succeeds. Without conditional writes this checks first,
-        which leaves a short race. Callers must pass distinct contents, e.g. with a random id: a
-        retry whose first request succeeded, but whose response was lost, recognises its own file by
-        them.
+        If several processes call this concurrently, one succeeds. A store without conditional
+        writes leaves a short race. Each caller must pass distinct content, for example with a
+        random id. If the response to a successful request was lost, the retry finds its own
+        content.
         """
         path = self._path(name)
         data = bytes(content)
@@ -124,11 +125,11 @@ class RemoteStorage(Storage):
             self._request("create", path, "pipe_file", path, data, size=len(data), **exclusive)
         except OSError as error:
             status, _ = http_status_and_code(error)
-            if status == NOT_IMPLEMENTED_STATUS:  # a store without conditional writes
+            if status == NOT_IMPLEMENTED_STATUS:  # the store has no conditional writes
                 self.write(name, content)
                 return True
             if isinstance(error, FileExistsError) or status == PRECONDITION_FAILED_STATUS:
-                # HTTP clients retry a PUT: it is this call's own file if the response was lost.
+                # If the response to an earlier PUT was lost, this is our own file.
                 return self.read(name) == data
             raise
         return True
@@ -167,18 +168,18 @@ class RemoteStorage(Storage):
         seconds: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a filesystem method; retry transient errors until the deadline.
+        """Call a filesystem method. Retry transient errors until the deadline.
 
         Args:
-            what, path: for error messages.
-            size: bytes that are transferred.
-            seconds: deadline instead of OPERATION_DEADLINE_S.
+            what, path: Verb and path for error messages.
+            size: Number of bytes to transfer.
+            seconds: Deadline instead of OPERATION_DEADLINE_S.
 
         Raises:
-            FileNotFoundError, NotADirectoryError, FileExistsError: as the filesystem raises them.
-            StorageError: any other error, or the deadline has passed.
+            FileNotFoundError, NotADirectoryError, FileExistsError: As the filesystem raises them.
+            StorageError: Any other error, or the deadline has passed.
         """
-        self.fs.invalidate_cache()  # of listings: other processes write here too
+        self.fs.invalidate_cache()  # cached listings may be old, because others write here too
         start = time.monotonic()
         seconds = (seconds or OPERATION_DEADLINE_S) + size / MIN_BANDWIDTH
         errors = deque[Exception](maxlen=1)
@@ -199,7 +200,7 @@ class RemoteStorage(Storage):
             known = isinstance(error, (FileNotFoundError, NotADirectoryError, FileExistsError))
             if known and code != "NoSuchBucket":
                 raise
-            # FSTimeoutError is one
+            # This includes fsspec's FSTimeoutError.
             timed_out = isinstance(error, (TimeoutError, asyncio.TimeoutError))
             cause = describe(errors[-1] if timed_out and errors else error)
             tried = f" (tried for {time.monotonic() - start:.0f} s)" if timed_out else ""
@@ -209,10 +210,10 @@ class RemoteStorage(Storage):
             raise failure from error
 
     async def _retry(self, call: Callable[[], Awaitable[Any]], errors: deque[Exception]) -> Any:
-        """Return the result of a call, retried after transient errors.
+        """Call until it succeeds or raises a permanent error. Return the result.
 
         Args:
-            errors: to which they are appended.
+            errors: Transient errors are appended here.
         """
         backoff = INITIAL_BACKOFF_S
         while True:

@@ -1,4 +1,4 @@
-"""Objects in an S3-compatible bucket, with s3fs's requests, multipart uploads and retries."""
+"""Read and write objects in an S3-compatible bucket, with s3fs's requests and retries."""
 
 import asyncio
 from contextlib import suppress
@@ -11,10 +11,10 @@ from mingpt_ddp.storage.storage import Content
 
 
 class S3Storage(RemoteStorage):
-    """A directory in an existing bucket; no request creates one.
+    """A directory in an existing bucket. No request creates a bucket.
 
-    s3fs retries transient errors, per part of a multipart upload; after that, and where it does not
-    retry, the whole operation is retried.
+    s3fs retries transient errors of each request. If that is not enough, or if s3fs does not retry,
+    we retry the whole operation.
     """
 
     def __init__(self, url: str, root: str, fs: Any) -> None:
@@ -26,7 +26,7 @@ class S3Storage(RemoteStorage):
         self.transient += (EndpointError, *S3_RETRYABLE_ERRORS)
 
         class Session(AIOHTTPSession):
-            """Time out each request; the timeouts of aiohttp and botocore do not cover sending."""
+            """Time out each request. The timeouts of aiohttp and botocore do not cover sending."""
 
             async def send(self, request: Any) -> Any:
                 size = int(request.headers.get("Content-Length", remote.PART))
@@ -34,8 +34,8 @@ class S3Storage(RemoteStorage):
 
         # Few retries, so that an outage surfaces soon. botocore retries 500, 502 and 504.
         fs.config_kwargs |= {"http_session_cls": Session, "retries": {"max_attempts": 1}}
-        # Some servers (rclone) send the checksum of the whole object with a part; the manifest has
-        # SHA-256 anyway.
+        # Some servers (rclone) send the checksum of the whole object with each part. The manifest
+        # has SHA-256 hashes anyway.
         fs.config_kwargs |= {"response_checksum_validation": "when_required"}
         fs.retries = 3
         fs.max_concurrency = remote.PARALLEL
@@ -43,7 +43,7 @@ class S3Storage(RemoteStorage):
     def write(self, name: str, content: Content) -> None:
         path = self._path(name)
         data = memoryview(content).cast("B")
-        # S3 allows 10,000 parts; s3fs sends anything below two parts in one request.
+        # S3 allows 10,000 parts. s3fs sends anything smaller than two parts in one request.
         chunk = max(remote.PART, -(-len(data) // 10_000))
         sliced = bytes(data) if len(data) < 2 * chunk else _Parts(data)
         send = partial(
@@ -52,14 +52,14 @@ class S3Storage(RemoteStorage):
         try:
             send()
         except FileNotFoundError:
-            # The upload was lost, or it is complete and the response was lost: upload it again.
+            # The upload or the response to its completion was lost, so upload it again.
             send()
         finally:
             if isinstance(sliced, _Parts):
-                self._abort_uploads(path)  # of cancelled attempts
+                self._abort_uploads(path)  # cancelled attempts leave uploads behind
 
     def delete(self, name: str) -> None:
-        """Delete objects one per request, since a bulk delete reports no failures."""
+        """Delete objects one by one, because a bulk delete reports no failures."""
         path = self._path(name)
         for file in self._request("delete", path, "find", path):
             self._request("delete", file, "rm_file", file)
@@ -71,8 +71,8 @@ class S3Storage(RemoteStorage):
     def _abort_uploads(self, path: str) -> None:
         """Abort unfinished multipart uploads at or below a path.
 
-        Cancelled attempts and killed processes leave them. Their parts are not listed, but are
-        billed.
+        Cancelled attempts and killed processes leave such uploads. Their parts are not listed, but
+        they are billed.
         """
         bucket, key, _ = self.fs.split_path(path)
         request = partial(self._request, "abort uploads of", path, seconds=remote.REQUEST_TIMEOUT_S)
@@ -84,7 +84,7 @@ class S3Storage(RemoteStorage):
 
 
 class _Parts:
-    """Content copied one part at a time: s3fs slices it, and its requests need bytes."""
+    """Content that is copied one part at a time, when s3fs slices it for a request."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
