@@ -1,4 +1,4 @@
-"""What a command prints, and process exit: exit codes, the last log line, os._exit."""
+"""Print results and errors, and exit: exit codes, the last log line, os._exit."""
 
 import contextlib
 import logging
@@ -40,19 +40,21 @@ log = logging.getLogger(__name__)
 # other code.
 FAILURE = 1  # a crash: a restart may succeed
 USER_ERROR = 2  # the last line says what to fix: a restart would fail too
-CLOSED_PIPE = 128 + signal.SIGPIPE  # nobody reads the rest, as in `... | head -1`
-EX_TEMPFAIL = 75  # of <sysexits.h>: storage is unavailable; a SLURM job asks to be requeued
+CLOSED_PIPE = 128 + signal.SIGPIPE  # nobody reads the rest of the output, as in `... | head -1`
+# EX_TEMPFAIL of <sysexits.h>: the storage is unavailable, or a SLURM job asks to be requeued.
+EX_TEMPFAIL = 75
 
-ROOT_CAUSE_TIMEOUT_S = 1.0  # for which a rank that lost a peer waits for the root cause
+ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
 # Other ranks give local rank 0 this long to report an error that all ranks have.
 SLOWER_S = 5.0
-AGENT_POLL_S = 1.0  # within which an agent notices that a worker exited, and kills the others
+# An agent takes this long to notice that a worker has exited. Then it kills the other workers.
+AGENT_POLL_S = 1.0
 
 
 def exit_process(error: UserError | None, code: int) -> NoReturn:
     """Log the error, report it to a caller in Python, and call os._exit.
 
-    So Hydra starts no other job, and no destructor waits for other ranks.
+    os._exit keeps Hydra from starting another job, and destructors from waiting for other ranks.
     """
     try:
         if error is not None:
@@ -64,7 +66,7 @@ def exit_process(error: UserError | None, code: int) -> NoReturn:
                 stream.flush()
         if multiprocessing.parent_process() is None:
             delete_socket_directory()  # os._exit skips multiprocessing's own cleanup
-    finally:  # in a signal handler any of these may raise
+    finally:  # any of these calls may raise in a signal handler
         os._exit(code)
 
 
@@ -72,7 +74,7 @@ def exit_process(error: UserError | None, code: int) -> NoReturn:
 def cli_errors() -> Iterator[None]:
     """Report errors of a command-line tool as one line and an exit code.
 
-    If torchrun started several ranks, one of them does.
+    If torchrun started several ranks, one of them reports the error.
     """
     logs.escape_what_streams_cannot_encode()
     try:
@@ -91,15 +93,15 @@ def cli_errors() -> Iterator[None]:
 
 
 def echo(text: str, *, verbatim: bool = False) -> None:
-    """Print a result on standard output; a process without one prints nothing.
+    """Print a result on standard output. A process without standard output prints nothing.
 
-    Exit if its reader has ended, with the code of a program that SIGPIPE ends.
+    If the reader of the output has exited, exit like a program that SIGPIPE ends.
 
     Args:
-        verbatim: with terminal escapes, which untrusted text may have.
+        verbatim: Keep terminal escapes, which untrusted text may contain.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: The result cannot be written.
     """
     try:
         _print(text if verbatim else printable(text), sys.stdout)
@@ -112,13 +114,13 @@ def echo(text: str, *, verbatim: bool = False) -> None:
 
 
 def echo_error(text: str) -> None:
-    """Print untrusted text on standard error; if that cannot be written, the exit code remains."""
+    """Print untrusted text on standard error. Failures to write do not change the exit code."""
     with contextlib.suppress(OSError):
         _print(printable(text), sys.stderr)
 
 
 def drop_unwritten_log() -> None:
-    """Forget log lines that standard error did not take, so that they change no exit code."""
+    """Drop log lines that standard error does not take. They must not change the exit code."""
     with contextlib.suppress(OSError):
         _print("", sys.stderr, end="")
 
@@ -129,7 +131,7 @@ def _print(text: str, stream: IO[str] | None, end: str = "\n") -> None:
     try:
         print(text, file=stream, end=end, flush=True)
     except OSError:
-        # Python writes what is buffered at its end, fails again, and exits with 120
+        # At exit Python would write the buffer again, fail again, and exit with code 120.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise
 
@@ -140,14 +142,14 @@ def die_with_parent(expected: int | None = None) -> None:
     An orphaned worker must not train concurrently with its successor.
 
     Args:
-        expected: the parent's process id; None: whichever it is now.
+        expected: Process id of the parent. None for the current parent.
     """
     parent = expected or os.getppid()
 
     def wait_for_parent() -> None:
         launcher = multiprocessing.parent_process()
         if launcher is not None:
-            launcher.join()  # of a forked worker, whose parent is the fork server
+            launcher.join()  # for a forked worker, whose parent is the fork server
         else:
             while os.getppid() == parent:
                 time.sleep(0.2)
@@ -155,16 +157,16 @@ def die_with_parent(expected: int | None = None) -> None:
 
     if sys.platform == "linux":
         linux.die_with_parent()
-        if os.getppid() != parent:  # died before that
+        if os.getppid() != parent:  # the parent has died before the call
             exit_process(None, FAILURE)
     if sys.platform != "linux" or multiprocessing.parent_process() is not None:
         threading.Thread(target=wait_for_parent, name="parent-watch", daemon=True).start()
 
 
 def kill_stopped_siblings(env: DistEnv) -> None:
-    """SIGKILL stopped processes of the same agent: they ignore SIGTERM, and it would wait for them.
+    """SIGKILL stopped processes of the same agent. It would wait for them: they ignore SIGTERM.
 
-    The launcher of `ddp.nproc_per_node` does that itself.
+    The launcher of `ddp.nproc_per_node` does this itself.
     """
     if env.has_agent and multiprocessing.parent_process() is None:
         linux.kill_stopped_children(os.getppid())
@@ -173,8 +175,8 @@ def kill_stopped_siblings(env: DistEnv) -> None:
 def signal_exit_code(env: DistEnv, code: int) -> int:
     """Return the exit code of a process that a signal ends early.
 
-    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml), except
-    if it reached its time limit before training began: the next attempt would get no further.
+    A SLURM job that submitit started is requeued after EX_TEMPFAIL (conf/sweep/slurm.yaml). But a
+    job that reached its time limit before training began is not: it would get no further.
     """
     is_submitted = os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and env.is_standalone
     reached_time_limit = code == 128 + signal.SIGUSR1
@@ -184,32 +186,32 @@ def signal_exit_code(env: DistEnv, code: int) -> int:
 
 
 class ProcessExit:
-    """Exit with a last line that names the root cause, which another rank may have reported."""
+    """Exit with a last line that names the root cause, even if another rank has reported it."""
 
     def __init__(self, job: int = 0) -> None:
         """
         Args:
-            job: the number of the job in a sweep.
+            job: Number of the job in a sweep.
         """
         self.env = DistEnv()
         self.job = job
-        with contextlib.suppress(ConfigError):  # `train` raises it again
+        with contextlib.suppress(ConfigError):  # `train` will raise it again
             self.env = read_env()
-        self.group: ProcessGroup | None = None  # once this rank has joined it
-        self.is_symmetric = True  # errors are the same on all ranks
+        self.group: ProcessGroup | None = None  # set when this rank has joined its group
+        self.is_symmetric = True  # True if all ranks have the same errors
 
     def user_error(self, error: UserError, *, may_be_of_all: bool = True) -> NoReturn:
         """Log the error once per agent, even if every rank has it, and exit.
 
         Args:
-            may_be_of_all: Local rank 0 of the agent reports it, if it has it too.
+            may_be_of_all: All ranks may have this error, so local rank 0 of the agent reports it.
         """
         if self.group is not None:
             self.group.failures.record(str(error), type(error).__name__)
         if may_be_of_all and self.env.has_agent and self.env.local_rank > 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            time.sleep(SLOWER_S)  # once local rank 0 has exited, its agent ends this process
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of an agent: this process is about to exit
+            time.sleep(SLOWER_S)  # the agent ends this process when local rank 0 has exited
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent need not end this process
         if not logging.getLogger(logs.ROOT).handlers:
             logs.to_console(self.env)
         if isinstance(error, JoinError):
@@ -232,7 +234,7 @@ class ProcessExit:
         return ask_store(lambda: record_fatal(self.env, self.job, message), otherwise=True)
 
     def log_peer_failure(self, failure: "Failure") -> None:
-        """Log the failure of another rank; a user error as that rank would, and once per agent."""
+        """Log the failure of another rank. A user error is logged once per agent."""
         if not failure.kind:
             log.error("error: rank %d: %s", failure.rank, failure.message)
         elif failure.kind == StorageUnavailableError.__name__:
@@ -253,20 +255,20 @@ class ProcessExit:
         text = self.describe(error)
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        with contextlib.suppress(Exception):  # the error file for torchrun's summary
+        with contextlib.suppress(Exception):  # write the error file for torchrun's summary
             get_error_handler().record_exception(error)
         rank = self.env.rank
         self.log_traceback(f"rank {rank} failed", error)
         if self._record_for_later(error, text):
             advice = "a restart would not help: mend it, then run the same command to resume"
             twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
-            self.user_error(twice, may_be_of_all=False)  # before a peer exits: that is restarted
+            self.user_error(twice, may_be_of_all=False)  # a peer that exits earlier is restarted
         if self.group is not None:
             self.group.failures.record(text)
         exit_process(UserError(f"rank {rank}: {text}"), FAILURE)
 
     def _record_for_later(self, error: Exception, text: str) -> bool:
-        """Record an error of the code in a step; return whether an earlier attempt had it there."""
+        """Record an error in a step. Return True if an earlier attempt had it at the same step."""
         from mingpt_ddp.distributed.error_text import is_transient
 
         if self.group is None or is_transient(error):
@@ -281,7 +283,7 @@ class ProcessExit:
         return describe_error(error, self.group.heartbeat["activity"] if self.group else "")
 
     def log_traceback(self, what: str, error: Exception) -> None:
-        """Log a traceback to the file; to the console if there is no file yet."""
+        """Log a traceback to the file, or to the console if there is no file yet."""
         log.error(what, exc_info=error, extra={"file_only": logs.has_file()})
 
     def _lost_peer(self, error: Exception) -> NoReturn:
@@ -294,20 +296,20 @@ class ProcessExit:
         else:
             what = "lost another rank, which has reported no error"
             log.error("error: rank %d %s: %s", rank, what, self.describe(error))
-        logs.close()  # so that no errors of other threads follow the root cause
+        logs.close()  # errors of other threads must not follow the root cause
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.env.has_agent:
             time.sleep(AGENT_POLL_S)  # torchrun blames the first exit: let it be the failed rank
         exit_process(None, FAILURE)
 
-    def on_signal(self, number: int, asks: bool = True) -> NoReturn:
+    def on_signal(self, number: int, ask_for_cause: bool = True) -> NoReturn:
         """Exit. If the signal comes from an agent after another rank failed, log the root cause.
 
         Args:
-            asks: for the root cause, which takes seconds if the store does not respond.
+            ask_for_cause: Look up the root cause in the store. This can take seconds if it is down.
         """
         try:
-            cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) if asks else None
+            cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) if ask_for_cause else None
             if cause is not None:
                 self.log_peer_failure(cause)
             elif self.env.is_rank_zero:
@@ -317,16 +319,16 @@ class ProcessExit:
             exit_process(None, signal_exit_code(self.env, 128 + number))
 
     def failed_on_all_ranks(self, error: UserError) -> bool:
-        """Return whether every rank has this error: then all can start a sweep's next job."""
+        """Return True if every rank has this error. Then all can start the next job of a sweep."""
         if self.is_symmetric:
             return True
         if self.group is None or not self.group.failures.compare_with_all(str(error)):
             return False
-        self.group.leave()  # for the next job
+        self.group.leave()  # the next job has another group
         return True
 
     def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
-        """Return the failure that another rank has reported, or reports within `wait_s` seconds."""
+        """Return the failure that another rank has reported or reports within `wait_s` seconds."""
         if self.group is None:
             return None
         return self.group.failures.first(wait_s)
@@ -336,9 +338,9 @@ class ProcessExit:
 def process_exit() -> Iterator[None]:
     """Exit after the body of a script that trains, with the exit code that main.py would have.
 
-    An error is one line. A normal shutdown of the interpreter sometimes aborts in a background
-    thread of torch, which torchrun counts as a failure: this one is os._exit. A rank that torchrun
-    has started exits when torchrun dies.
+    An error is one line. A rank that torchrun has started exits when torchrun dies. The exit is
+    os._exit, because normal interpreter shutdown sometimes aborts in a background thread of torch,
+    which torchrun counts as a failure.
     """
     if has_parent_launcher():
         die_with_parent()

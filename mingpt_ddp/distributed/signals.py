@@ -30,7 +30,7 @@ class SignalHandler:
         # Ctrl-C counts.
         repeated_interrupt = not first and number == signal.SIGINT
         if repeated_interrupt:
-            self.exits.on_signal(number, asks=False)
+            self.exits.on_signal(number, ask_for_cause=False)
         # After a failure of another rank a collective save would hang.
         if (first and not self.deferred) or self.exits.peer_failure():
             self.exits.on_signal(number)

@@ -1,8 +1,8 @@
 """Time the work of this rank in a step, without the time in which it waits for other ranks.
 
-All ranks end a step together, because each waits for the slowest in a collective. Only the time
-before shows which rank that is: from the start of fetching the batch to the last gradient, which
-DDP reduces last. Where the passes themselves wait for other ranks, the work is not measured.
+All ranks end a step together, because each waits for the slowest one in a collective. Only the time
+before that shows which rank is slow: from fetching the batch to the last gradient, which DDP
+reduces last. If the passes themselves wait for other ranks, the work is not measured.
 """
 
 import time
@@ -16,15 +16,15 @@ LATEST = 50  # steps that a reading averages
 
 
 class StepClock:
-    """Work times of the latest steps, by a GPU's own clock if there is one.
+    """Work times of the latest steps, by the clock of the GPU if there is one.
 
-    Only `read` synchronizes.
+    Only `read` waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.micro_batches = 1  # number of this rank's micro-batches in a step
-        self._steps: deque[list[Any]] = deque(maxlen=LATEST)  # the begin of each, and its end
+        self._steps: deque[list[Any]] = deque(maxlen=LATEST)  # begin and end of each step
 
     def attach(self, model: nn.Module, micro_batches: int) -> None:
         """Watch the backward passes of a model.
@@ -51,7 +51,7 @@ class StepClock:
         return sum(seconds) / len(seconds) if seconds else 0.0
 
     def _stop(self) -> None:
-        """End the work of a step. That of a later micro-batch replaces it."""
+        """Record the end of the work. The end of a later micro-batch replaces an earlier one."""
         if self._steps:
             self._steps[-1][1:] = [self._now()]
 

@@ -27,26 +27,26 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.errors import JoinError, RunError
 
 T = TypeVar("T")
-TIMEOUT_FRACTION = 0.8  # of ddp.timeout_s, after which a rank that hangs is named
+TIMEOUT_FRACTION = 0.8  # share of ddp.timeout_s after which a hanging rank is named
 POLL_S = 0.005
 LONGEST_PAUSE_S = 0.25
-STORE_CALL_S = 5e-5  # in which the store answers a call
-LOOKING_S = 1.0  # in which a process that is late looks whether rank zero is joining
-CONFIRM_S = 2.0  # in which a process that is joining confirms an invitation: it may begin to look
-STORE_TIMEOUT_S = 5.0  # for one response of the store on a busy machine
+STORE_CALL_S = 5e-5  # seconds in which the store answers a call
+LOOKING_S = 1.0  # a late process looks for this long whether rank zero is joining
+CONFIRM_S = 2.0  # within this time a joining process confirms, even if it begins to look
+STORE_TIMEOUT_S = 5.0  # timeout of one response of the store on a busy machine
 STARTER = "starter"  # key in the store: a counter that rank zero increases while it joins
-REFUSED = "!"  # an invitation with a reason why there is none
+REFUSED = "!"  # begins an invitation that says why there is no attempt
 FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 
 
 def open_store(env: DistEnv, job: int, timeout_s: float) -> Store:
-    """Return a client of the job's key-value store; rank 0 hosts it unless an elastic agent does.
+    """Return a client of the job's key-value store. Rank 0 hosts it unless an elastic agent does.
 
     Args:
-        job: index of the job in a sweep; every job has its own keys.
+        job: Index of the job in a sweep. Every job has its own keys.
 
     Raises:
-        RunError: the host does not respond within `timeout_s` seconds.
+        RunError: The host does not respond within `timeout_s` seconds.
     """
     host, port = env.master_address
     timeout = timedelta(seconds=timeout_s)
@@ -66,7 +66,7 @@ def open_store(env: DistEnv, job: int, timeout_s: float) -> Store:
 
 
 def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
-    """Wait until the store listens; torch's own client would log warnings while waiting."""
+    """Wait until the store listens. Torch's own client would log warnings while it waits."""
     deadline = time.monotonic() + timeout_s
     while True:
         remaining_s = max(POLL_S, deadline - time.monotonic())
@@ -79,19 +79,20 @@ def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
         time.sleep(POLL_S)
 
 
-@cache  # per process: other ranks may connect for the next job while this rank finishes the last
+@cache  # one for all jobs: others may connect for the next job while this rank ends the last
 def _host(host: str, port: int) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
 def call_with_timeout(work: Callable[[], T], timeout_s: float) -> T:
-    """Return what `work` returns, on a thread of its own: some store calls never return.
+    """Call `work` on a thread of its own, and return its result within a timeout.
 
-    So it is on a broken network, and if the host is stopped; if the host died, they raise.
+    Calls of the store never return if the network is broken or the host is stopped. If the host has
+    died, they raise.
 
     Raises:
-        TimeoutError: after `timeout_s` seconds.
-        Exception: what `work` raises.
+        TimeoutError: `work` has not returned after `timeout_s` seconds.
+        Exception: Any exception of `work`.
     """
     outcome: Future[T] = Future()
 
@@ -104,14 +105,14 @@ def call_with_timeout(work: Callable[[], T], timeout_s: float) -> T:
     threading.Thread(target=call, name="store", daemon=True).start()
     try:
         return outcome.result(timeout_s)
-    except concurrent.futures.TimeoutError as error:  # in Python 3.10 another class
+    except concurrent.futures.TimeoutError as error:  # another class in Python 3.10
         raise TimeoutError from error
 
 
 def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
-    """Return what `work` returns; `otherwise` if it raises or takes too long.
+    """Return the result of `work`, or `otherwise` if it raises or takes too long.
 
-    That is STORE_TIMEOUT_S + `wait_s` seconds.
+    The timeout is STORE_TIMEOUT_S + `wait_s` seconds.
     """
     try:
         return call_with_timeout(work, STORE_TIMEOUT_S + wait_s)
@@ -120,9 +121,9 @@ def ask_store(work: Callable[[], T], otherwise: T, wait_s: float = 0.0) -> T:
 
 
 def record_fatal(env: DistEnv, job: int, message: str) -> bool:
-    """Record a fatal error for later attempts. Return True if no worker of this agent has before.
+    """Record a fatal error for later attempts. Return True for the first worker of its agent.
 
-    Each agent has its own console.
+    That worker prints the error, because each agent has its own console.
     """
     store = open_store(env, job, STORE_TIMEOUT_S)
     store.set(FATAL, message)
@@ -130,10 +131,10 @@ def record_fatal(env: DistEnv, job: int, message: str) -> bool:
 
 
 def raise_if_fatal(store: Store) -> None:
-    """Fail if an earlier attempt recorded a fatal error: the agent restarts its workers regardless.
+    """Fail if an earlier attempt recorded a fatal error. Agents restart their workers regardless.
 
     Raises:
-        RunError: the recorded error.
+        RunError: The recorded error.
     """
     if store.check([FATAL]):
         raise RunError(get_now(store, FATAL).partition(": ")[2])  # RunError adds the kind
@@ -143,11 +144,11 @@ def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]
     """Connect to the job's store, and wait there for the other ranks of this attempt.
 
     Returns:
-        The store of the job, and a store with a prefix for the attempt; None for a single rank.
+        The store of the job, and a store with a prefix for the attempt (None for a single rank).
 
     Raises:
-        RunError: the store cannot be reached, or an earlier attempt failed with a fatal error.
-        JoinError: names a rank that did not join within TIMEOUT_FRACTION of `timeout_s` seconds.
+        RunError: The store cannot be reached, or an earlier attempt failed with a fatal error.
+        JoinError: A rank did not join within TIMEOUT_FRACTION of `timeout_s` seconds.
     """
     limit_s = TIMEOUT_FRACTION * timeout_s
 
@@ -160,7 +161,7 @@ def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]
         store = call_with_timeout(connect_to_job, limit_s + STORE_TIMEOUT_S)
         if env.world_size == 1:
             return store, None
-        # Rank zero may begin as late as another rank gives up, and then waits as long.
+        # Rank zero may begin just before another rank would give up, and then waits as long.
         return store, call_with_timeout(
             lambda: join_attempt(store, env, limit_s), 2 * limit_s + STORE_TIMEOUT_S
         )
@@ -170,10 +171,10 @@ def join(env: DistEnv, job: int, timeout_s: float) -> tuple[Store, Store | None]
 
 
 def join_attempt(store: Store, env: DistEnv, limit_s: float) -> Store:
-    """Wait for the other ranks of this attempt; return a store with a prefix for it.
+    """Wait for the other ranks of this attempt. Return a store with a prefix for the attempt.
 
     Raises:
-        JoinError: names a rank that did not join within `limit_s` seconds.
+        JoinError: A rank did not join within `limit_s` seconds. The message names it.
     """
     joining = _Joining(store, env, limit_s)
     attempt = joining.start() if env.is_rank_zero else joining.wait_for_start()
@@ -186,15 +187,15 @@ class _Joining:
     def __init__(self, store: Store, env: DistEnv, limit_s: float) -> None:
         self.store = store
         self.env = env
-        self.id = uuid.uuid4().hex[:16]  # a prefix of many keys
+        self.id = uuid.uuid4().hex[:16]  # short, because it is a prefix of many keys
         self.began_at = time.monotonic()
         self.limit_s = limit_s
         store.set(f"hello/{env.rank}", self.id)
 
     def start(self) -> str:
-        """On rank zero, invite the others until a process of each has confirmed; return its id."""
+        """On rank zero, invite the others until a process of each has confirmed. Return the id."""
         hellos = [f"hello/{rank}" for rank in range(1, self.env.world_size)]
-        invited: set[str] = set()  # ids; some may be of dead processes
+        invited: set[str] = set()  # ids, some of which may belong to dead processes
         while True:
             self.store.add(STARTER, 1)
             is_late = self._is_late()
@@ -222,9 +223,9 @@ class _Joining:
                 raise error
 
     def wait_for_start(self) -> str:
-        """On another rank, confirm invitations until rank zero starts the attempt; return its id.
+        """On another rank, confirm invitations until rank zero starts the attempt. Return its id.
 
-        A successor of rank zero may send the second one.
+        There may be a second invitation, from a successor of rank zero.
         """
         attempt = ""
         while True:
@@ -242,9 +243,9 @@ class _Joining:
                 raise _missing_error("0")
 
     def _read(self, hellos: list[str], is_late: bool) -> list[str]:
-        """Return the ids of ranks, each with that of rank zero once it has confirmed, or "".
+        """Return the hello of each rank: its id, followed by rank zero's id once it has confirmed.
 
-        Before it is late, all are "" until every rank has one.
+        A rank without a hello has "". Unless it is late, all have "" until every rank has a hello.
         """
         if self.store.check(hellos):
             return [value.decode() for value in self.store.multi_get(hellos)]
@@ -255,9 +256,9 @@ class _Joining:
             self.store.set(f"{what}/{each}", value)
 
     def _pause(self) -> None:
-        """Wait before the store is asked again, which serves all ranks; end after fatal errors.
+        """Wait before the next question, because the store serves all ranks. Raise fatal errors.
 
-        A pause is a fraction of the time so far, so that it delays the end by no more than that.
+        A pause is a fraction of the time so far, so it delays the join by at most that fraction.
         """
         elapsed_s = time.monotonic() - self.began_at
         shortest_s = max(POLL_S, self.env.world_size * STORE_CALL_S)
@@ -265,14 +266,14 @@ class _Joining:
         raise_if_fatal(self.store)
 
     def _is_late(self) -> bool:
-        """Return whether the time to join is over.
+        """Return True if the time to join is over.
 
         Raises:
-            RunError: another process has joined as this rank.
+            RunError: Another process has joined as this rank.
         """
         if time.monotonic() - self.began_at < self.limit_s:
             return False
-        # Asked only now: before, it may be the successor of this process.
+        # Ask only now, because an earlier hello may come from the successor of this process.
         if not get_now(self.store, f"hello/{self.env.rank}").startswith(self.id):
             raise RunError(
                 f"another process also has RANK={self.env.rank}; give every process its own rank"
@@ -280,10 +281,10 @@ class _Joining:
         return True
 
     def _is_starting(self, attempt: str) -> bool:
-        """Return whether rank zero is joining, too: then it names the missing ranks, or starts.
+        """Return True if rank zero is joining too. Then it names the missing ranks, or starts.
 
         Args:
-            attempt: the last invitation.
+            attempt: The last invitation.
         """
         before = get_now(self.store, STARTER)
         time.sleep(LOOKING_S)

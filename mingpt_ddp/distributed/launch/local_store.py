@@ -1,4 +1,4 @@
-"""The key-value store of local workers, in a process of its own: the launcher needs no torch."""
+"""The key-value store of local workers, in its own process, so the launcher needs no torch."""
 
 import multiprocessing
 import signal
@@ -18,7 +18,7 @@ class LocalStore:
     def __init__(self, method: str) -> None:
         """
         Args:
-            method: how to start it: forkserver or spawn.
+            method: Start method of the process: forkserver or spawn.
         """
         self.method = method
         self.process: BaseProcess | None = None
@@ -27,12 +27,12 @@ class LocalStore:
     def ensure_running(self) -> None:
         """Start the process, unless it is running.
 
-        Clients may connect from now on; they wait until it hosts the store. Only that process has
-        the socket: when it dies, the kernel closes their connections.
+        Clients may connect from now on, and wait until the process hosts the store. Only that
+        process has the socket, so the kernel closes all connections when it dies.
         """
         if self.process is not None and self.process.exitcode is None:
             return
-        # The address that a client resolves.
+        # The address to which clients resolve localhost.
         family, *_, address = socket.getaddrinfo("localhost", 0, type=socket.SOCK_STREAM)[0]
         context: Any = multiprocessing.get_context(self.method)
         with socket.create_server((str(address[0]), 0), family=family) as listener:
@@ -44,17 +44,17 @@ class LocalStore:
     def stop(self) -> None:
         """Kill the process."""
         if self.process is not None:
-            self.process.kill()  # not joined: a fork server that is stopped reports no exit
+            self.process.kill()  # do not join: a stopped fork server would not report the exit
 
 
 def _host(listener: socket.socket) -> None:
-    """Host the store until SIGKILL, with the other signals blocked as the parent has them."""
+    """Host the store until SIGKILL. The parent has blocked all other signals."""
     die_with_parent()
     from torch.distributed import TCPStore
 
     port = listener.getsockname()[1]
-    listening = listener.detach()  # by default it would listen on all interfaces
-    _store = TCPStore(  # as long as this function runs
+    listening = listener.detach()  # by default the store would listen on all interfaces
+    _store = TCPStore(  # lives as long as this function runs
         "localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening
     )
     while True:

@@ -1,4 +1,4 @@
-"""Kill workers that are stopped, or that do not end after a signal: nothing else ends them."""
+"""Kill workers that are stopped, or that do not end after a signal."""
 
 import logging
 import os
@@ -13,7 +13,8 @@ from mingpt_ddp.linux import STOPPED, kill, read_state
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-MARGIN_S = 3.0  # beyond ddp.timeout_s: before that, the ranks name one of theirs that is stopped
+# Wait this much longer than ddp.timeout_s, so that the ranks can first name the stopped one.
+MARGIN_S = 3.0
 
 
 class ProcessWatch:
@@ -26,13 +27,13 @@ class ProcessWatch:
         """
         Args:
             timeout_s: ddp.timeout_s.
-            grace_s: for which processes may go on after a signal.
+            grace_s: Seconds for which processes may go on after a signal.
         """
         self.forwarder = forwarder
         self.limit_s = timeout_s + MARGIN_S
         self.grace_s = grace_s
-        self.workers: list[BaseProcess] = []  # that are about to start, or run
-        self._stopped_s: dict[int, float] = {}  # by process id: for how long it has been stopped
+        self.workers: list[BaseProcess] = []  # workers that run or are about to start
+        self._stopped_s: dict[int, float] = {}  # seconds a process has been stopped, by its id
         self._done = threading.Event()
 
     def __enter__(self) -> "ProcessWatch":
@@ -54,7 +55,7 @@ class ProcessWatch:
                 state = read_state(worker.pid, {os.getpid(), server})
                 if worker.pid and state:
                     self._check(worker.pid, worker.name, state, elapsed_s, is_late)
-            # If the server is stopped, it cannot report that its workers have ended.
+            # A stopped fork server cannot report that its workers have ended.
             if is_late and server:
                 kill(server)
 

@@ -1,18 +1,18 @@
-"""Slots: the cores and GPUs of a machine, divided among the jobs that run at a time."""
+"""Slots: the cores and GPUs of a machine, divided among concurrent jobs."""
 
 import os
 from dataclasses import dataclass
 
-CORES = "MINGPT_DDP_CORES"  # of a worker, as 0,1
+CORES = "MINGPT_DDP_CORES"  # environment variable with the cores of a worker, such as 0,1
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The cores and GPUs of one job at a time."""
+    """The cores and GPUs of one of several concurrent jobs."""
 
     number: int
     cores: tuple[int, ...]
-    gpus: tuple[str, ...] | None = None  # as CUDA_VISIBLE_DEVICES has them; None: all
+    gpus: tuple[str, ...] | None = None  # as in CUDA_VISIBLE_DEVICES; None for all
 
     def environ(self) -> dict[str, str]:
         """Return the environment variables that keep the workers of a job in this slot."""
@@ -23,12 +23,13 @@ class Slot:
 
 
 def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> list[Slot]:
-    """Return n slots.
+    """Divide cores and GPUs into slots.
 
     Args:
-        cores: of this machine.
-        per_job: cores of a slot; slots share cores where they are too few.
-        gpus: of this machine; None: the jobs use none.
+        n: Number of slots.
+        cores: Cores of this machine.
+        per_job: Number of cores of a slot. If there are too few cores, slots share them.
+        gpus: GPUs of this machine. None if the jobs use no GPU.
     """
     slots = []
     for number in range(n):
@@ -43,7 +44,7 @@ def divide(n: int, cores: list[int], per_job: int, gpus: list[str] | None) -> li
 
 
 def bind_cores() -> None:
-    """Keep this process, and those that it starts, on the cores of its slot, if it has one."""
+    """Keep this process and its children on the cores of its slot, if it has one."""
     cores = os.environ.pop(CORES, None)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -53,7 +54,7 @@ def visible_gpus() -> list[str]:
     """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
-    count = torch.cuda.device_count()  # asks the driver: does not initialize CUDA
+    count = torch.cuda.device_count()  # asks the driver without initializing CUDA
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")[:count]

@@ -1,4 +1,4 @@
-"""The worker processes of one attempt: how they start, get signals, and end."""
+"""Start the worker processes of one attempt, forward signals to them, and wait for their end."""
 
 import contextlib
 import importlib
@@ -21,8 +21,8 @@ from mingpt_ddp.distributed.launch.slots import bind_cores
 from mingpt_ddp.interrupts import SIGNALS, handle
 from mingpt_ddp.linux import STOPPED, read_state, set_process_name
 
-COMMAND = "mingpt_ddp.cli.train_job"  # a higher layer: named, not imported
-INTERRUPT_S = 2.0  # after a second Ctrl-C, for workers to exit by themselves
+COMMAND = "mingpt_ddp.cli.train_job"  # named, not imported, because it is in a higher layer
+INTERRUPT_S = 2.0  # seconds for workers to exit by themselves after a second Ctrl-C
 
 
 class SignalForwarder:
@@ -31,12 +31,12 @@ class SignalForwarder:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._received_at = math.inf  # time.monotonic() of the first signal
-        self._interrupted_at = math.inf  # and of a Ctrl-C after it
+        self._interrupted_at = math.inf  # time.monotonic() of a later Ctrl-C
         self._workers: list[BaseProcess] = []
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals in this context; only the main thread may enter it."""
+        """Handle signals in this context, which only the main thread may enter."""
         before = handle(self._forward)
         try:
             yield
@@ -46,7 +46,7 @@ class SignalForwarder:
 
     @contextlib.contextmanager
     def started(self, workers: list[BaseProcess]) -> Iterator[None]:
-        """Start these workers; they also get the signals that have arrived before."""
+        """Start these workers, and send them the signals that have already arrived."""
         for worker in workers:
             start_process(worker)
         unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -61,10 +61,10 @@ class SignalForwarder:
             self._workers = [worker for worker in self._workers if worker not in workers]
 
     def kill_at(self, grace_s: float) -> float:
-        """Return the time.monotonic() at which what is alive gets SIGKILL; inf without a signal.
+        """Return the time.monotonic() at which all workers get SIGKILL, or inf without a signal.
 
         Args:
-            grace_s: for which workers may go on after the first signal.
+            grace_s: Seconds for which workers may go on after the first signal.
         """
         return min(self._received_at + grace_s, self._interrupted_at + INTERRUPT_S)
 
@@ -87,8 +87,9 @@ def shared_environ(workers: int, is_local: bool, threads: int | None = None) -> 
     """Return the environment variables that are the same for all workers.
 
     Args:
-        is_local: all ranks are on this machine.
-        threads: of each worker; None: OMP_NUM_THREADS, or the cores of this machine, divided.
+        workers: Number of workers on this machine.
+        is_local: True if all ranks are on this machine.
+        threads: Threads of each worker. None for OMP_NUM_THREADS, or else an equal share of cores.
     """
     shared = dict(os.environ)
     if is_local:
@@ -108,25 +109,26 @@ async def join_workers(
     preempted_code: int,
     store: BaseProcess | None = None,
 ) -> tuple[int, str]:
-    """Wait until all workers have exited. When one fails, or their store, terminate the others.
+    """Wait until all workers have exited. If a worker or the store fails, terminate the others.
 
-    If a signal killed it, SIGKILL them: there is no failure to report, and no collective can
-    complete.
+    If a signal killed the first one, SIGKILL the others at once: they have no failure to report,
+    and no collective can complete.
 
     Args:
-        timeout_s: for the others to exit before SIGKILL.
-        preempted_code: exit code of a preempted worker, which has not failed.
-        store: a process that hosts their store; it exits only if it fails.
+        timeout_s: Seconds for the others to exit before they get SIGKILL.
+        preempted_code: Exit code of a preempted worker, which does not count as failed.
+        store: The process that hosts the workers' store. It exits only if it fails.
 
     Returns:
-        The exit code and the name of the process that failed; else 0 or `preempted_code`, and "".
+        The exit code and the name of the process that failed. Otherwise 0 or `preempted_code`, and
+        an empty name.
     """
     while True:
         codes = []
         failed = {}  # name by exit code
         running = []
         for worker in workers:
-            code = worker.exitcode  # read once: a worker may exit at any moment
+            code = worker.exitcode  # read it once, because a worker may exit at any moment
             codes.append(code)
             if code is None:
                 running.append(worker.sentinel)
@@ -142,14 +144,14 @@ async def join_workers(
         await readable(running)
     if not failed:
         return max(code or 0 for code in codes), ""
-    # The root cause: a signal causes others' errors, and 2 and 75 cause others' 1.
+    # Find the root cause: a death by signal first, then exit codes 75 and 2, then 1.
     code = min(failed, key=lambda code: (code > 0, -code))
     await _end(workers, timeout_s if code > 0 else 0.0)
     return code, failed[code]
 
 
 async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
-    """Send SIGTERM to the workers, and SIGKILL after `timeout_s`; at once to stopped ones."""
+    """Send SIGTERM to the workers, and SIGKILL after `timeout_s`. Stopped ones get it at once."""
     deadline = time.monotonic() + timeout_s
     for worker in workers:
         if timeout_s == 0 or read_state(worker.pid) == STOPPED:
@@ -160,7 +162,7 @@ async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
         if worker.exitcode is None:
             await readable([worker.sentinel], max(0, deadline - time.monotonic()))
         worker.kill()
-        await readable([worker.sentinel])  # a join would block other jobs
+        await readable([worker.sentinel])  # join alone would block other jobs
         worker.join()
 
 
@@ -174,13 +176,13 @@ def run_worker(
     """Train as one rank, in a process that has just been forked or started.
 
     Args:
-        parent: the process id of the fork server, or of the launcher.
-        composed: the configuration of the overrides.
+        parent: Process id of the fork server, or of the launcher.
+        composed: The configuration that the overrides compose to.
     """
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until it trains: Python's has a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would print a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    os.setsid()  # so that Ctrl-C on the terminal arrives once, forwarded by the parent
+    os.setsid()  # Ctrl-C must arrive once, forwarded by the parent
     os.environ.clear()
     os.environ.update(environ)
     ends.open()
