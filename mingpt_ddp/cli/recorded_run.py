@@ -1,4 +1,4 @@
-"""What a run has recorded, and which of its steps can be repeated."""
+"""Read the record of a run, and choose steps of it to repeat."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,14 @@ SHOWN = 8  # snapshots that an error lists
 class Interval:
     """The steps to repeat: those after `base`, up to `target`."""
 
-    base: int  # step of a snapshot, or 0: the start of the run
+    base: int  # step of a snapshot, or 0 for the start of the run
     target: int  # step of a later snapshot
-    state: dict[str, Any]  # of that one
+    state: dict[str, Any]  # state.json of the target
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run has recorded: its committed snapshots and its ledger."""
+    """The record of a run: its committed snapshots and its ledger."""
 
     store: SnapshotStore
     states: dict[int, dict[str, Any]]  # state.json by step
@@ -48,7 +48,7 @@ class RecordedRun:
         return cls(store, states, ledger)
 
     def content(self, step: int) -> Hashes:
-        """Return the hashes of what a snapshot holds now.
+        """Return the hashes of the present content of a snapshot.
 
         Raises:
             SnapshotError: it is damaged.
@@ -65,7 +65,7 @@ class RecordedRun:
 
 
 def read_snapshot(store: SnapshotStore, step: int) -> Any:
-    """Read a whole snapshot; raise SnapshotError if it is damaged."""
+    """Read a whole snapshot. Raise SnapshotError if it is damaged."""
     return load(f"{store.url}/{directory_name(step)}", TENSOR_KINDS)
 
 
@@ -90,7 +90,7 @@ def read_state(store: SnapshotStore, step: int) -> dict[str, Any]:
 
 
 def run_of(path: Path) -> Path:
-    """Return the run directory of itself, its snapshots or one of them."""
+    """Return the run directory, from the path of itself, of its snapshots or of one of them."""
     path = path.absolute()
     if step_of(path.name) is not None:
         path = path.parent
@@ -101,10 +101,10 @@ def choose_interval(recorded: RecordedRun, steps: int, words: list[str]) -> Inte
     """Return the newest interval of so many steps, all trained with the settings of its end.
 
     Args:
-        words: more of the command line that trains.
+        words: More words of the command line that trains.
 
     Raises:
-        SnapshotError: there is none; names the newest snapshots.
+        SnapshotError: There is no such interval. The message names the newest snapshots.
     """
     snapshots = sorted(recorded.states)
     run = recorded.states[snapshots[-1]]["config"]["run"]

@@ -36,12 +36,12 @@ from mingpt_ddp.torch_internals import clone_store
 log = logging.getLogger(__name__)
 
 HANG = "hang"  # key in the store: which rank hangs
-START_S = 120.0  # for which a rank may import, read and lock, before its first batch
+START_S = 120.0  # how long a rank may import, read and lock before its first batch
 UNRESPONSIVE = "; its process does not respond"
 PERIOD_S = 0.25  # between two heartbeats
-NO_HEARTBEAT = {**FIRST_HEARTBEAT, "beat": 0.0}  # of a rank that has not written any
-# After a failure of another rank, for which a training thread makes no progress until it is known
-# to be blocked: the handler of its agent's SIGTERM, or an error of its collective, ends it earlier.
+NO_HEARTBEAT = {**FIRST_HEARTBEAT, "beat": 0.0}  # stands for a rank without a heartbeat so far
+# If the training thread makes no progress for this long after a failure of another rank, it is
+# blocked. Otherwise the agent's SIGTERM or an error of the collective would have ended it.
 BLOCKED_S = 2.0
 
 
@@ -107,7 +107,7 @@ class HangDetector:
 
 
 class Watchdog:
-    """A thread that ends the process when a rank hangs; all ranks agree on which one."""
+    """A thread that ends the process when a rank hangs. All ranks name the same one."""
 
     def __init__(self, group: ProcessGroup, exits: ProcessExit) -> None:
         self.group = group
@@ -116,12 +116,12 @@ class Watchdog:
         self.limit_s = TIMEOUT_FRACTION * group.timeout_s
         self._training_thread = threading.get_ident()
         self._detector = HangDetector(self.limit_s, group.world_size)
-        self._are_written = False  # the heartbeats that this rank looks at
-        # After a failure: the heartbeat of this rank, and since when it has been that.
+        self._are_written = False  # True if all heartbeats that this rank looks at are written
+        # After a failure: the last heartbeat of this rank, and when it was first seen.
         self._unchanged_since: tuple[dict[str, Any], float] | None = None
 
     def start(self) -> None:
-        """Start the thread, which ends with the group; a single rank needs none."""
+        """Start the thread, which ends with the group. A single rank does not need it."""
         if self.group.store is None:
             return
         self._store = clone_store(self.group.store)
@@ -130,7 +130,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self.group.closed.wait(min(PERIOD_S, self.limit_s / 10)):
-            with contextlib.suppress(Exception):  # of a lost store; collectives report that
+            with contextlib.suppress(Exception):  # the store is lost, which collectives report
                 self._send_heartbeat()
                 self._leave_if_blocked()
                 self._check()
@@ -186,10 +186,10 @@ class Watchdog:
         return {rank: each or NO_HEARTBEAT for rank, each in zip(ranks, heartbeats, strict=True)}
 
     def _exit_for(self, reason: str) -> NoReturn:
-        """Log why, and exit."""
+        """Log the reason, and exit."""
         if reason.startswith(f"rank {self.group.rank} "):
             self._log_stack("hangs here")
         log.error("error: %s", reason)
-        time.sleep(AGENT_POLL_S)  # so that the other ranks log the reason too
+        time.sleep(AGENT_POLL_S)  # the other ranks must log the reason too
         kill_stopped_siblings(self.exits.env)
         exit_process(None, FAILURE)

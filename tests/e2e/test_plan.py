@@ -81,7 +81,7 @@ def test_a_plan_for_gpus_that_are_not_here(tmp_path):
         (["device=h1000"], "config error: device=h1000 is not known; use one of a100-40gb, "),
         (["device=h100", "nodes=0"], "config error: nodes=0 must be greater than or equal to 1"),
         (["device=h100", "network_gbps=fast"], "config error: network_gbps='fast' must be "),
-        (["nodes=8"], "config error: nodes=8 is of a plan for GPUs; add device=h100"),
+        (["nodes=8"], "config error: nodes=8 is for a plan of GPUs; add device=h100"),
     ],
 )
 def test_errors_are_those_of_training(args, message, tmp_path):

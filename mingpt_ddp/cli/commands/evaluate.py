@@ -159,7 +159,7 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
     """Return the configuration of the snapshot's run, from an untrusted state, for this machine.
 
     Args:
-        first: the state of the snapshot whose text is measured, if that is another; also untrusted.
+        first: State of the snapshot whose text is measured, if it is another one. Also untrusted.
     """
     try:
         recorded = without_unknown(state["config"])
@@ -210,7 +210,7 @@ def _run_config(config: EvaluateConfig, url: str, state: Any, first: Any = None)
 
 
 def _data_sha256(state: Any) -> list[Any]:
-    """Return the SHA-256 of the data; [] of a task that records none. The state is untrusted."""
+    """Return the SHA-256 of the data, or [] if the task records none. The state is untrusted."""
     return [state[key]["sha256"] for key in OF_DATA if key in state]
 
 
@@ -218,7 +218,7 @@ def _measure_like(values: dict[str, Any], first: Any) -> None:
     """Measure a run on the same split of the same text as the first, with its own tokenizer.
 
     Raises:
-        ValueError: they have other tasks.
+        ValueError: The tasks differ.
     """
     data = values["data"]
     default = DEFAULT_CHOICE["task"]

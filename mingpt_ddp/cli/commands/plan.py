@@ -1,4 +1,4 @@
-"""Say what a configuration means, without training it.
+"""Plan a run without training it.
 
     python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
     python -m mingpt_ddp.plan model=gpt2 device=h100 ddp.nproc_per_node=8 [nodes=8] [network_gbps=400] [vocab_size=50257]
@@ -40,7 +40,7 @@ FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
 HEADINGS = ("ranks", "batch", "micro-batch", "per rank", "idle", "learning rate")
 KINDS = ("weights", "gradients", "optimizer", "average", "activations", "temporaries", "data")
-UNKNOWN = "not known"  # for a model or task of one's own
+UNKNOWN = "not known"  # shown if a user wrote the model or the task
 
 
 def main() -> None:
@@ -91,19 +91,19 @@ def _split(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
 class Target(Machine):
     """The GPUs to plan for, and the model there."""
 
-    vocab_size: PositiveInt | None = None  # instead of the text's own
+    vocab_size: PositiveInt | None = None  # replaces the vocabulary size of the text
 
 
 def _target(texts: dict[str, str]) -> Target | None:
     """Return the GPUs to plan for, if any.
 
     Raises:
-        ConfigError: a value is invalid, or belongs to none.
+        ConfigError: A value is invalid, or device= is missing.
     """
     if not texts:
         return None
     first, text = next(iter(texts.items()))
-    check("device" in texts, f"{first}={text} is of a plan for GPUs; add device=h100")
+    check("device" in texts, f"{first}={text} is for a plan of GPUs; add device=h100")
     values = {key: parse_value(text) for key, text in texts.items()}
     values["device"] = texts["device"].lower()
     return build(Target, values, "")
@@ -158,7 +158,7 @@ def describe(plan: dict[str, Any]) -> str:
 
 
 def _strategy_lines(plan: dict[str, Any]) -> list[str]:
-    """Return a table of what each strategy needs of a rank, then why others cannot run."""
+    """Return a table of the needs of each strategy, then the reasons why others cannot run."""
     table = {name: row for name, row in plan["strategies"].items() if "passes" in row}
     kinds = [kind for kind in KINDS if any(row[f"{kind}_bytes"] != 0 for row in table.values())]
     rows = [("strategy", "peak", *kinds, "largest", "sends", "step at peak", "limit")]

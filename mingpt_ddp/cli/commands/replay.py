@@ -32,11 +32,12 @@ from mingpt_ddp.storage.code_identity import describe_change, recorded_code
 
 CONFIRMED = 0
 REFUTED = 1
-UNDECIDED = 3  # as exit codes; 2 is an error
-NAME = "replay"  # of the run that repeats the steps
-SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)  # of a replay
-MAX_SAVES = 4  # of a replay for each hash that it is compared with
-# Groups of which a replay takes the defaults where a key changes no step.
+UNDECIDED = 3  # these three are exit codes; 2 is an error
+REPLAY_RUN_NAME = "replay"
+# Lines of a replay that are shown.
+SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
+MAX_SAVES = 4  # snapshots that a replay saves for each hash to compare
+# A replay takes the defaults of these groups for all keys that do not change a step.
 QUIET_GROUPS = ("trainer", "snapshot", "tracker")
 QUIET = (
     "trainer.eval_every=null",
@@ -47,10 +48,10 @@ QUIET = (
 
 
 def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
-    """Return on how many ranks to repeat the steps.
+    """Return the number of ranks that repeat the steps.
 
     Raises:
-        ConfigError: another number than the run had would change the bits.
+        ConfigError: Another number than the run had would change the bits.
     """
     if environment.get("reduction") == "canonical":
         return ranks or 1
@@ -64,13 +65,13 @@ def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
 
 
 def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
-    """Print whether a replay confirms what is recorded; return the exit code.
+    """Repeat steps and print whether they confirm the recorded hashes. Return the exit code.
 
     Args:
-        url: of the run or its snapshots, untrusted.
-        steps: to repeat.
-        ranks: on which; None: one, or as many as the run had with ddp.reduction=fast.
-        words: more of the command line that trains.
+        url: URL of the run or its snapshots, which are untrusted.
+        steps: Number of steps to repeat.
+        ranks: Number of ranks. None for one, or with ddp.reduction=fast for as many as before.
+        words: More words of the command line that trains.
     """
     raise_interrupts()  # so that the training ends and its directory is deleted
     recorded = RecordedRun.read(url)
@@ -88,7 +89,7 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
     if files := describe_change(recorded_code(interval.state), recorded_code(here)):
         echo_error(f"the code differs from that of step {interval.target}: {files}")
     for step in sorted(expected.keys() & repeated.keys()):
-        # A replay calls no hooks of evaluations: their state may differ.
+        # Leave out hooks: a replay does not evaluate, so their state may differ.
         if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
             where = f"step {step}, repeated from step {interval.base}, gives another {difference}"
             if reasons := find_reasons(interval, here):
@@ -106,9 +107,9 @@ def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
 
 
 class StepLines(io.TextIOBase):
-    """Pass steps and errors on to stderr; stdout has the verdict alone.
+    """Pass on steps and errors to stderr. stdout has the verdict alone.
 
-    The rest of what training prints is of another evaluation, and of a directory that is deleted.
+    All other lines are dropped, because they describe a directory that will be deleted.
     """
 
     def write(self, text: str) -> int:
@@ -120,7 +121,7 @@ class StepLines(io.TextIOBase):
 def describe_difference(
     recorded: Hashes, computed: Hashes, kinds: Sequence[str] = TENSOR_KINDS
 ) -> str:
-    """Return the first kind whose hashes differ, with both; "" if all are equal."""
+    """Return the first kind of tensors whose hashes differ, with both hashes, or ""."""
     for kind in kinds:
         before = recorded.get(kind)
         now = computed.get(kind)
@@ -130,10 +131,10 @@ def describe_difference(
 
 
 def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
-    """Return why a replay may differ without damage.
+    """List the reasons why a replay may differ although nothing is damaged.
 
     Args:
-        here: the state.json of the replay.
+        here: The state.json of the replay.
     """
     state = interval.state
     there = state["environment"]
@@ -170,7 +171,7 @@ def train_again(
         typed = [*changes(recorded, interval, directory), *words]
         with contextlib.redirect_stdout(StepLines()):
             train(command_words(str(directory / "recorded"), typed), ranks)
-        run = directory / NAME
+        run = directory / REPLAY_RUN_NAME
         hashes = {step: record.hashes for step, record in Ledger(run).read().items()}
         snapshot = read_snapshot(SnapshotStore(f"{run}/snapshots"), interval.target)
     hashes[interval.target] = hash_snapshot(snapshot)
@@ -178,7 +179,7 @@ def train_again(
 
 
 def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write config.yaml without what a record must not decide, or a replay need not."""
+    """Write config.yaml without keys that a record must not decide or a replay does not need."""
     kept: dict[str, Any] = {}
     for group, keys in config.items():
         kept[group] = {}
@@ -196,7 +197,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
     state = interval.state
     values: dict[str, Any] = {
         "run.root": str(directory),
-        "run.name": NAME,
+        "run.name": REPLAY_RUN_NAME,
         "run.resume": "auto",
         "trainer.max_steps": interval.target,
         "trainer.micro_batch_size": state["micro_batch_size"],
@@ -214,7 +215,7 @@ def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[
 
 
 def save_interval(expected: Mapping[int, Hashes], interval: Interval) -> int | None:
-    """Return every how many steps to save, to save at the recorded steps; None: at the end."""
+    """Return the interval of saves that hits all recorded steps. None saves at the end only."""
     steps = [step for step in expected if step > interval.base]
     every = math.gcd(*steps, interval.target)
     saves = (interval.target - interval.base) // every

@@ -69,7 +69,7 @@ class Trial:
     version: Version
     words: list[str]
     directory: Path
-    config: dict[str, Any]  # that is composed without these words
+    config: dict[str, Any]  # the configuration that is composed without these words
 
     @property
     def result(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def _command(words: list[str]) -> int:
 
 
 def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
-    """Return why a requirement is not met; "": it is."""
+    """Return the reason if a requirement is not met, else ""."""
     if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
         return "the bits differ"
     if required == "not_worse" and any(each.is_worse for each in verdicts):
@@ -161,7 +161,7 @@ def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _is_sweep(word: str) -> bool:
-    """Return whether a word is an override with several values."""
+    """Return True if a word is an override with several values."""
     with contextlib.suppress(HydraException):  # it is a flag, or Hydra will say what is wrong
         return bool(OverridesParser.create().parse_override(word).is_sweep_override())
     return False

@@ -21,7 +21,8 @@ PLUGINS = {
 def explain(error: Exception) -> str:
     """Return Hydra's error as one line, without passwords of URLs.
 
-    It is in Hydra's words, but for an unknown preset, an unknown key and a group with a needless +.
+    The words are Hydra's, except for an unknown preset or key, a group with a needless +, and an
+    override with several values.
     """
     text = str(error)
     preset = re.search(r"Could not (?:find|load) '(.+)/([^/']+)'", text)
@@ -50,10 +51,10 @@ def explain(error: Exception) -> str:
 
 
 def _explain_unknown_preset(group: str, name: str, text: str) -> str | None:
-    """Name the presets that there are; None for a group that has none.
+    """List the existing presets of a group. Return None if it has none.
 
     Args:
-        text: of Hydra's error, which lists them.
+        text: Text of Hydra's error, which lists them.
     """
     preset = f"{group}/{name}"
     if preset in PLUGINS:

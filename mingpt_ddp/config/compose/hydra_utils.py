@@ -57,7 +57,7 @@ FLAGS = (
 
 @dataclass
 class JobSweeperConf:
-    """The keys of `hydra.sweeper`, as Hydra's own sweeper has them; the others are in `sweep`."""
+    """The keys of `hydra.sweeper`, as in Hydra's own sweeper. All other keys are in `sweep`."""
 
     _target_: str = SWEEPER
     max_batch_size: int | None = None
@@ -95,20 +95,20 @@ _store_defaults()
 
 
 def config_directory() -> Path:
-    """Return conf/ of the checkout, or its copy in an installed package."""
+    """Return the directory conf/ of the checkout, or its copy in an installed package."""
     package = Path(__file__).resolve().parents[2]
     installed = (package / "conf").resolve()  # in a checkout a link
     return installed if installed.is_dir() else package.parent / "conf"
 
 
 def run_hydra(task: Callable[[DictConfig], Any]) -> str:
-    """Compose the configuration of the command line and call `task` with it; with -m, for each job.
+    """Compose the configuration and call `task` with it. With -m, do so for each job.
 
     Returns:
-        What an option of Hydra, as --cfg, asks to print instead; "" if there is none.
+        The text that an option of Hydra such as --cfg prints instead. "" without such an option.
 
     Raises:
-        Exception: of `task`, or Hydra's, for `explain`.
+        Exception: From `task`, or from Hydra for `explain`.
     """
     run = hydra_main(str(config_directory()), "config", **VERSION_BASE, **WHITELIST)(task)
     if not {word.partition("=")[0] for word in sys.argv[1:]} & {*PRINTING}:
@@ -126,7 +126,7 @@ def run_hydra(task: Callable[[DictConfig], Any]) -> str:
 
 
 def answer(argv: list[str]) -> str | None:
-    """Return the text for --help or --version; None for a command line that starts a run."""
+    """Return the text for --help or --version, or None if the command line starts a run."""
     if {"-h", "--help"} & {*argv}:
         return with_commands(Path(__file__).with_name("help.txt").read_text())
     return f"mingpt_ddp {__version__}" if "--version" in argv else None
@@ -147,10 +147,10 @@ def reorder_argv(argv: list[str]) -> list[str]:
 
 
 def check_options(argv: list[str]) -> None:
-    """Check that every option is one of Hydra's: argparse knows no key that was meant.
+    """Check that every option is one of Hydra's. Unlike argparse, suggest the key that was meant.
 
     Raises:
-        ConfigError: names the first other one.
+        ConfigError: There is another option. The message names the first one.
     """
     for word, following in zip(argv, [*argv[1:], "-"], strict=False):
         name, _, value = word.partition("=")
@@ -169,11 +169,11 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
     """Run the user's files that a composed configuration names, and return the typed configuration.
 
     Args:
-        hydra: the `hydra` node of the composed configuration.
-        overrides: of the command line.
+        hydra: The `hydra` node of the composed configuration.
+        overrides: Overrides from the command line.
 
     Raises:
-        ConfigError, CodeError: a key, a value or a user's file is invalid; one line.
+        ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
     """
     values = to_plain(cfg)
     typed = set(map(key_of, overrides))
@@ -193,10 +193,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets limits, or one of two batch sizes, unset the others.
-
-    Those are a preset's, or the default.
-    """
+    """If the command line sets limits or a batch size, unset those of presets and defaults."""
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
     typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
@@ -205,12 +202,12 @@ def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
 
 
 def is_multirun() -> bool:
-    """Return whether this is a job of a sweep."""
+    """Return True if this is a job of a sweep."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def is_external(launcher: str) -> bool:
-    """Return whether a launcher, by its class, is none of Hydra's own: it runs jobs elsewhere."""
+    """Return True if a launcher is not one of Hydra's own, so that it runs jobs elsewhere."""
     return not launcher.startswith("hydra._internal.")
 
 
@@ -228,7 +225,7 @@ def key_of(override: str) -> str:
 
 
 def typed_keys() -> set[str]:
-    """Return the keys that the command line of this job sets, with those that hold others."""
+    """Return the keys from the command line of this job, and the keys that contain them."""
     keys = {*map(key_of, HydraConfig.get().overrides.task)}
     return keys | {key_of_group(key) for key in keys}
 
@@ -290,7 +287,7 @@ def config_flags(hydra: Any) -> list[str]:
         if provider == "command-line":
             flags.append(f"--config-dir={path}")
         elif provider == "main" and path != config_directory() and os.path.isdir(path):
-            # That never raises.
+            # Unlike Path.is_dir, os.path.isdir never raises.
             flags.append(f"--config-path={path}")
     return flags
 
@@ -309,11 +306,11 @@ def hydra_value(value: Any) -> str:
     """Format a value so that Hydra's override grammar parses it back."""
     if isinstance(value, list):
         return f"[{','.join(map(hydra_value, value))}]"
-    # Hydra takes no quoted keys.
+    # Hydra does not accept quoted keys.
     if isinstance(value, dict) and all(str(key).isidentifier() for key in value):
         pairs = [f"{key}:{hydra_value(each)}" for key, each in value.items()]
         return f"{{{','.join(pairs)}}}"
     if not isinstance(value, str):
-        return json.dumps(value, default=str)  # of a date in a file that somebody has edited
+        return json.dumps(value, default=str)  # for a date in an edited file
     without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     return QuotedString(without_interpolation, Quote.double).with_quotes()

@@ -1,4 +1,4 @@
-"""Channels from workers to their launcher: evaluations to judge, and what they print."""
+"""Channels from workers to their launcher, for evaluations and for their output."""
 
 import asyncio
 import contextlib
@@ -14,20 +14,22 @@ from typing import Any, TypeAlias
 
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 
-# Judge an evaluation, of a step and its metrics by name: why the run is to end; None: it goes on.
+# A pruner callback. It gets the step and the metrics of an evaluation by name, and returns the
+# reason to end the run, or None to go on.
 Judge: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
-REPORTS = "MINGPT_DDP_REPORTS"  # of a worker: the descriptor of rank zero; on other ranks -1
-MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # with the metrics of an evaluation
+# Environment variable of a worker: the descriptor of the channel, or -1 on ranks but zero.
+REPORTS = "MINGPT_DDP_REPORTS"
+MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # size limit of a message with the metrics of an evaluation
 MAX_CONSOLE_BYTES = 1 << 13
 
 
 @dataclass(frozen=True)
 class WorkerEnds:
-    """The ends of a worker, which multiprocessing duplicates into it."""
+    """The worker's ends of its channels. Multiprocessing passes them to the process."""
 
-    reports: Connection | None  # None on other ranks than zero
-    console: Connection | None  # None: the worker writes to the launcher's
-    is_judged: bool  # whether the launcher judges the evaluations
+    reports: Connection | None  # None on all ranks but zero
+    console: Connection | None  # None if the worker writes to the launcher's console
+    is_judged: bool  # True if the launcher has a pruner callback for evaluations
 
     def open(self) -> None:
         """Write the console to the launcher, and leave the other end to `reporter`."""
@@ -43,7 +45,7 @@ class WorkerEnds:
 
 
 def reporter() -> Judge | None:
-    """Return the function that asks the launcher, on rank zero; None if nobody judges the run."""
+    """Return the function that asks the launcher, on rank zero. None if no pruner is asked."""
     text = os.environ.pop(REPORTS, None)
     if text is None:
         return None
@@ -64,12 +66,12 @@ class Channels:
     def __init__(self, report: Judge | None, has_console: bool) -> None:
         """
         Args:
-            report: judges the evaluations; None: there is no such channel.
-            has_console: the workers write to that of this process.
+            report: Called with each evaluation. None if the run reports none.
+            has_console: True if the workers write to the console of this process.
         """
         self._report = report
         self._has_console = has_console
-        self._output = b""  # the end of what the workers have written
+        self._output = b""  # the last bytes that the workers have written
         self._reports, self._worker_reports = multiprocessing.Pipe()
         self._console, self._worker_console = multiprocessing.Pipe(duplex=False)
 
@@ -119,7 +121,7 @@ class Channels:
             loop.remove_reader(self._console.fileno())
 
     def last_line(self) -> str:
-        """Return the last line of the workers that says why they ended; "" if there is none."""
+        """Return the last line in which the workers said why they ended, or "" without one."""
         while self._read_console():
             pass
         lines = self._output.decode(errors="replace").splitlines()
@@ -140,7 +142,7 @@ class Channels:
                 self._reports.send_bytes(json.dumps(reason).encode())
 
     def _read_console(self) -> bool:
-        """Read some of what the workers have written; return whether there may be more."""
+        """Read some of the workers' output. Return True if there may be more."""
         descriptor = self._console.fileno()
         os.set_blocking(descriptor, False)
         try:
@@ -148,7 +150,7 @@ class Channels:
         except BlockingIOError:
             return False
         self._output = (self._output + content)[-MAX_CONSOLE_BYTES:]
-        if not content:  # all have closed it: always readable from now on
+        if not content:  # all workers have closed it, so it stays readable
             asyncio.get_running_loop().remove_reader(descriptor)
         return bool(content)
 

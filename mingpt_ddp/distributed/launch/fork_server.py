@@ -79,7 +79,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def server_pid() -> int | None:
-    """Return the process id of the server; None if it is not running."""
+    """Return the process id of the server, or None if it is not running."""
     server: Any = forkserver._forkserver
     pid: int | None = server._forkserver_pid
     return pid
@@ -88,5 +88,5 @@ def server_pid() -> int | None:
 def stop_server() -> None:
     """Kill the server and wait until it has ended: a dying one would still be asked to fork."""
     server: Any = forkserver._forkserver
-    os.kill(server._forkserver_pid, signal.SIGKILL)  # not waited for: its id is not reused
+    os.kill(server._forkserver_pid, signal.SIGKILL)  # do not wait for it: its id is not reused
     server._stop()

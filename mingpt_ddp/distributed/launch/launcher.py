@@ -41,9 +41,11 @@ from mingpt_ddp.storage.sockets import make_socket_directory
 
 log = logging.getLogger(__name__)
 
-STORE_LINGER_S = 3.0  # for which the store outlives a failure: other nodes read the reason
+# Keep the store alive this long after a failure, so that other nodes can read the cause.
+STORE_LINGER_S = 3.0
 SERVER_DIED = 255  # exit code of a worker whose fork server has died (popen_forkserver)
-EXIT_MARGIN_S = 5.0  # beyond the grace period, for the other workers to exit after one has failed
+# After a failure, the other workers may take this much longer than the grace period to exit.
+EXIT_MARGIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,14 @@ class Launch:
 
     config: Config
     overrides: list[str]  # the command line that composes `config`
-    directory: Path  # the run's
-    report: Judge | None = None  # called with each evaluation; None: the run reports none
-    slot: Slot | None = None  # of a job of several at a time; None: this machine and console
-    threads: int | None = None  # of each worker; None: the cores, divided
+    directory: Path  # the run directory
+    report: Judge | None = None  # called with each evaluation; None if the run reports none
+    slot: Slot | None = None  # slot of a concurrent job; None for the whole machine and the console
+    threads: int | None = None  # threads of each worker; None for an equal share of the cores
 
     @property
     def workers(self) -> int:
-        """The number of workers; one for a run that would train in its own process."""
+        """The number of workers. It is 1 if the run could train in its own process."""
         return self.config.ddp.local_workers or 1
 
 
@@ -67,9 +69,9 @@ class Launch:
 class Ended:
     """How a run on local workers has ended."""
 
-    code: int  # 0: complete; ddp.preempted_exit_code; 128 + n if signal n ended it otherwise
-    signalled: bool  # this process received a signal, possibly too late for the run
-    last_line: str = ""  # that the workers wrote, if they have no console
+    code: int  # 0 if complete, ddp.preempted_exit_code, or 128 + n if signal n ended it otherwise
+    signalled: bool  # True if this process received a signal, perhaps too late for the run
+    last_line: str = ""  # last line that the workers wrote, if they have no console
 
 
 def train_on_workers(launch: Launch, env: DistEnv, started_at: float) -> Ended:
@@ -103,7 +105,7 @@ async def run_workers(
         raise ConfigError(
             f"RANK={env.rank} and ddp.nproc_per_node={n} need WORLD_SIZE={env.rank + n} or more"
         )
-    make_socket_directory()  # of the workers too, which do not delete it
+    make_socket_directory()  # the workers use it too, and do not delete it
     if ddp.launcher == "forkserver":
         start_server()
     composed = compose_for_workers(launch.overrides)  # while the server imports torch
@@ -193,7 +195,7 @@ class _WorkerGroup:
         preempted_code = config.ddp.preempted_exit_code
         uses_server = config.ddp.launcher == "forkserver"
         if uses_server:
-            start_server()  # again, if it has died
+            start_server()  # starts it again if it has died
         server = server_pid()
         grace_s = config.snapshot.grace_seconds + EXIT_MARGIN_S
         failed = ""

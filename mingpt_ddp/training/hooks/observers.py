@@ -1,4 +1,4 @@
-"""Who sees what happens in a run: hooks of a user's file, trackers; and who may end it."""
+"""The observers of a run: the hooks of a user's file, the trackers, and the pruner callback."""
 
 import copy
 import logging
@@ -47,5 +47,6 @@ class Observers:
 
     hooks: Hooks
     senders: list[Sender]  # one for each tracker, on rank zero
-    judge: Judge | None  # of a job of a sweep, on rank zero; None: nothing may prune the run
+    # Called on rank zero after each evaluation; may end the job. None outside of a search.
+    judge: Judge | None
     signals: SignalHandler

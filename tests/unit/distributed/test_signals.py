@@ -19,8 +19,8 @@ class Exits(ProcessExit):
         self.ended_by: list[int] = []
         self.has_failed_peer = False
 
-    def on_signal(self, number: int, asks: bool = True) -> None:
-        assert asks is not (number == signal.SIGINT), "a second Ctrl-C asks no other rank"
+    def on_signal(self, number: int, ask_for_cause: bool = True) -> None:
+        assert ask_for_cause is not (number == signal.SIGINT), "a second Ctrl-C asks no other rank"
         self.ended_by.append(number)
 
     def peer_failure(self) -> bool:
