@@ -14,8 +14,8 @@ watch      write the page again every few seconds until no job runs any more, or
 format     text, or json: print a JSON document instead
 
 Prints a table of the jobs, best first, and writes a page: the best one, whether it is better by more than chance, curves,
-parameters and settings; of one run also all measurements, samples and restarts. The page of one directory is its
-report.html, that of several is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
+parameters and settings. The page of one run also has all measurements, samples and restarts. The page of one directory is its
+report.html. The page of several directories is report-NAME+OTHER.html next to them. It needs plotly: pip install 'mingpt_ddp[report]'.
 
 Jobs that differ in run.seed alone are replicates: one row with the mean, its 95% interval by Student's t, the standard
 deviation and the number of seeds, the best mean first. If all rows with two seeds or more share at least three seeds, the best
@@ -84,7 +84,7 @@ def _command(config: ReportConfig) -> int:
     as_json = config.format == "json"
     check(WATCH not in words or not as_json, f"{WATCH} writes a page; leave out format=json")
     if WATCH in words:
-        raise_interrupts()  # which end the watch
+        raise_interrupts()  # they end the watch
         echo(watch(directories, page_path(directories), config.metric))
     elif COMPARE in words:
         echo(verdict(directories, as_json, config.metric, config.accept_code))
