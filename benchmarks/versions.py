@@ -1,8 +1,8 @@
 """Compare the speed of this checkout with that of another revision.
 
 Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new
-processes. Steps are read from `metrics.jsonl`, independent of log messages. step_speed.py compares
-the speed of training itself.
+processes. Steps are read from `metrics.jsonl`, independent of log messages.
+`python -m mingpt_ddp.versions` compares the speed of training itself.
 
 one, ten       sampled characters per second of CPU time, mid shape: a long text minus a short one,
                to exclude startup
@@ -119,7 +119,7 @@ def prepare_checkouts(other: str, scratch: Path) -> dict[str, Checkout]:
     Args:
         other: a commit or branch of this one, or a directory.
     """
-    # Not above: step_speed.py imports this module in processes that train with another checkout.
+    # gpu_runs.py and others import this module for its helpers alone.
     from mingpt_ddp.cli.code_version import find_commit, find_version
 
     home_of_other = find_version(other, find_commit(other), []).directory

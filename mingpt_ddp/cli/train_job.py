@@ -68,8 +68,8 @@ def main(composed: DictConfig | None = None) -> None:
     """Run the command; always exit through os._exit.
 
     Args:
-        composed: the configuration that the parent of this worker has composed; None: Hydra
-            composes that of the command line.
+        composed: The configuration that the parent of this worker has composed. None if Hydra shall
+            compose it from the command line.
     """
     # by default a third of the time in which torch is imported goes into collections
     gc.set_threshold(20_000)
@@ -249,7 +249,7 @@ def _finish_job(
     """Leave the process group, record the job and return its objective.
 
     Args:
-        metrics: of the last evaluation; None: a signal has ended the run.
+        metrics: Metrics of the last evaluation. None if a signal has ended the run.
     """
     value = None
     if metrics is not None:

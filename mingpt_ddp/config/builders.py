@@ -114,7 +114,7 @@ def register(
         config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
             OptimizerConfig, DatasetConfig, DataConfig, ScheduleConfig or PartConfig.
         files: of "data": (config) -> the local files on which the text depends. The reader is
-            called again once one of them, or the Python file, has changed; None: at every start.
+            called again once one of them, or the Python file, has changed. None: at every start.
 
     Raises:
         ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.
@@ -172,7 +172,7 @@ def add_entry(entry: Entry) -> None:
 
 
 def reader_of(name: str) -> tuple[Entry, str] | None:
-    """Return a reader and the SHA-256 of the user's file that has it; None: no file has."""
+    """Return a reader and the SHA-256 of its file, or None if it is not in a user's file."""
     for file in _files.values():
         for entry in file.entries:
             if entry.builder is BUILDERS["data"][name]:
@@ -226,7 +226,7 @@ def chosen_sha256() -> dict[str, str]:
 
 
 def _folders(group: str, directories: list[Path], presets: Mapping[str, Any]) -> list[Path]:
-    """Return where a file may be: next to its preset, then next to the recipe, then above both."""
+    """List the folders to search: next to the preset, next to the recipe, then above both."""
     folders = []
     for each in (group, "experiment"):
         preset = Path(each, str(presets.get(each)))  # perhaps in a subfolder

@@ -31,7 +31,7 @@ WANTED = {  # what pydantic calls a valid integer, ...
     "boolean": "must be true or false",
     "string": "must be a text",
 }
-MAX_NAME_BYTES = 255  # of a file, on Linux
+MAX_NAME_BYTES = 255  # longest name of a file on Linux
 
 
 class NotRegisteredError(ConfigError):
@@ -172,7 +172,7 @@ def _message(errors: list[Any], hints: dict[str, Any], prefix: str) -> str:
     index = _index(first)
     if first["type"] == "missing":
         return f"{prefix}{key}{index} is missing; give it a value"
-    wanted = []  # of a union, what each member wants
+    wanted = []  # descriptions of valid values, one for each member of a union
     for error in errors:
         if error["loc"][0] == key and _index(error) == index:
             what = re.sub(r"^\w+ should ", "must ", error["msg"])

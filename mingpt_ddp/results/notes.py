@@ -198,7 +198,7 @@ def _different_data(jobs: list[Job]) -> list[str]:
 
 
 def _form(job: Job) -> Value:
-    """Return how a text was read, as data.format. Return auto if it is unknown."""
+    """Return the format in which a text was read, or auto if that is unknown."""
     recorded = job.result.get("data")
     if isinstance(recorded, dict) and job.config.get("data.format") == "auto":
         return plain(recorded.get("format", "text"))

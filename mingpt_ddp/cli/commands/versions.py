@@ -58,7 +58,7 @@ OWN_KEYS = ("run.seed", "require")
 SEEDS = range(2**63)
 WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
 REQUIREMENTS = (None, "same_bits", "not_worse")
-NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # of directories
+NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters that names of directories lack
 REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)=")
 
 
@@ -265,7 +265,7 @@ def _check_code(trial: Trial) -> None:
         RunError: It was trained by other code.
     """
     code = recorded_code(trial.result)
-    if not code:  # of an earlier version of the package
+    if not code:  # an earlier version of the package has trained it
         return
     version = trial.version
     own = {*version.code.record["files"].values()}
@@ -292,7 +292,7 @@ def _check_config(trial: Trial) -> None:
     directory = trial.directory
     try:
         recorded = read_yaml(directory / ".hydra" / "config.yaml")
-    except (OSError, ValueError):  # of a copy, without its hidden files
+    except (OSError, ValueError):  # a copy may lack hidden files
         return
     changes = difference(trial.config, recorded, WORDS_OF_A_JOB)
     if changes or any(directory.glob("config.*.yaml")):

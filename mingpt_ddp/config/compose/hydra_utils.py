@@ -34,8 +34,8 @@ from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
 
-# Of Hydra 1.4. Its list of the `_target_`s that a configuration may name would refuse the callbacks
-# of users, and protect from nothing: the same presets name Python files that are run.
+# Hydra 1.4 has a list of the `_target_`s that a configuration may name. It would refuse
+# callbacks of users, and protect from nothing: the same presets name Python files that are run.
 UNCHECKED = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist": UNCHECKED}
 # Hydra 1.3 warns without it, 1.4 with it.

@@ -18,8 +18,8 @@ class Estimate:
 
     n: int = 0
     mean: float | None = None
-    deviation: float | None = None  # of the sample, with n - 1
-    low: float | None = None  # of the interval
+    deviation: float | None = None  # standard deviation of the sample, with n - 1
+    low: float | None = None  # lower end of the interval
     high: float | None = None
 
     @property

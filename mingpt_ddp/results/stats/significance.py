@@ -11,7 +11,7 @@ MIN_PAIRS = 3
 PAIRED = "paired t"
 # Relative to the values: a smaller spread is rounding, and no measure of chance.
 ROUNDING = 1e-12
-Values = Mapping[str, float]  # of a setting, by seed
+Values = Mapping[str, float]  # the values of a setting, by seed
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def are_paired(one: Values, other: Values) -> bool:
 
 
 def why_incomparable(one: Values, other: Values) -> str | None:
-    """Return why nothing can be said about the difference; None if there is a test."""
+    """Return the reason if nothing can be said about the difference, else None."""
     if min(len(one), len(other)) < 2:
         return "one seed says nothing about chance"
     samples = [*_samples(one, other)]
