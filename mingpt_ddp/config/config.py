@@ -41,6 +41,8 @@ PLACES = (
     "data.cache_dir",
     "snapshot.path",
 )
+# Format 2 recorded this key in each group with code of the user. It is not a setting.
+CODE_SHA256 = "code_sha256"
 # config.yaml and snapshots omit these keys if they are null.
 OMITTED_IF_NULL = ("reader", "code")
 
@@ -63,9 +65,8 @@ class Config:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for YAML and JSON, without the group `sweep`."""
         values = _as_json_values(dataclasses.asdict(self))
-        del values[
-            "sweep"
-        ]  # another schedule of the jobs must not change the configuration of a job
+        # Another schedule of the jobs must not change the configuration of a job.
+        del values["sweep"]
         return {group: _without_optional_nulls(keys) for group, keys in values.items()}
 
     def digest(self, extra: dict[str, Any] | None = None) -> str:
@@ -249,8 +250,8 @@ def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
         cls = _class_of(group, keys)
         has_code = group != "data" and keys.get("code") is not None
         known[group] = keys
-        if cls is not None and not has_code:
-            names = field_types(cls)
+        if cls is not None:
+            names = {*keys} - {CODE_SHA256} if has_code else field_types(cls)
             known[group] = {key: value for key, value in keys.items() if key in names}
     return known
 

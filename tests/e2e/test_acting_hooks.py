@@ -188,7 +188,7 @@ def test_a_hook_that_changes_after_its_trial_ends_the_run(late, name, message, t
     hooks = STATE.replace("pass", late).replace('"late"', f'f"{name}"')
     cwd = project(tmp_path, hooks)
     more = ["ddp.nproc_per_node=2", "ddp.max_restarts=0", "snapshot.every_steps=4"]
-    done = train(cwd, *more)
+    done = train(cwd, *more, "snapshot.background=false")  # it is committed before the next step
     assert done.returncode == 2, done.stdout
     [line] = [line for line in done.stdout.splitlines() if "error: " in line]
     assert re.search(message, line)

@@ -78,7 +78,7 @@ def stop_before_training() -> None:
     for name in (
         "training.run.build",
         "distributed.launch.launcher.run_with_restarts",
-        "planning.measured_plan.measure_training",
+        "planning.measured.measure",
     ):
         replace_attribute(f"mingpt_ddp.{name}", accept)
     for name in (

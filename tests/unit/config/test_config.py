@@ -434,3 +434,6 @@ def test_recorded_keys_that_the_package_does_not_know_are_dropped(group, recorde
 def test_a_recorded_key_that_the_users_code_has_lost_stays_and_is_refused(architecture):
     model = {"code": "mine.py", "architecture": architecture, "noise": 0.1}
     assert without_unknown({"model": model}) == {"model": model}
+    recorded = {"model": {**model, "code_sha256": "0" * 64}}
+    if architecture == "gpt":  # a key of the package's, which each group with code had
+        assert without_unknown(recorded) == {"model": model}
