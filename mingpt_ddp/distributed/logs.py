@@ -113,7 +113,7 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
 
 
 def _is_wide_terminal() -> bool:
-    """Return True if standard error is a terminal with columns; tqdm draws nothing without them."""
+    """Return True if standard error is a terminal of a known size, without which tqdm is silent."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
-    return os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    return min(os.get_terminal_size(sys.stderr.fileno())) > 0

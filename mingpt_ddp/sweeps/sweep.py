@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import DataError, JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.storage.run_directory import with_run_name
+from mingpt_ddp.storage.run_directory import RunStatus, read_result, with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job, look_up
 from mingpt_ddp.sweeps.kept_results import KeptResults
@@ -307,11 +307,14 @@ class Sweep:
                 ProcessExit().user_error(unwritten)
             exit_process(None, 0)
         count = len(self.done) + len(self.failed)
+        statuses = [read_result(directory).get("status") for directory in self.done.values()]
+        n_pruned = statuses.count(RunStatus.PRUNED)
         log.info(
-            "sweep: %s, %d already complete, %d failed",
+            "sweep: %s, %d already complete, %d failed%s",
             counted(count, "job"),
             self.n_done_before,
             len(self.failed),
+            f", {n_pruned} pruned" if n_pruned else "",
         )
         if unwritten is not None and not self.failed:
             ProcessExit().user_error(unwritten)

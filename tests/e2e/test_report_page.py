@@ -78,6 +78,7 @@ def sweep(tmp_path_factory):
             "optimizer.weight_decay": [0.0, 0.001, 0.002, 0.1][number % 4],
             "trainer.batch_size": [8, 12, 16, 24, 64, 128][number % 6],
             "data.path": f"/a/rather/long/path/of/a/text/{number % 5}",
+            "optimizer.code": "mine.py",  # whose keys this version need not know
         }
         if number % 7 == 0:
             values["optimizer.a_parameter_with_a_name_that_is_far_too_long_for_any_axis"] = number

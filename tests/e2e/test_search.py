@@ -101,11 +101,11 @@ def test_more_trials_continue_a_search(undisturbed, tmp_path):
 REFUSED = {
     "another space": (
         ["optimizer.lr=tag(log,interval(1e-4,1e-3))"],
-        'optimizer.lr="FloatDistribution(high=0.001, log=True, low=0.0001, step=None)" was "Float',
+        'optimizer.lr="tag(log,interval(0.0001,0.001))" was "tag(log,interval(0.0001,0.01))"',
     ),
     "a searched key is fixed": (
         ["optimizer.lr=1e-3"],
-        'optimizer.lr=not set was "FloatDistribution(high=0.01, log=True, low=0.0001, step=None)"',
+        'optimizer.lr=not set was "tag(log,interval(0.0001,0.01))"',
     ),
     "another key": (["model.dropout=interval(0,0.5)"], "model.dropout="),
     "another fixed value": (["model.n_embd=48"], "model.n_embd=48 was 24 in this directory"),

@@ -19,7 +19,7 @@ from mingpt_ddp.results.stats.significance import (
 )
 
 KEYS_IN_NAME = 3
-MORE_SEEDS = "train more of them: -m run.seed=1,2,3"
+MORE_SEEDS = "train more of them in a grid, not in a search: -m run.seed=1,2,3"
 PART = "trainer.eval_steps"  # the evaluated part of the validation split; null for all of it
 
 

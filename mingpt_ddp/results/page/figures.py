@@ -89,7 +89,7 @@ class Figures:
         text = ""
         if any(group.objective is not None for group, _ in self._rows):
             ends = [fixed(self._objective.cost(cost), ".3f") for cost in (self._best, self._worst)]
-            text = f"Blue to orange: objectives from {' to '.join(ends)}"
+            text = f"Blue to orange: values from {' to '.join(ends)}"
             text += " or worse. " if self._has_outliers else ". "
         if any(group.objective is None for group, _ in self._rows):
             title = label(self._objective.title)

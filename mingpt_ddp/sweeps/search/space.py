@@ -79,6 +79,18 @@ def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
     return _numbers(line, number(low), number(high), step=number(abs(step)))
 
 
+def describe(distribution: BaseDistribution) -> str:
+    """Return a distribution in the words of Hydra's sweep overrides."""
+    if isinstance(distribution, CategoricalDistribution):
+        return ",".join(map(str, distribution.choices))
+    assert isinstance(distribution, FloatDistribution | IntDistribution)
+    text = f"interval({distribution.low},{distribution.high})"
+    if distribution.log:
+        return f"tag(log,{text})"
+    has_step = distribution.step not in (None, 1)
+    return f"{text} in steps of {distribution.step}" if has_step else text
+
+
 def rounded(value: Any, distribution: BaseDistribution) -> Any:
     """Round a drawn float to four significant digits, or to more if the interval is narrow.
 

@@ -16,7 +16,7 @@ from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.sweeps.search.methods import pruner, sampler
 from mingpt_ddp.sweeps.search.optuna_library import journal, no_warnings, optuna
-from mingpt_ddp.sweeps.search.space import BaseDistribution, rounded
+from mingpt_ddp.sweeps.search.space import BaseDistribution, describe, rounded
 
 FrozenTrial = optuna.trial.FrozenTrial
 TrialState = optuna.trial.TrialState
@@ -59,7 +59,7 @@ class Study:
         header = {
             "sweep.metric": self._objective.metric,
             "sweep.seed": config.sweep.seed,
-            **{key: str(distribution) for key, distribution in space.items()},
+            **{key: describe(distribution) for key, distribution in space.items()},
             **fixed,
         }
         with no_warnings():

@@ -20,10 +20,10 @@ from mingpt_ddp.distributed.logs import progress_bar
 
 
 @contextlib.contextmanager
-def terminal(monkeypatch, columns: int) -> Iterator[Callable[[], str]]:
+def terminal(monkeypatch, columns: int, rows: int = 40) -> Iterator[Callable[[], str]]:
     """Let standard error be a terminal. Yield a function that returns what it shows."""
     main, side = pty.openpty()
-    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def drawn() -> str:
         os.write(side, b"THE-END")
@@ -38,10 +38,12 @@ def terminal(monkeypatch, columns: int) -> Iterator[Callable[[], str]]:
     os.close(main)
 
 
-@pytest.mark.parametrize(("columns", "shown"), [(100, True), (0, False)])
-def test_a_line_is_drawn_on_a_terminal_with_a_width(columns, shown, monkeypatch):
-    """A terminal of a container may have none."""
-    with terminal(monkeypatch, columns) as drawn:
+@pytest.mark.parametrize(
+    ("columns", "rows", "shown"), [(100, 40, True), (0, 40, False), (100, 0, False)]
+)
+def test_a_line_is_drawn_on_a_terminal_of_a_known_size(columns, rows, shown, monkeypatch):
+    """A terminal of a container may have no size. Log lines are printed there instead."""
+    with terminal(monkeypatch, columns, rows) as drawn:
         bar = progress_bar(DistEnv(), 10, "evaluating", "batch")
         assert bar.disable == (not shown)
         bar.update(5)

@@ -100,7 +100,7 @@ def test_the_page_is_of_bits_per_byte(tokenizers):
         "<th><button>bits per byte</button></th>" in page
         and "<th><button>validation loss</button></th>" in page
     )
-    assert "Blue to orange: objectives from 3.500 to 4.750." in page
+    assert "Blue to orange: values from 3.500 to 4.750." in page
     curves, training, *against = figures(tokenizers / "page.html")
     assert curves["layout"]["title"]["text"] == "bits per byte"
     assert [trace["y"][-1] for trace in curves["data"]] == [1.0, 4.75, 3.5], (

@@ -325,7 +325,7 @@ def test_one_seed_each_says_nothing(tmp_path, call):
     assert (code, out) == (
         0,
         "nothing can be said: each setting has one seed, which says nothing about chance; train "
-        "more of them: -m run.seed=1,2,3\n",
+        "more of them in a grid, not in a search: -m run.seed=1,2,3\n",
     )
     _, out, _ = call(tmp_path / "s", "compare", "format=json")
     assert strict(out)["comparisons"] == []
