@@ -71,7 +71,7 @@ class TrainerConfig:
         None, "the first and the last to profile; null: none", "steps"
     )
     sample_every: PositiveInt | None = neutral(
-        None, "between two samples in the log; null: none", "steps"
+        None, "between two samples in the log; null: only one, at the end", "steps"
     )
     on_nonfinite: Literal["stop", "skip", "rollback"] = key(
         "stop",
