@@ -145,7 +145,7 @@ def test_jobs_are_coloured_by_objective_and_the_best_stands_out(tmp_path):
     against = page.figures[3]["data"][0]
     assert against["marker"]["symbol"] == ["circle-open", "triangle-up", *["circle"] * 7]
     assert against["y"][1] == 2.1 and page.titles()[3] == "learning rate"
-    assert "objectives from 1.500 to 2.100 or worse" in page.text and "not complete" in page.text
+    assert "values from 1.500 to 2.100 or worse" in page.text and "not complete" in page.text
 
 
 @pytest.mark.parametrize(
