@@ -25,9 +25,8 @@ class KeptResults:
 
     accepts: bool = False  # run.accept_code
     _named: set[str] = field(default_factory=set)  # changed files that the log has named
-    _texts: dict[str, str] = field(
-        default_factory=dict
-    )  # SHA-256 of each text, by its settings as JSON
+    # SHA-256 of each text, by its settings as JSON.
+    _texts: dict[str, str] = field(default_factory=dict)
 
     def check(self, directory: Path, config: Config) -> None:
         """Check the result of a complete job. Say once that a user's file has been edited.

@@ -280,9 +280,8 @@ class Sweep:
         return JobError(f"{job.label} failed")
 
     def _keep_failed(self, job: Job, message: str) -> None:
-        name = (
-            f"job {job.number + 1}: " if self.slots else ""
-        )  # other jobs write to this console too
+        # Concurrent jobs write to the same console.
+        name = f"job {job.number + 1}: " if self.slots else ""
         log.error("%s%s", name, message)
         if self.source is None:
             return

@@ -20,10 +20,8 @@ from mingpt_ddp.distributed.strategies.zero1 import Zero1Strategy
 from mingpt_ddp.errors import ConfigError, TrainingError
 from mingpt_ddp.torch_internals import for_each
 
-EXACT_TYPES = (
-    torch.float32,
-    torch.float64,
-)  # of parameters: losses and metrics are added in the same type
+# Types that parameters may have. Losses and metrics are added in the same type.
+EXACT_TYPES = (torch.float32, torch.float64)
 
 
 def check_canonical(ddp: DDPConfig, trainer: TrainerConfig) -> None:
