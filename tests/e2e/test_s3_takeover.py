@@ -93,16 +93,12 @@ def aws(seaweed, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("point", "reason"),
-    [
-        (BETWEEN_TWO_STEPS, "process"),
-        (IN_BEGIN, "another process, which has committed the snapshot of step 8"),
-        (BEFORE_RETENTION, "process"),
-    ],
+    "point",
+    [BETWEEN_TWO_STEPS, IN_BEGIN, BEFORE_RETENTION],
     ids=["between two steps", "in begin", "before retention"],
 )
 def test_a_run_that_wakes_up_deletes_nothing_of_its_successor(
-    point: str, reason: str, aws, bucket: str, tmp_path: Path
+    point: str, aws, bucket: str, tmp_path: Path
 ):
     """It has committed step 4, and perhaps step 8; its successor keeps both."""
     path = f"s3://{bucket}/{uuid.uuid4().hex}"
@@ -132,9 +128,9 @@ def test_a_run_that_wakes_up_deletes_nothing_of_its_successor(
         os.kill(first.process_at("point"), signal.SIGCONT)
         assert first.wait() == 2, first.job.text()
         errors = [line for line in first.job.text().splitlines() if "error: " in line]
-        # a heartbeat may say so first, in its own words
-        expected = rf"run error: {path}/run was taken over by {reason} "
-        assert any(re.match(expected, error) for error in errors), errors
+        # The heartbeat and the next save both notice it, each in its own words.
+        expected = rf"run error: {path}/run was taken over by (another )?process"
+        assert re.match(expected, errors[-1]), errors
         second.job.kill_tree()
         whole = [step for step in store.steps() if store.is_committed(step)]
         assert whole[:3] == [4, 8, 12]
