@@ -65,7 +65,7 @@ def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
     model(tokens[:, :-1], tokens[:, 1:]).backward()
     optimizer.step()
     return (
-        SnapshotManager(config, runtime, [SnapshotStore(root)], Path(root)),
+        SnapshotManager(config, runtime, SnapshotStore(root), Path(root)),
         model,
         optimizer,
         runtime,
