@@ -80,15 +80,18 @@ def _range(line: str | None, sweep: RangeSweep) -> BaseDistribution:
 
 
 def describe(distribution: BaseDistribution) -> str:
-    """Return a distribution in the words of Hydra's sweep overrides."""
+    """Describe a distribution for messages. Different distributions have different descriptions."""
     if isinstance(distribution, CategoricalDistribution):
-        return ",".join(map(str, distribution.choices))
+        return f"choice({','.join(map(str, distribution.choices))})"
     assert isinstance(distribution, FloatDistribution | IntDistribution)
     text = f"interval({distribution.low},{distribution.high})"
+    every_step = None  # the step of a distribution that leaves out no value
+    if isinstance(distribution, IntDistribution):
+        text, every_step = f"int({text})", 1
     if distribution.log:
-        return f"tag(log,{text})"
-    has_step = distribution.step not in (None, 1)
-    return f"{text} in steps of {distribution.step}" if has_step else text
+        text = f"tag(log,{text})"
+    is_whole = distribution.step == every_step
+    return text if is_whole else f"{text} in steps of {distribution.step}"
 
 
 def rounded(value: Any, distribution: BaseDistribution) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.sweeps.search.space import rounded, search_space
+from mingpt_ddp.sweeps.search.space import describe, rounded, search_space
 
 Float = optuna.distributions.FloatDistribution
 Int = optuna.distributions.IntDistribution
@@ -45,6 +45,22 @@ def space(*overrides: str):
 )
 def test_distributions(text, expected):
     assert space("fixed=1", f"a.b={text}") == {"a.b": expected}
+
+
+def test_different_distributions_have_different_descriptions():
+    """A search records them, and refuses a start with others."""
+    texts = {
+        "interval(1,5)": "interval(1.0,5.0)",
+        "tag(log,interval(1,5))": "tag(log,interval(1.0,5.0))",
+        "float(range(1,6))": "interval(1.0,5.0) in steps of 1.0",
+        "int(interval(1,5))": "int(interval(1,5))",
+        "int(tag(log,interval(1,5)))": "tag(log,int(interval(1,5)))",
+        "range(1,6,2)": "int(interval(1,5)) in steps of 2",
+        "choice(1)": "choice(1)",
+        "1,5": "choice(1,5)",
+        "'1,5',2": "choice('1,5',2)",
+    }
+    assert {text: describe(space(f"a={text}")["a"]) for text in texts} == texts
 
 
 def test_the_last_override_of_a_key_counts_and_the_order_does_not():
