@@ -2,10 +2,9 @@
 
 import os
 import time
-from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.config.config import flatten
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.storage.run_directory import run_name
 
@@ -17,10 +16,6 @@ class MLflowTracker(Tracker):
     """The run is found by a tag. The histories of its metrics say which step comes next."""
 
     name = "mlflow"
-
-    def __init__(self, config: Config, directory: Path, run_id: str) -> None:
-        self._config = config
-        self._id = run_id
 
     def start(self) -> int:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")  # seconds, instead of 120

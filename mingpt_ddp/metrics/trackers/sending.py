@@ -22,7 +22,7 @@ from mingpt_ddp.storage.storage import open_regular
 
 log = logging.getLogger(__name__)
 
-TRACKERS: dict[str, type[WandbTracker] | type[MLflowTracker] | type[TrackioTracker]] = {
+TRACKERS: dict[str, type[Tracker]] = {
     cls.name: cls for cls in (WandbTracker, MLflowTracker, TrackioTracker)
 }
 END_S = 60.0  # how long the end of a run waits for one call of a library

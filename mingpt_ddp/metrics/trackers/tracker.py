@@ -1,7 +1,10 @@
 """The interface of a tracker."""
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
+
+from mingpt_ddp.config.config import Config
 
 
 class Tracker(ABC):
@@ -11,6 +14,16 @@ class Tracker(ABC):
     """
 
     name: str  # name of the tracker, and of its library
+
+    def __init__(self, config: Config, directory: Path, run_id: str) -> None:
+        """
+        Args:
+            directory: The run directory.
+            run_id: Identifies the run at the tracker, over all attempts.
+        """
+        self._config = config
+        self._directory = directory
+        self._id = run_id
 
     @abstractmethod
     def start(self) -> int:

@@ -2,10 +2,9 @@
 
 import os
 import urllib.request
-from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.config.config import flatten
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.storage.run_directory import run_name
 
@@ -16,10 +15,6 @@ class TrackioTracker(Tracker):
     """The run is found by its name, which contains the id. Trackio knows its next step."""
 
     name = "trackio"
-
-    def __init__(self, config: Config, directory: Path, run_id: str) -> None:
-        self._config = config
-        self._id = run_id
 
     def start(self) -> int:
         import trackio

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from mingpt_ddp.config.config import Config, flatten
+from mingpt_ddp.config.config import flatten
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.storage.run_directory import run_name
@@ -15,11 +15,6 @@ class WandbTracker(Tracker):
     """Online, W&B knows the next step of the run. Offline, each attempt writes all steps again."""
 
     name = "wandb"
-
-    def __init__(self, config: Config, directory: Path, run_id: str) -> None:
-        self._config = config
-        self._directory = directory
-        self._id = run_id
 
     def start(self) -> int:
         import wandb
