@@ -6,6 +6,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
+from mingpt_ddp.metrics.gpus import GIB
 from mingpt_ddp.training.length import early_end, long_warmup
 from mingpt_ddp.training.start.start_log import long_metrics
 
@@ -13,7 +14,6 @@ from mingpt_ddp.training.start.start_log import long_metrics
 LEARNING_RATES = {"adamw": (1e-5, 1e-2), "muon": (2e-3, 0.3), "sgd": (1e-4, 3.0)}
 MANY_EPOCHS = 10
 LARGE = 10  # parameters per item (token or sample) of the data
-GIB = 2**30
 
 
 def find_doubts(config: Config, plan: dict[str, Any], cores: int) -> list[str]:

@@ -10,12 +10,12 @@ from typing import Any
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.distributed.strategies.base import DIVIDED
 from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars, shards_per_replica
+from mingpt_ddp.metrics.gpus import GIB
 from mingpt_ddp.planning.batch import BatchOnRanks
 from mingpt_ddp.planning.sizes import FP32, Sizes
 
 # Approximate bytes that CUDA and its libraries take on a GPU, or the program itself on a CPU.
 CONTEXT = 1 << 29
-GIB = 2**30
 HALVING_HOOKS = ("fp16", "bf16")  # values of ddp.comm_hook that send gradients in 16 bits
 STRATEGIES = ("single", "ddp", "zero1", "fsdp", "hsdp", "tensor_parallel")
 # Figures that are unknown if a user wrote the model or the task.

@@ -24,7 +24,7 @@ from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.errors import DataError, JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.storage.run_directory import RunStatus, read_result, with_run_name
+from mingpt_ddp.storage.run_directory import with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.job import Job, look_up
 from mingpt_ddp.sweeps.kept_results import KeptResults
@@ -306,8 +306,7 @@ class Sweep:
                 ProcessExit().user_error(unwritten)
             exit_process(None, 0)
         count = len(self.done) + len(self.failed)
-        statuses = [read_result(directory).get("status") for directory in self.done.values()]
-        n_pruned = statuses.count(RunStatus.PRUNED)
+        n_pruned = 0 if self.study is None else self.study.n_pruned
         log.info(
             "sweep: %s, %d already complete, %d failed%s",
             counted(count, "job"),

@@ -98,6 +98,11 @@ class Study:
         """Return True if a trial has failed for good."""
         return self._state(number) == TrialState.FAIL
 
+    @property
+    def n_pruned(self) -> int:
+        """Number of pruned trials."""
+        return sum(trial.state == TrialState.PRUNED for trial in self._trials())
+
     def report(self, number: int, step: int, value: float) -> str | None:
         """Record an evaluation. Return the reason if the pruner ends the trial, else None.
 
