@@ -1,8 +1,8 @@
 """Training steps and seconds until a sweep has a job near the best loss of a grid.
 
 A grid of the learning rate and dropout, and searches of the same ranges with as many trials, at
-random and by TPE, without and with ASHA: one job at a time, one thread, three seeds. The seed is
-that of the search, and gives the order of the grid's values. A job counts once it is complete; the
+random and by TPE, without and with ASHA: one job at a time, one thread. Three seeds are used, for
+the draws of a search and for the order of the grid's values. A job counts when it is complete. The
 steps of pruned jobs count too. The target is a loss at most 0.5% above the grid's best. Steps are
 the same in every run on a machine, seconds are not.
 

@@ -8,7 +8,7 @@ The law is loss = offset + factor * x^-exponent, and x is the number of paramete
 names another number of the runs, such as data.truncate or trainer.max_steps. Sweep this number and
 the seed alone: other settings have laws of their own. A law needs three values of x over a factor
 of four, better five or more; with three values it has no offset. Tune the learning rate at each
-size first, or the exponent is the one of an untuned recipe.
+size first. Otherwise the exponent describes a recipe whose learning rate is wrong at most sizes.
 
 Sources: Kaplan et al., Scaling Laws for Neural Language Models, 2020 (arXiv:2001.08361), and
 Hoffmann et al., Training Compute-Optimal Large Language Models, 2022 (arXiv:2203.15556), whose law

@@ -25,8 +25,9 @@ PORTS = (
     "master.port.grpc",
     "volume.port",
     "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
 )
-PORTS += ("filer.port", "filer.port.grpc")
 FLAGS = [
     "-ip=127.0.0.1",
     "-ip.bind=127.0.0.1",
@@ -41,7 +42,7 @@ FLAGS = [
     "-s3.port.iceberg=0",
     "-s3.port.lance=0",
 ]
-START_S = 60  # it takes 4 s on an idle machine
+START_S = 120  # it takes 4 s on an idle machine
 
 
 def weed() -> str | None:

@@ -113,8 +113,9 @@ def register(
             `data.reader`, `optimizer.schedule` or `model.<the part>` that selects it.
         config: its keys: a frozen dataclass that inherits from TaskConfig, ModelConfig,
             OptimizerConfig, DatasetConfig, DataConfig, ScheduleConfig or PartConfig.
-        files: of "data": (config) -> the local files on which the text depends. The reader is
-            called again once one of them, or the Python file, has changed. None: at every start.
+        files: Only for "data": (config) -> the local files on which the text depends. The reader is
+            called again if one of them, or the Python file, has changed. Without `files`, the
+            reader is called at every start.
 
     Raises:
         ValueError, TypeError: an unknown group, a name that is taken, or an unsuitable `config`.

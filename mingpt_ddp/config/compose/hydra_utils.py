@@ -193,7 +193,7 @@ def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
 
 
 def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """If the command line sets limits or a batch size, unset those of presets and defaults."""
+    """Limits or a batch size from the command line replace those from presets and defaults."""
     if "trainer.batch_size" in typed:
         trainer["batch_size_per_rank"] = None
     typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}

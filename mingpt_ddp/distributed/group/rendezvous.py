@@ -35,7 +35,7 @@ LOOKING_S = 1.0  # a late process looks for this long whether rank zero is joini
 CONFIRM_S = 2.0  # within this time a joining process confirms, even if it begins to look
 STORE_TIMEOUT_S = 5.0  # timeout of one response of the store on a busy machine
 STARTER = "starter"  # key in the store: a counter that rank zero increases while it joins
-REFUSED = "!"  # begins an invitation that says why there is no attempt
+REFUSED = "!"  # first character of a refusal, which rank zero sends instead of an invitation
 FATAL = "fatal"  # key in the store: an error that every attempt would repeat
 
 
