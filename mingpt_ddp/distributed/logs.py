@@ -105,14 +105,14 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
         unit_scale=total is not None and total > 10**6,
         dynamic_ncols=True,
         file=sys.stderr,
-        disable=not env.is_rank_zero or not _is_wide_terminal(),
+        disable=not env.is_rank_zero or not _is_sized_terminal(),
         leave=False,
     )
     _bars.add(bar)
     return bar
 
 
-def _is_wide_terminal() -> bool:
+def _is_sized_terminal() -> bool:
     """Return True if standard error is a terminal of a known size, without which tqdm is silent."""
     if sys.stderr is None or not sys.stderr.isatty():
         return False
