@@ -118,6 +118,15 @@ def nats_per_character(result: Mapping[str, Any]) -> float:
     return math.log(2) * float(result["bits_per_char"])
 
 
+def last_step(run: Path) -> int:
+    """Return the last trained step in metrics.jsonl; 0 if there is none."""
+    try:
+        lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return max((row["step"] for row in map(json.loads, lines) if "train_loss" in row), default=0)
+
+
 def machine() -> dict[str, Any]:
     """Return the hardware, software and date of the measurement."""
     try:

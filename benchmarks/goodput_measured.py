@@ -43,8 +43,7 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from common import ROOT, corpus_path, environment, log, parser, report
-from stopwatch import kill_tree
-from versions import find_worker
+from stopwatch import find_worker, kill_tree
 
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 
@@ -131,7 +130,7 @@ class Run:
 
     def kill(self, rank: int) -> tuple[float, int]:
         """Kill a worker; return the time, and the highest step so far, once both have ended."""
-        victim, other = find_worker(self.process, rank), find_worker(self.process, 1 - rank)
+        victim, other = find_worker(self.process.pid, rank), find_worker(self.process.pid, 1 - rank)
         killed = time.perf_counter()
         os.kill(victim, signal.SIGKILL)
         self.wait_until(lambda: not is_alive(other))

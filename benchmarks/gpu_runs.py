@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common import TEXT_VARIABLE, cell, compare, compose_config, corpus_path, log, spread
+from common import TEXT_VARIABLE, cell, compare, compose_config, corpus_path, last_step, log, spread
 from gpu_kept import Kept
-from stopwatch import process_tree, running
-from versions import has_open_file, last_step
+from stopwatch import find_worker, running
 
 T = TypeVar("T")
 Table = tuple[dict[str, Any], list[str], list[list[str]]]  # figures, header, rows
@@ -248,10 +247,7 @@ def in_parts(part: Part, command: list[str], run: Path, kill_at: int) -> str:
                         f"{run.name} ended before step {kill_at}:\n{''.join(lines)[-2000:]}"
                     )
                 time.sleep(0.005)
-            workers = [
-                pid for pid in process_tree(process.pid) if has_open_file(pid, "/main.rank0.log")
-            ]
-            os.kill(workers[0], signal.SIGKILL)
+            os.kill(find_worker(process.pid, rank=0), signal.SIGKILL)
         output = "".join(lines)
         if process.wait() != 0:
             raise RuntimeError(f"{run.name} failed:\n{output[-2000:]}")

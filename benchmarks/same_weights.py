@@ -1,5 +1,9 @@
 """Check that this checkout trains to the same bits as another one of the project.
 
+Run it before and after a change of the code, to show that every strategy, precision and anomaly
+policy, and a killed run, have kept their bits. `python -m mingpt_ddp.versions ...
+require=same_bits` checks one configuration; `versions.py` compares the speed.
+
 Both train short runs of tiny models in the same Python environment, with one thread per rank. Of
 each run the script compares, bit by bit:
 
@@ -25,10 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import log, parser, report
+from common import last_step, log, parser, report
 from safetensors import deserialize
 from stopwatch import kill_tree
-from versions import PATIENCE_S, QUIET, Checkout, last_step, prepare_checkouts, wait_until, workers
+from versions import PATIENCE_S, QUIET, Checkout, prepare_checkouts, wait_until, workers
 
 from mingpt_ddp.metrics.jsonl import MetricsHistory, read_history
 

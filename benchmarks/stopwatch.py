@@ -117,6 +117,19 @@ def process_tree(process: int) -> Iterator[int]:
         yield from process_tree(int(child))
 
 
+def find_worker(process: int, rank: int) -> int:
+    """Return the pid of a rank among a process and its descendants: it has the rank's log open."""
+    return next(pid for pid in process_tree(process) if has_open_file(pid, f"/main.rank{rank}.log"))
+
+
+def has_open_file(pid: int, name: str) -> bool:
+    """Return whether a process has a file open whose path ends with `name`."""
+    try:
+        return any(os.readlink(path).endswith(name) for path in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # it has exited
+        return False
+
+
 def cpu_seconds(process: int) -> float:
     """Return user and system time of a process; 0 if it has exited."""
     try:

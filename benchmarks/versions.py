@@ -1,8 +1,11 @@
 """Compare the speed of this checkout with that of another revision.
 
-Both run the same commands alternately, A, B, A, B ..., in the same Python environment and in new
-processes. Steps are read from `metrics.jsonl`, independent of log messages.
-`python -m mingpt_ddp.versions` compares the speed of training itself.
+Run it before and after a change of the code, to show that sampling, starts and recoveries have kept
+their speed. `python -m mingpt_ddp.versions` compares the speed of training itself, and
+`same_weights.py` the bits.
+
+Both checkouts run the same commands alternately, A, B, A, B ..., in the same Python environment and
+in new processes. Steps are read from `metrics.jsonl`, independent of log messages.
 
 one, ten       sampled characters per second of CPU time, mid shape: a long text minus a short one,
                to exclude startup
@@ -40,11 +43,14 @@ from common import (
     compare,
     corpus_path,
     environment,
+    last_step,
     parser,
     report,
     spread,
 )
-from stopwatch import process_tree
+from stopwatch import find_worker, has_open_file
+
+from mingpt_ddp.cli.code_version import find_commit, find_version
 
 MID = [
     "model=gpt_mini",
@@ -119,24 +125,12 @@ def prepare_checkouts(other: str, scratch: Path) -> dict[str, Checkout]:
     Args:
         other: a commit or branch of this one, or a directory.
     """
-    # gpu_runs.py and others import this module for its helpers alone.
-    from mingpt_ddp.cli.code_version import find_commit, find_version
-
     home_of_other = find_version(other, find_commit(other), []).directory
     checkouts = {}
     for name, home in (("this", ROOT), ("other", home_of_other)):
         (scratch / name).mkdir()
         checkouts[name] = Checkout(home, scratch / name, corpus_path())
     return checkouts
-
-
-def last_step(run: Path) -> int:
-    """Return the last trained step in metrics.jsonl; 0 if there is none."""
-    try:
-        lines = (run / "metrics.jsonl").read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return 0
-    return max((row["step"] for row in map(json.loads, lines) if "train_loss" in row), default=0)
 
 
 def wait_for_step(process: subprocess.Popen[bytes], run: Path, step: int) -> None:
@@ -208,8 +202,8 @@ def recovery(event: str, checkout: Checkout) -> float:
         *TINY, *workers(2), "trainer.max_steps=100000", "snapshot.every_steps=10"
     )
     wait_for_step(process, run, 35)
-    survivor = find_worker(process, rank=0)
-    killed = find_worker(process, rank=1)
+    survivor = find_worker(process.pid, rank=0)
+    killed = find_worker(process.pid, rank=1)
     log = run / "main.rank0.log"
     begin = time.perf_counter()
     os.kill(killed, signal.SIGKILL)
@@ -227,20 +221,6 @@ def recovery(event: str, checkout: Checkout) -> float:
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)
     return seconds
-
-
-def find_worker(process: subprocess.Popen[bytes], rank: int) -> int:
-    """Return the pid of a rank of a run: it has the rank's log file open."""
-    members = process_tree(process.pid)
-    return next(pid for pid in members if has_open_file(pid, f"/main.rank{rank}.log"))
-
-
-def has_open_file(pid: int, name: str) -> bool:
-    """Return whether a process has a file open whose path ends with `name`."""
-    try:
-        return any(os.readlink(path).endswith(name) for path in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # it has exited
-        return False
 
 
 def to_loss(checkout: Checkout) -> float:
