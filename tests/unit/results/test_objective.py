@@ -13,13 +13,10 @@ from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import flatten, from_mapping, to_plain
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, default_objective, loss_unit
 
-TEXT = {
-    "data.path": "a.txt",
-    "data.tokenizer": "char",
-    "data.truncate": 1.0,
-    "run.init_from": None,
-}
+TEXT = {"data.path": "a.txt", "data.tokenizer": "char", "data.truncate": 1.0}
 BPE = {**TEXT, "data.tokenizer": "bpe", "data.vocab_size": 300}
+STARTED = {"run.init_from": "outputs/other", "run.init_sha256": "1"}
+OTHER_FILE = {"data.tokenizer": "/a/tokenizer.json", "data.vocab_size": None}
 
 
 def ranked_by(*configs: dict[str, Any]):
@@ -31,10 +28,10 @@ def ranked_by(*configs: dict[str, Any]):
     [
         {},
         {"optimizer.lr": 1},
-        {"data.tokenizer": "char", "data.path": "b.txt"},  # a token is a character of either text
+        {"data.path": "b.txt"},  # a token is a character of either text
         {"data.truncate": 0.5},
-        {"data.truncate": 1},
         {"data.path": None, "data.dataset": "digits"},  # which has no tokens
+        STARTED,  # after the start of a warm run its tokenizer is known
     ],
     ids=str,
 )
@@ -49,6 +46,7 @@ def test_jobs_of_one_tokenizer_are_ranked_by_loss(changes):
         (TEXT, {"data.tokenizer": "bpe"}),
         (TEXT, {"data.format": "tokens", "data.vocab_size": 65}),
         (TEXT, {"data.end_token": True}),
+        (TEXT, {"run.init_from": "outputs/other"}),  # its tokenizer is not known before the start
         (BPE, {"data.tokenizer": "byte", "data.vocab_size": None}),
         (BPE, {"data.vocab_size": 301}),
         (BPE, {"data.path": "b.txt"}),
@@ -56,10 +54,8 @@ def test_jobs_of_one_tokenizer_are_ranked_by_loss(changes):
         (BPE, {"data.truncate": 0.5}),
         (BPE, {"data.train_split": 0.5}),
         (BPE, {"data.sources": [["a.txt", 1.0], ["b.txt", 2.0]]}),
-        (BPE, {"run.init_from": "outputs/other", "run.init_sha256": "1"}),
-        (BPE, {"data.tokenizer": "/a/tokenizer.json", "data.vocab_size": None}),
-        # whose tokenizer is not known before the run begins
-        (TEXT, {"run.init_from": "outputs/other"}),
+        (BPE, STARTED),
+        (BPE, OTHER_FILE),
     ],
     ids=str,
 )
@@ -69,11 +65,6 @@ def test_jobs_of_different_tokenizers_are_ranked_by_bits_per_byte(one, other):
     assert ranked_by(one | other, one, {}) is BITS_PER_BYTE
 
 
-def test_after_its_start_the_tokenizer_of_a_warm_run_is_known():
-    started = {"run.init_from": "outputs/other", "run.init_sha256": "1", "data.tokenizer": "char"}
-    assert ranked_by(TEXT, TEXT | started) is LOSS
-
-
 def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
     """Two runs of the same configuration may have found different files, or texts; two of different
     paths the same.
@@ -81,39 +72,28 @@ def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
     for name, content in (("a", "1"), ("b", "2"), ("c", "1")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(content)
-    named = {**TEXT, "data.tokenizer": "tokenizer.json"}
-    for config in (BPE, named):
-        assert (
-            default_objective(loss_unit(config, tmp_path / name) for name in "ab") is BITS_PER_BYTE
-        )
-        assert default_objective(loss_unit(config, tmp_path / name) for name in "ac") is LOSS
+    for config in (BPE, {**TEXT, "data.tokenizer": "tokenizer.json"}):
+        a, b, c = (loss_unit(config, tmp_path / name) for name in "abc")
+        assert default_objective([a, b]) is BITS_PER_BYTE and default_objective([a, c]) is LOSS
     both = loss_unit(BPE, tmp_path / "a"), loss_unit({**BPE, "data.path": "b.txt"}, tmp_path / "c")
     assert default_objective(both) is LOSS
 
 
 @pytest.mark.parametrize(
-    "value", [[], {}, [[1, {"a": [2]}]], {"a": {}}, {1, 2}, None, 1.5, float("nan")], ids=str
+    "value", [[], [[1, {"a": [2]}]], {"a": {}}, {1, 2}, None, math.nan], ids=str
 )
 def test_any_value_of_a_yaml_file_has_a_unit(value):
-    for config in (
-        {**TEXT, "data.path": value},
-        {**BPE, "data.tokenizer": value},
-        {**BPE, "run.init_from": value},
-    ):
-        hash(loss_unit(config))
+    for key in ("data.path", "data.tokenizer", "run.init_from"):
+        hash(loss_unit({**BPE, key: value}))
 
 
 def test_composed_configurations():
-    def unit(*overrides: str):
-        return loss_unit(flatten(from_mapping(to_plain(compose("config", [*overrides]))).to_dict()))
+    def unit(preset: str):
+        composed = compose("config", [f"experiment=shakespeare_{preset}"])
+        return loss_unit(flatten(from_mapping(to_plain(composed)).to_dict()))
 
     with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        presets = [
-            "experiment=shakespeare_char",
-            "experiment=shakespeare_char_best",
-            "experiment=shakespeare_bpe_cpu",
-        ]
-        char, best, bpe = map(unit, presets)
+        char, best, bpe = map(unit, ("char", "char_best", "bpe_cpu"))
     assert loss_unit(flatten(configure("experiment=digits_convnet"))) is None
     assert char == best and default_objective([char, best, None]) is LOSS
     assert default_objective([char, bpe]) is BITS_PER_BYTE
@@ -125,7 +105,6 @@ def test_composed_configurations():
         ({"val_bits_per_byte": 2.5}, 2.5),
         ({"bits_per_byte": 2}, 2.0),
         ({"val_loss": 1.0}, math.inf),
-        ({"val_bits_per_byte": None}, math.inf),
         ({"val_bits_per_byte": math.nan}, math.inf),
         ({"val_bits_per_byte": "1"}, math.inf),
     ],

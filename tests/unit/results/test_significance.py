@@ -1,50 +1,74 @@
-"""The t-tests of two settings, against formulas and tables worked out by hand."""
+"""The t-tests of two settings, against values worked out by integrating Student's density."""
 
 from __future__ import annotations
 
-import math
-import statistics
-
 import pytest
-from scipy import stats
 
-from mingpt_ddp.results.stats.significance import (
-    are_paired,
-    difference,
-    holm,
-    why_incomparable,
-)
-
-pytestmark = pytest.mark.core
+from mingpt_ddp.results.stats.significance import are_paired, difference, holm, why_incomparable
 
 
 def values(*numbers: float, first: int = 1) -> dict[str, float]:
     return {str(seed): number for seed, number in enumerate(numbers, first)}
 
 
-def test_pairs_by_hand():
-    """Differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, t = 4.3027 with 2 degrees of freedom."""
-    found = difference(values(1.0, 2.0, 3.0), values(1.1, 2.2, 3.3))
-    half = 4.302653 * 0.1 / math.sqrt(3)
-    assert found.test == "paired t"
-    assert found.seeds == (3, 3)
-    assert found.difference == pytest.approx(0.2)
-    assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-6)
-    t = 0.2 / (0.1 / math.sqrt(3))
-    assert found.p == pytest.approx(1 - t / math.sqrt(t * t + 2)), "Student's t of 2 degrees"
+TWO_ONLY_IN_ONE = {"3": 3.3, "2": 2.2, "1": 1.1, "5": -100.0}
 
 
-def test_welch_by_hand():
-    one = values(1.0, 1.1, 1.2, 1.3)
-    other = values(2.0, 2.4, 2.8, first=10)
+@pytest.mark.parametrize(
+    ("one", "other", "test", "seeds", "left_out", "numbers"),
+    [
+        # difference, interval, p; in the first row the mean is 0.2, and the deviation is 0.1
+        (
+            values(1, 2, 3),
+            values(1.1, 2.2, 3.3),
+            "paired t",
+            (3, 3),
+            0,
+            (0.2, -0.04841377, 0.44841377, 0.0741799),
+        ),
+        (
+            values(1, 2, 3, 100),
+            TWO_ONLY_IN_ONE,
+            "paired t",
+            (3, 3),
+            2,
+            (0.2, -0.04841377, 0.44841377, 0.0741799),
+        ),
+        (
+            values(5, 5, 5, 5, 5),
+            values(4, 3, 1, 1.5, 2.5),
+            "paired t",
+            (5, 5),
+            0,
+            (-2.6, -4.0822161, -1.1177839, 0.00821823),
+        ),
+        (
+            values(1, 1.1, 1.2, 1.3),
+            values(2, 2.4, 2.8, first=10),
+            "Welch",
+            (4, 3),
+            0,
+            (1.25, 0.34186436, 2.15813564, 0.02535973),
+        ),
+        (
+            values(1.5, 1.6),
+            values(1.0, 1.9),
+            "Welch",
+            (2, 2),
+            0,
+            (-0.1, -5.5355581, 5.3355581, 0.86094200),
+        ),
+    ],
+)
+def test_a_difference(one, other, test, seeds, left_out, numbers):
     found = difference(one, other)
-    squares = statistics.variance(one.values()) / 4, statistics.variance(other.values()) / 3
-    freedom = sum(squares) ** 2 / (squares[0] ** 2 / 3 + squares[1] ** 2 / 2)
-    half = stats.t.isf(0.025, freedom) * math.sqrt(sum(squares))
-    assert found.test == "Welch"
-    assert found.seeds == (4, 3)
-    assert found.difference == pytest.approx(2.4 - 1.15)
-    assert (found.low, found.high) == pytest.approx((1.25 - half, 1.25 + half))
+    assert (found.test, found.seeds, found.left_out) == (test, seeds, left_out)
+    assert (found.difference, found.low, found.high, found.p) == pytest.approx(numbers, rel=1e-5)
+    turned, other_way = found.reversed, difference(other, one)
+    assert turned.seeds == other_way.seeds
+    assert (turned.difference, turned.low, turned.high) == pytest.approx(
+        (other_way.difference, other_way.low, other_way.high)
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,16 +85,7 @@ def test_welch_by_hand():
 )
 def test_seeds_are_paired_where_most_are_in_both(one, other, expected):
     sides = [{str(seed): 1.0 for seed in seeds} for seeds in (one, other)]
-    assert are_paired(*sides) is expected
-    assert are_paired(*sides[::-1]) is expected
-
-
-def test_seeds_that_are_not_in_both_are_not_paired():
-    one = {"1": 1.0, "2": 2.0, "3": 3.0, "4": 100.0}
-    other = {"3": 3.3, "2": 2.2, "1": 1.1, "5": -100.0}
-    found = difference(one, other)
-    assert (found.difference, found.seeds) == (pytest.approx(0.2), (3, 3))
-    assert found.left_out == 2
+    assert are_paired(*sides) is are_paired(*sides[::-1]) is expected
 
 
 @pytest.mark.parametrize(
@@ -88,13 +103,15 @@ def test_without_chance_there_is_no_test(one, other, reason):
     assert (why is None) if reason is None else (reason in why)
 
 
-def test_holm_by_hand():
-    """0.01 * 4; 0.02 * 3; 0.03 * 2 = 0.06; then 0.04, which is not below the one before."""
-    assert holm([0.04, 0.01, 0.03, 0.02], 4) == pytest.approx([0.06, 0.04, 0.06, 0.06])
-    assert holm([0.6, 0.9], 2) == [1.0, 1.0]
-    assert holm([], 0) == []
-
-
-def test_holm_with_tests_that_were_not_made():
-    """0.001 * 10; 0.002 * 9."""
-    assert holm([0.002, 0.001], 10) == pytest.approx([0.018, 0.01])
+@pytest.mark.parametrize(
+    ("ps", "tests", "expected"),
+    [
+        # 0.01 * 4; 0.02 * 3; 0.03 * 2 = 0.06; then 0.04, which is not below the one before
+        ([0.04, 0.01, 0.03, 0.02], 4, [0.06, 0.04, 0.06, 0.06]),
+        ([0.002, 0.001], 10, [0.018, 0.01]),  # with tests that were not made
+        ([0.6, 0.9], 2, [1.0, 1.0]),
+        ([], 0, []),
+    ],
+)
+def test_holm(ps, tests, expected):
+    assert holm(ps, tests) == pytest.approx(expected)

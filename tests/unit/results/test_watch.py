@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 from fake_runs import fake_run
-from launching import PATIENCE_S, ROOT
+from launching import PATIENCE_S, ROOT, wait_for
 from tools import call_tool
 
 from mingpt_ddp.cli.commands import report as tool
@@ -25,13 +24,6 @@ RELOADS = "this page reloads itself"
 @pytest.fixture
 def call(monkeypatch, capsys):
     return call_tool(tool, monkeypatch, capsys)
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def identity(path: Path) -> int | None:
@@ -78,14 +70,6 @@ def test_it_waits_for_a_directory_and_refuses_a_file(tmp_path, monkeypatch, caps
     assert texts[0].splitlines()[-1] == f"the page is {page}"
     code, _, error = call(page, "watch")
     assert code == 2 and "report.html is not a directory" in error
-
-
-def test_without_jobs_that_run_it_is_a_report(tmp_path, call):
-    fake_run(tmp_path / "a")
-    code, out, error = call(tmp_path, "watch")
-    assert (code, error) == (0, "")
-    assert out.splitlines()[-1] == f"the page is {tmp_path / 'report.html'}"
-    assert RELOADS not in (tmp_path / "report.html").read_text()
 
 
 def test_ctrl_c_ends_it_with_the_table(tmp_path):
