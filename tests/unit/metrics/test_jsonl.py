@@ -39,33 +39,26 @@ def train(history: JSONLLogger, steps: range, loss: float) -> None:
 def test_one_json_object_a_line(path):
     history = JSONLLogger(path)
     history.start(0, world_size=2)
-    metrics = {
-        "train/grad_norm": 0.5,
-        "train/loss": 2.5,
-        "speed/tokens_per_s": 4000.0,
-        "speed/step_ms": 8.0,
-    }
-    history.log(10, {**metrics, "train/lr": 1e-3})
-    history.log(20, {**metrics, "train/lr": 1e-3, "speed/mfu": 0.125})
-    history.log(20, {"val/loss": 2.75, "val/bits_per_char": 4.0})
-    history.complete(20, CONFIG)
-    start, trained, with_utilization, evaluated, complete = map(
-        json.loads, path.read_text().splitlines()
-    )
+    metrics = {"train/grad_norm": 0.5, "train/loss": 2.5, "speed/tokens_per_s": 4000.0}
+    history.log(10, {**metrics, "speed/step_ms": 8.0, "train/lr": 1e-3})
+    history.log(20, {"val/loss": 2.75, "val/acc{x}": 4.0, "speed/mfu": 0.125})
+    history.log(30, {"train/loss": math.nan, "train/lr": 1e-3, "train/grad_norm": math.inf})
+    history.complete(30, CONFIG)
+    lines = path.read_text().splitlines()
+    start, *records, complete = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert start.pop("start") == pytest.approx(complete.pop("complete"), abs=60)
-    assert start == {"step": 0, "world_size": 2}
-    assert trained == {
-        "step": 10,
-        "train_loss": 2.5,
-        "lr": 1e-3,
-        "grad_norm": 0.5,
-        "tokens_per_s": 4000.0,
-        "step_ms": 8,
-    }
-    assert list(trained) == ["step", "train_loss", "lr", "grad_norm", "tokens_per_s", "step_ms"]
-    assert with_utilization == {**trained, "step": 20, "mfu": 0.125}
-    assert evaluated == {"step": 20, "val_loss": 2.75, "val_bits_per_char": 4.0}
-    assert complete == {"step": 20}
+    assert (start, complete) == ({"step": 0, "world_size": 2}, {"step": 30})
+    trained = {"step": 10, "train_loss": 2.5, "lr": 1e-3, "grad_norm": 0.5}
+    trained |= {"tokens_per_s": 4000.0, "step_ms": 8}
+    assert records == [
+        trained,
+        {"step": 20, "mfu": 0.125, "val_loss": 2.75, "val_acc{x}": 4.0},
+        {"step": 30, "train_loss": None, "lr": 1e-3, "grad_norm": None},
+    ]
+    assert list(records[0]) == [*trained], "in this order"
+    found = read_history(path)
+    assert found.rows == records
+    assert found.series("train_loss") == [(10, 2.5)], "without what is not finite"
 
 
 def test_records_have_the_tags_of_their_metrics():
@@ -80,43 +73,7 @@ def test_records_have_the_tags_of_their_metrics():
     assert jsonl.to_metrics(record) == metrics
 
 
-def test_repeated_steps_count_once(path):
-    """Killed after step 10, with the last snapshot at step 6.
-
-    Then a rollback from step 9 to step 8.
-    """
-    for begin, end, loss in ((0, 10, 1.0), (6, 9, 2.0)):
-        history = JSONLLogger(path)
-        history.start(begin, world_size=1)
-        train(history, range(begin + 1, end + 1), loss)
-    history.rollback(8)
-    train(history, range(9, 13), 3.0)
-    records = read_history(path)
-    ways = [
-        *((step, 1.0) for step in range(1, 7)),
-        (7, 2.0),
-        (8, 2.0),
-        *((step, 3.0) for step in range(9, 13)),
-    ]
-    assert records.series("train_loss") == ways
-    assert records.series("val_loss") == [(4, 1.0), (8, 2.0), (12, 3.0)]
-    assert (records.starts, records.faults, records.rollbacks) == (2, 1, 1)
-
-
-def test_a_continued_run_has_no_faults(path):
-    for limit in (4, 8):
-        history = JSONLLogger(path)
-        history.start(limit - 4, world_size=1)
-        train(history, range(limit - 3, limit + 1), 1.0)
-        history.complete(limit, CONFIG)
-    records = read_history(path)
-    assert (records.starts, records.faults) == (2, 0)
-    assert [step for step, _ in records.series("train_loss")] == list(range(1, 9))
-
-
-@pytest.mark.parametrize(
-    "torn", ['{"step": 2, "val_loss": 1.', '{"step": 2', "\0\0\0\0", '{"step": 2, "a": 12']
-)
+@pytest.mark.parametrize("torn", ['{"step": 2, "val_loss": 1.', '{"step": 2, "a": 12', "\0\0\0\0"])
 def test_a_line_truncated_by_a_kill(path, torn):
     JSONLLogger(path).start(0, world_size=1)
     JSONLLogger(path).log(1, {"val/loss": 3.0})
@@ -136,10 +93,8 @@ def test_a_line_truncated_by_a_kill(path, torn):
         '{"step": 2, "val_loss": 1.',
         "{}",
         "[1]",
-        "",
         '{"step": 1.5, "val_loss": 1}',
         '{"step": true}',
-        '{"step": 2, "val_loss": "1"}',
         '{"step": 2, "val_loss": true}',
         '{"step": 2, "val_loss": 1e999}',
         '{"step": 2, "val_loss": {}}',
@@ -154,15 +109,6 @@ def test_any_other_line_is_refused_by_its_number(path, line):
     with pytest.raises(DataError, match=r"line 2 of .*metrics.jsonl is not a record") as error:
         read_history(path)
     assert len(str(error.value)) < 400
-
-
-def test_nonfinite_values_are_omitted(path):
-    history = JSONLLogger(path)
-    history.log(1, {"train/loss": math.nan, "train/lr": 1e-3, "train/grad_norm": math.inf})
-    assert json.loads(path.read_text(), parse_constant=pytest.fail)["train_loss"] is None
-    records = read_history(path)
-    assert records.series("train_loss") == []
-    assert records.series("lr") == [(1, 1e-3)]
 
 
 def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
@@ -201,14 +147,6 @@ def test_a_line_that_could_not_be_read_is_left_out(path, log_lines):
     assert "bytes, of which at most 4,194,304 would be read" in line
 
 
-def test_names_with_braces_are_read(path):
-    history = JSONLLogger(path)
-    history.log(1, {"val/acc{x}": 0.5, "val/loss": math.nan})
-    history.log(2, {"val/acc{x}": 0.25})
-    assert read_history(path).series("val_acc{x}") == [(1, 0.5), (2, 0.25)]
-    assert read_history(path).rows[0] == {"step": 1, "val_acc{x}": 0.5, "val_loss": None}
-
-
 def random_file(draw: random.Random) -> list[str]:
     """Return the lines of a run that was killed, rolled back, continued and completed."""
     lines, step, reached = [], 0, 0
@@ -231,15 +169,23 @@ def random_file(draw: random.Random) -> list[str]:
     return lines
 
 
-def expected_rows(lines: list[str]) -> list[dict[str, float | None]]:
+def expected_rows(lines: list[str]) -> tuple[list[dict[str, float | None]], int, int]:
+    """Return the rows that count, and how many faults and rollbacks there were."""
     rows: list[dict[str, float | None]] = []
+    faults = rollbacks = 0
+    is_running = False
     for line in lines:
-        record = json.loads(line) if line.endswith("}") else {"complete": 0}
+        record = json.loads(line) if line.endswith("}") else {"torn": 0}
         if {"start", "rollback"} & record.keys():
             rows = [row for row in rows if row["step"] <= record["step"]]
-        elif "complete" not in record:
+            faults += "start" in record and is_running
+            rollbacks += "rollback" in record
+            is_running = True
+        elif "complete" in record:
+            is_running = False
+        elif "torn" not in record:
             rows.append(record)
-    return rows
+    return rows, faults, rollbacks
 
 
 def test_rows_and_ends_of_random_runs(path):
@@ -252,8 +198,9 @@ def test_rows_and_ends_of_random_runs(path):
             lines.pop()
         torn = draw.choice(["", '{"step": 9', "\0\0"])
         path.write_text("".join(f"{line}\n" for line in lines) + torn)
-        history, end, rows = read_history(path), read_end(path), expected_rows(lines)
-        assert history.rows == rows
+        history, end = read_history(path), read_end(path)
+        rows, faults, rollbacks = expected_rows(lines)
+        assert (history.rows, history.faults, history.rollbacks) == (rows, faults, rollbacks)
         assert end.step == history.last_step == max((row["step"] for row in rows), default=None)
         assert end.is_complete == history.is_complete
         merged: dict[int, dict[str, float | None]] = {}

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launching import wait_for
 from multiprocess.ranks import configure
 
-from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
 from mingpt_ddp.metrics.trackers import sending
@@ -82,19 +82,12 @@ class Attempt:
     def save(self, step: int) -> Attempt:
         """Commit a snapshot, and wait until the steps before it have arrived."""
         self.sender.commit(step)
-        wait_until(lambda: self.server.steps[-1:] == [step - 1])
+        wait_for(lambda: self.server.steps[-1:] == [step - 1])
         return self
 
     def end(self, step: int) -> None:
         self.sender.finish({"step": step})
         self.sender.join()
-
-
-def wait_until(is_true) -> None:
-    deadline = time.monotonic() + 200
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def points(*steps: int, loss: float = 2.0) -> list[Point]:
@@ -127,13 +120,19 @@ def test_a_step_is_sent_once_a_later_snapshot_is_committed(server, tmp_path):
     assert (server.results, server.connections) == ([{"step": 8}], 1)
 
 
+def test_an_older_snapshot_after_a_newer_one_was_lost(server, tmp_path):
+    Attempt(tmp_path, server).train(*range(1, 8)).save(6)
+    Attempt(tmp_path, server, step=2).train(*range(3, 9)).end(8)
+    assert server.points == points(*range(1, 9))
+
+
 @pytest.mark.parametrize("sent_before_kill", [0, 1, 3])
 def test_a_killed_attempt(sent_before_kill, server, tmp_path):
     """It is killed after `sent_before_kill` steps of a snapshot, and step 5 is trained again."""
     server.fails_after = sent_before_kill
     killed = Attempt(tmp_path, server).train(1, 2, 3, 4, 5)
     killed.sender.commit(4)
-    wait_until(lambda: server.steps == [1, 2, 3][:sent_before_kill] and server.connections)
+    wait_for(lambda: server.steps == [1, 2, 3][:sent_before_kill] and server.connections)
     server.answers.clear()  # nothing of the killed attempt arrives any more
     server = Server(server.points)
     Attempt(tmp_path, server, step=4).train(5, 6, 7, 8).save(7)
@@ -170,19 +169,13 @@ def test_a_rollback_takes_no_step_back(server, tmp_path):
     assert server.points == [*points(1, 2, 3, 4), *points(6, 7, loss=1.0)]
 
 
-def test_an_older_snapshot_after_a_newer_one_was_lost(server, tmp_path):
-    Attempt(tmp_path, server).train(*range(1, 8)).save(6)
-    Attempt(tmp_path, server, step=2).train(*range(3, 9)).end(8)
-    assert server.points == points(*range(1, 9))
-
-
 def test_a_server_that_is_away_for_a_while(server, tmp_path, log_lines):
     server.fails_after = 0
     attempt = Attempt(tmp_path, server).train(1, 2, 3, 4)
     for step in (2, 4):
         attempt.sender.commit(step)
-        wait_until(lambda: server.connections == step / 2)  # noqa: B023
-        wait_until(lambda: log_lines)
+        wait_for(lambda: server.connections == step / 2)  # noqa: B023
+        wait_for(lambda: log_lines)
     (line,) = log_lines
     assert line.startswith(
         "WARNING cannot send to fake, training continues without it: ConnectionError"
@@ -236,21 +229,14 @@ def test_a_server_that_never_answers_delays_no_step_and_not_the_end(
     ]
 
 
-@pytest.fixture(scope="module")
-def config() -> Config:
-    return from_mapping(configure("tracker=[tensorboard,mlflow,wandb]"))
-
-
 @pytest.mark.parametrize("missing", TRACKERS)
-def test_a_missing_library_is_refused_where_it_is_needed(missing, config, monkeypatch):
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == missing else object()
-    )
+def test_a_missing_library_is_refused_where_it_is_needed(missing, monkeypatch):
+    config = from_mapping(configure("tracker=[tensorboard,mlflow,wandb]"))
+    find = lambda name: None if name == missing else object()  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", find)
     if missing == "trackio":
         check_installed(config.tracker)
     else:
-        with pytest.raises(
-            ConfigError,
-            match=rf"tracker={missing} is not installed; pip install 'mingpt_ddp\[{missing}\]'",
-        ):
+        line = rf"tracker={missing} is not installed; pip install 'mingpt_ddp\[{missing}\]'"
+        with pytest.raises(ConfigError, match=line):
             check_installed(config.tracker)

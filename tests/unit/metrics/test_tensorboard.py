@@ -41,18 +41,6 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in read_back(directory).Scalars(tag)]
 
 
-def test_scalars_and_text_are_written(tmp_path):
-    logger = start(tmp_path, 0)
-    logger.log(1, {"train/loss": 4.5, "train/lr": 0.25})
-    logger.log(2, {"train/loss": 4.0})
-    logger.log_text(2, "sample", "one\n  two")
-    logger.close()
-    assert points(tmp_path, "train/loss") == [(1, 4.5), (2, 4.0)]
-    assert points(tmp_path, "train/lr") == [(1, 0.25)]
-    # Markdown shows indented lines as they are
-    assert texts(tmp_path) == [(2, "    one\n      two")]
-
-
 def test_no_file_before_the_first_value(tmp_path):
     logger = start(tmp_path, 4)
     logger.rollback(2)
@@ -78,74 +66,58 @@ def log_steps(logger: TensorBoardLogger, steps: range, value: float) -> None:
         logger.log(step, {"train/loss": value})
         if step % 4 == 0:
             logger.log(step, {"val/loss": value})
-            logger.log_text(step, "sample", f"{value}")
+            logger.log_text(step, "sample", f"{value}\n  b")
+
+
+def shown(value: float) -> str:
+    """Markdown shows indented lines as they are."""
+    return f"    {value}\n      b"
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["ended", "killed"])
 def test_a_resumed_run_has_no_duplicate_points(tmp_path, closed):
     """Steps 7 to 10 were logged, but the last snapshot was that of step 6: they are trained and
-    logged again.
+    logged again, and once more after a rollback.
     """
     first = start(tmp_path, 0)
     log_steps(first, range(1, 11), value=1.0)
     if closed:
         first.close()
     second = start(tmp_path, 6)
+    log_steps(second, range(7, 13), value=9.0)
+    second.rollback(6)
     log_steps(second, range(7, 13), value=2.0)
     second.close()
     assert points(tmp_path, "train/loss") == [(s, 1.0) for s in range(1, 7)] + [
         (s, 2.0) for s in range(7, 13)
     ]
     assert points(tmp_path, "val/loss") == [(4, 1.0), (8, 2.0), (12, 2.0)]
-    assert texts(tmp_path) == [(4, "    1.0"), (8, "    2.0"), (12, "    2.0")]
-
-
-def test_a_rollback_repeats_no_point(tmp_path):
-    logger = start(tmp_path, 0)
-    log_steps(logger, range(1, 6), value=1.0)
-    logger.rollback(3)
-    log_steps(logger, range(4, 6), value=2.0)
-    logger.close()
-    expected = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
-    assert points(tmp_path, "train/loss") == expected
+    assert texts(tmp_path) == [(4, shown(1.0)), (8, shown(2.0)), (12, shown(2.0))]
 
 
 def test_hparams_are_in_the_run_directory(tmp_path):
-    """A directory below that of the run would show up in TensorBoard as one more run."""
-    logger = start(tmp_path, 0)
+    """A directory below that of the run would show up in TensorBoard as one more run. No card of
+    the HParams tab comes first, with a point at step 0.
+    """
+    directory = tmp_path / "big" / "rank0"
+    logger = start(directory, 0)
     logger.log(1, {"train/loss": 1.0, "val/loss": 1.5})
     logger.complete(1, from_mapping(configure("run.name='sweep/lr=1e-3'")))
     logger.close()
-    assert [path for path in tmp_path.rglob("*") if path.is_dir()] == []
-    events = read_back(tmp_path)
-    assert points(tmp_path, "val/loss") == [(1, 1.5)]
-    content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
-    session = hparams.parse_session_start_info_plugin_data(content)
-    assert session.hparams["run.name"].string_value == "sweep/lr=1e-3"
-    assert {"optimizer.lr", "data.block_size"} <= set(session.hparams)
-    content = events.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
-    experiment = hparams.parse_experiment_plugin_data(content)
-    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
-    assert {"optimizer.lr", "data.block_size"} <= {info.name for info in experiment.hparam_infos}
-
-
-def test_cards_are_those_of_logged_tags(tmp_path):
-    """No card of the HParams tab comes first, with a point at step 0."""
-    logger = start(tmp_path / "big" / "tensorboard" / "rank0", 0)
-    logger.log(10, {"val/loss": 1.5, "train/loss": 1.0})
-    logger.complete(10, from_mapping(configure()))
-    logger.close()
-    runs = (
-        EventMultiplexer()
-        .AddRunsFromDirectory(str(tmp_path / "big" / "tensorboard"), "big")
-        .Reload()
-    )
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "big"), "big").Reload()
     assert {run: sorted(tags["scalars"]) for run, tags in runs.Runs().items()} == {
         "big/rank0": ["train/loss", "val/loss"]  # as --logdir_spec in docs/logs.md calls it
     }
-    assert [
-        event.step for tag in ("train/loss", "val/loss") for event in runs.Scalars("big/rank0", tag)
-    ] == [10, 10]
+    assert points(directory, "val/loss") == [(1, 1.5)]
+    events = read_back(directory)
+    content = events.SummaryMetadata(hparams.SESSION_START_INFO_TAG).plugin_data.content
+    session = hparams.parse_session_start_info_plugin_data(content)
+    assert session.hparams["run.name"].string_value == "sweep/lr=1e-3"
+    content = events.SummaryMetadata(hparams.EXPERIMENT_TAG).plugin_data.content
+    experiment = hparams.parse_experiment_plugin_data(content)
+    assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
+    names = {info.name for info in experiment.hparam_infos}
+    assert {"optimizer.lr", "data.block_size"} <= names & {*session.hparams}
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
