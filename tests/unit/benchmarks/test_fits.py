@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from benchmarking import modules
 
 
@@ -22,10 +21,6 @@ def test_a_power_law_is_recovered(benchmarks, constant, factor, exponent):
     assert (law.constant, law.factor) == (pytest.approx(constant, abs=1e-9), pytest.approx(factor))
     assert law.error < 1e-9
     assert law(64) == pytest.approx(constant + factor * 64**exponent)
-
-
-def test_moving_memory_takes_time(benchmarks):
-    assert 1e7 < benchmarks.limits.memory_rate(torch.device("cpu")) < 1e13
 
 
 def test_coefficients_are_not_negative_and_flat_data_is_a_constant(benchmarks):
