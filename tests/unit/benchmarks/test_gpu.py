@@ -104,29 +104,6 @@ def test_the_time_to_a_loss(benchmarks):
     assert benchmarks.gpu_training.reached(replace(descent, has_ended=True), 1.4)
 
 
-def test_a_run_to_the_lowest_loss_goes_on(benchmarks, part, monkeypatch):
-    Descent = benchmarks.gpu_runs.Descent
-    calls = iter(
-        [Descent([(1.0, 50, 2.0)], 0.5), Descent([(2.0, 100, 1.5), (3.0, 150, 1.6)], 0.4, True)]
-    )
-    monkeypatch.setattr(benchmarks.gpu_training, "our_training", lambda *arguments: next(calls))
-    assert not benchmarks.gpu_training.trained_so_far(part, 101).has_ended
-    whole = Descent([(1.0, 50, 2.0), (3.0, 100, 1.5), (4.0, 150, 1.6)], 0.5, True)
-    assert benchmarks.gpu_training.trained_so_far(part, 101) == whole
-    assert benchmarks.gpu_training.trained_so_far(part, 101) == whole, "a third call trains not"
-
-
-@pytest.mark.parametrize(("digests", "failed"), [(["a", "a"], False), (["a", "b"], True)])
-def test_different_bytes_after_a_kill_fail_the_part(benchmarks, part, monkeypatch, digests, failed):
-    results = iter(digests)
-    monkeypatch.setattr(benchmarks.gpu_parts, "in_parts", lambda *arguments: next(results))
-    monkeypatch.setattr(benchmarks.gpu_training, "tokens_per_s", lambda *arguments: 10.0)
-    figures, _, rows = benchmarks.gpu_parts.exactness(part)
-    assert figures["identical"] == {"modern": not failed}
-    assert (part.failures == ["modern: the bytes after kill -9 differ"]) is failed
-    assert rows[0][1] == ("NO" if failed else "yes")
-
-
 def test_only_permitted_waits_pass(benchmarks, part, monkeypatch):
     places = [["logging", "metrics/meters.py", 80, "state", 4]]
     places.append(["step", "training/train_step.py", 90, "run", 1])

@@ -129,24 +129,6 @@ def test_a_full_disk_loses_lines_but_not_the_run(path, log_lines):
     assert read_history(path).series("val_loss") == [(8, 1.0)]
 
 
-def test_a_full_file_can_be_read(path, monkeypatch, log_lines):
-    monkeypatch.setattr(jsonl, "MAX_BYTES", 1000)
-    train(JSONLLogger(path), range(1, 100), 1.0)
-    [line] = log_lines
-    assert line.endswith("it is full: no more than 1,000 bytes would be read")
-    assert 900 < path.stat().st_size <= 1000 and read_history(path).rows
-
-
-def test_a_line_that_could_not_be_read_is_left_out(path, log_lines):
-    """The metrics of a task may have any number of names, which change from step to step."""
-    history = JSONLLogger(path)
-    history.log(1, {f"train/loss_{i:0100d}": 1.0 for i in range(40_000)})
-    history.log(2, {f"train/loss_{i:0100d}": 1.0 for i in range(4_000)})
-    assert [row["step"] for row in read_history(path).rows] == [2]
-    [line] = log_lines
-    assert "bytes, of which at most 4,194,304 would be read" in line
-
-
 def random_file(draw: random.Random) -> list[str]:
     """Return the lines of a run that was killed, rolled back, continued and completed."""
     lines, step, reached = [], 0, 0

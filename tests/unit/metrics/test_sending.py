@@ -17,7 +17,6 @@ from multiprocess.ranks import configure
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, JSONLLogger
-from mingpt_ddp.metrics.trackers import sending
 from mingpt_ddp.metrics.trackers.sending import TRACKERS, Sender, check_installed
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 
@@ -212,21 +211,6 @@ def test_a_server_that_is_away_at_the_end_gets_the_rest_from_the_same_command(
     assert server.points == points(1, 2, 3, 5, 6)
     assert server.results == [{"step": 6}]
     assert log_lines.count(last) == 1
-
-
-def test_a_server_that_never_answers_delays_no_step_and_not_the_end(
-    server, tmp_path, monkeypatch, log_lines
-):
-    monkeypatch.setattr(sending, "END_S", 0.2)
-    server.answers.clear()
-    attempt = Attempt(tmp_path, server)
-    for step in range(1, 100):
-        attempt.train(step).sender.commit(step)  # returns
-    attempt.end(99)  # returns
-    assert server.points == [] and server.results == []
-    assert log_lines == [
-        "WARNING fake lacks the last steps; run the same command again to send them"
-    ]
 
 
 @pytest.mark.parametrize("missing", TRACKERS)

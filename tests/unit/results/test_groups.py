@@ -47,7 +47,11 @@ CODE = {"model.code": "mine.py"}  # whose keys are not known here
         ({"run.resume": "auto"}, {"run.resume": "outputs/other"}, False),  # its weights
         ({}, {"trainer.max_steps": 7}, False),
         ({}, {"trainer.eval_steps": 7}, False),
-        ({}, {"trainer.eval_every": 7}, True),
+        # trackers, checks, evaluations and further texts change no result
+        ({}, {"tracker.mlflow": True}, True),
+        ({}, {"trainer.sample_every": 20}, True),
+        ({}, {"trainer.eval_every": 7, "snapshot.every_steps": 7}, True),
+        ({}, {"data.val_paths": {"wiki": "wiki.txt"}}, True),
         ({"trainer.patience": 2}, {"trainer.patience": 2, "trainer.eval_every": 7}, False),
         ({}, {"ddp.comm_hook": "bf16"}, False),
         ({}, {"data.path": "b.txt"}, False),

@@ -71,24 +71,6 @@ def test_different_tokenizers_are_ranked_by_bits_per_byte(tokenizers):
     assert {each["layout"]["yaxis"]["title"]["text"] for each in against} == {"bits per byte"}
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "contents", "best"),
-    [
-        ("byte", (None, None), "b"),
-        ("tokenizer.json", ("1", "1"), "b"),
-        ("tokenizer.json", ("1", "2"), "a"),  # the same path, with another content
-    ],
-)
-def test_one_tokenizer_is_ranked_by_its_loss(tmp_path, tokenizer, contents, best):
-    for name, loss, content in zip("ab", (3.0, 2.0), contents, strict=True):
-        keys = {"data.tokenizer": tokenizer, "optimizer.lr": loss}
-        run = fake_run(tmp_path / name, keys, val_loss=loss, bits_per_byte=9 - loss)
-        if content:
-            (run / "tokenizer.json").write_text(content)
-    text = report([tmp_path], tmp_path / "page.html")
-    assert f"best: {tmp_path / best}" in text and (RANKED in text) == (best == "a")
-
-
 def test_no_job_with_bits_per_byte(tmp_path):
     for name in ("char", "byte"):
         fake_run(tmp_path / name, {"data.tokenizer": name})

@@ -6,11 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from multiprocess.ranks import configure
 
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
-from mingpt_ddp.config.config import flatten, from_mapping, to_plain
 from mingpt_ddp.results.objective import BITS_PER_BYTE, LOSS, default_objective, loss_unit
 
 TEXT = {"data.path": "a.txt", "data.tokenizer": "char", "data.truncate": 1.0}
@@ -77,26 +73,6 @@ def test_the_tokenizer_of_a_run_is_its_file(tmp_path):
         assert default_objective([a, b]) is BITS_PER_BYTE and default_objective([a, c]) is LOSS
     both = loss_unit(BPE, tmp_path / "a"), loss_unit({**BPE, "data.path": "b.txt"}, tmp_path / "c")
     assert default_objective(both) is LOSS
-
-
-@pytest.mark.parametrize(
-    "value", [[], [[1, {"a": [2]}]], {"a": {}}, {1, 2}, None, math.nan], ids=str
-)
-def test_any_value_of_a_yaml_file_has_a_unit(value):
-    for key in ("data.path", "data.tokenizer", "run.init_from"):
-        hash(loss_unit({**BPE, key: value}))
-
-
-def test_composed_configurations():
-    def unit(preset: str):
-        composed = compose("config", [f"experiment=shakespeare_{preset}"])
-        return loss_unit(flatten(from_mapping(to_plain(composed)).to_dict()))
-
-    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        char, best, bpe = map(unit, ("char", "char_best", "bpe_cpu"))
-    assert loss_unit(flatten(configure("experiment=digits_convnet"))) is None
-    assert char == best and default_objective([char, best, None]) is LOSS
-    assert default_objective([char, bpe]) is BITS_PER_BYTE
 
 
 @pytest.mark.parametrize(

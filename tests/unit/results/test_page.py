@@ -8,8 +8,7 @@ import math
 import re
 
 import pytest
-import yaml
-from fake_runs import CONFIG, fake_run
+from fake_runs import fake_run
 
 from mingpt_ddp.results.report import report
 
@@ -311,10 +310,3 @@ def test_the_rest_is_shown_without_a_file(file, damage, run):
     assert shown.pop(file) is False and all(shown.values())
     if damage == "directory":
         assert file in page.text[page.text.index("Notes") :]
-
-
-def test_a_run_without_anything(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    page = page_of(tmp_path / "a")
-    assert page.figures == [] and "Fixed settings" in page.headings

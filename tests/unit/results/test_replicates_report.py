@@ -49,10 +49,12 @@ def test_a_row_for_each_recipe(sweep, tmp_path):
 
 def test_replicates_on_other_ranks_are_noted(tmp_path):
     for seed in (1, 2):
-        run = fake_run(tmp_path / f"{seed}", {"run.seed": seed, "ddp.nproc_per_node": seed})
+        keys = {"run.seed": seed, "ddp.nproc_per_node": seed, "trainer.eval_every": seed}
+        run = fake_run(tmp_path / f"{seed}", keys)
         result = json.loads((run / "result.json").read_text())
         (run / "result.json").write_text(json.dumps({**result, "world_size": seed}))
     text = report([tmp_path], tmp_path / "page.html")
+    assert "note: replicates differ in trainer.eval_every: no loss depends on that" in text
     assert "note: replicates differ in ddp.nproc_per_node: the last bits" in text
     assert "note: replicates ran on different numbers of ranks" in text
 

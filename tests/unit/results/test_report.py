@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -245,22 +244,6 @@ def test_the_text_has_a_line_for_each_job(tmp_path):
     (tmp_path / "c" / "metrics.jsonl").unlink()
     head = report([tmp_path / "c"], tmp_path / "page.html").splitlines()[0]
     assert head.split() == ["status", "job"], "columns that no row has are left out"
-
-
-def test_results_of_old_code_are_marked_where_the_files_are(tmp_path, monkeypatch):
-    for name, content in (("old", "1"), ("new", "2")):
-        run = fake_run(tmp_path / "runs" / name, {"optimizer.lr": len(content + name)})
-        sha256 = hashlib.sha256(content.encode()).hexdigest()
-        code = {"files": {"recipe/mine.py": sha256}, "package": {"sha256": "p"}}
-        (run / "result.json").write_text(json.dumps({"status": "complete", "code": code}))
-    monkeypatch.chdir(tmp_path)
-    assert "old code" not in report([tmp_path / "runs"], tmp_path / "page.html")
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.py").write_text("2")
-    text = report([tmp_path / "runs"], tmp_path / "page.html")
-    assert [line.split()[-1] for line in text.splitlines() if ", old code" in line] == ["old"]
-    text = report([tmp_path / "runs"], tmp_path / "page.html", accept_code=True)
-    assert "old code" not in text
 
 
 def test_without_plotly_the_table_is_printed(tmp_path, monkeypatch):

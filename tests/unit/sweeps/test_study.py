@@ -63,14 +63,14 @@ def load(directory: Path) -> list[optuna.trial.FrozenTrial]:
     return optuna.load_study(study_name=None, storage=storage).trials
 
 
-@pytest.mark.parametrize("sampler", ["random", "tpe", "gp"])
+@pytest.mark.parametrize("sampler", ["tpe", "gp"])
 @pytest.mark.filterwarnings("error")
 def test_a_restart_keeps_the_values_and_repeats_no_draw(
     open_study, tmp_path, sampler, capfd, caplog
 ):
     """Before each trial, without a line or a warning of Optuna's."""
     caplog.set_level(logging.DEBUG)
-    settings = {} if sampler == "random" else {"n_startup_trials": 2}
+    settings = {"n_startup_trials": 2}
     if sampler == "gp":
         settings["deterministic_objective"] = True
     drawn = []
