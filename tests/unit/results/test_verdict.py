@@ -162,6 +162,9 @@ def test_the_settings_of_directories(tmp_path, call):
     assert out.splitlines()[-1].startswith("no difference shown between lr=0.001 and lr=0.003: 0.2")
     _, out, _ = call(tmp_path / "a", tmp_path / "after", "compare")
     assert out.splitlines()[-1].startswith("a is better than after by 0.103 ± 0.014")
+    found = strict(call(*(tmp_path / n for n in ("a", "b", "after")), "compare", "format=json")[1])
+    names = ["a (lr=0.001)", "after (lr=0.001)", "lr=0.003"]
+    assert [each["name"] for each in found["settings"]] == names
     runs = [run for name in "ab" for run in sorted((tmp_path / name).glob("*=*"))]
     found = strict(call(*runs, "compare", "format=json")[1])
     assert [len(side["by_seed"]) for side in found["settings"]] == [3, 3]
