@@ -26,7 +26,7 @@ def part(benchmarks, tmp_path):
     text = tmp_path / "random.txt"
     text.write_text("ab" * 100)
     return benchmarks.gpu_runs.Part(
-        True, tmp_path, text, None, 3, time.monotonic() + 100, {"precision": "fp32"}
+        True, tmp_path, text, None, 3, time.monotonic() + 1000, {"precision": "fp32"}
     )
 
 
@@ -41,18 +41,11 @@ def test_the_wheels_to_bring_along_are_what_is_required(benchmarks):
     assert benchmarks.gpu.missing_packages() == []
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--nanogpt", "."], "--nanogpt . is not a checkout of nanoGPT"),
-        ([], "torch sees no GPU here; use device=cpu; --dry-run needs no GPU"),
-    ],
-)
-def test_invalid_arguments_are_one_line(args, message, tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--part=3", "--out=out", *args]
-    done = call(command, tmp_path, CUDA_VISIBLE_DEVICES="")
+def test_an_invalid_argument_is_one_line(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--part=3", "--out=out"]
+    done = call([*command, "--nanogpt", "."], tmp_path)
     assert done.returncode == 1
-    assert message in done.stdout.splitlines()[-1]
+    assert done.stdout.splitlines()[-1].startswith("--nanogpt . is not a checkout of nanoGPT")
     assert not (tmp_path / "out").exists()
 
 
