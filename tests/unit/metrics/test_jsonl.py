@@ -97,6 +97,7 @@ def test_a_line_truncated_by_a_kill(path, torn):
         '{"step": true}',
         '{"step": 2, "val_loss": true}',
         '{"step": 2, "val_loss": 1e999}',
+        '{"step": 2, "val_loss": 1e301}',
         '{"step": 2, "val_loss": {}}',
         "[" * 100_000,
         '{"step": 1' + "0" * 5000 + "}",

@@ -66,6 +66,7 @@ def test_a_pause_within_another_does_not_count_twice(runtime):
             device.wait_until(3.0)
         device.queue(4.0)
     assert (outer.seconds, inner.seconds) == (6.0, 2.0)
+    assert meter.clock(waits=True) == 1.0
     assert meter.read()["speed/step_ms"] == 1e3
 
 
