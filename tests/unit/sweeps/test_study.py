@@ -178,7 +178,7 @@ ANOTHER = "trial 0 is not one of this search"
         (r"(.*\n)*", "notes", DAMAGED),
         # values of another program would become overrides, such as the key of a file of code
         (r'"kind":(?=\d|"{)', '"task.code":', ANOTHER),
-        (r'(?<=\\")b(?=\\")', "b.py", ANOTHER),  # another choice
+        (r'(?<=\\")a(?=\\")', "a.py", ANOTHER),  # another choice
         (r'"lr":[0-9.e-]+', '"lr":1e300', ANOTHER),  # out of range
         (r'"job":"job-0"', '"other":1', ANOTHER),
         (r'"job":"job-0"', '"job":"../elsewhere"', ANOTHER),
