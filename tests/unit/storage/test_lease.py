@@ -148,11 +148,11 @@ def test_a_record_keeps_its_length(storage, acquire):
     acquire()
     sizes = set()
 
-    def tenth_heartbeat() -> bool:
+    def has_sent_eleven() -> bool:
         sizes.add(storage.size(OWNER))
-        return int(owner(storage)["heartbeat"]) >= 10
+        return int(owner(storage)["heartbeat"]) > 10
 
-    wait_for(tenth_heartbeat, what="heartbeats")
+    wait_for(has_sent_eleven, what="heartbeats")
     assert len(sizes) == 1
 
 
