@@ -144,8 +144,11 @@ def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire, log_lines, 
 
 
 def test_a_record_keeps_its_length(storage, acquire):
-    """A reader asks for the size and then for that many bytes, and a heartbeat may come between."""
-    acquire()
+    """A reader asks for the size and then for that many bytes, and a heartbeat may come between.
+
+    A record that was deleted is written again.
+    """
+    lease = acquire()
     sizes = set()
 
     def has_sent_eleven() -> bool:
@@ -154,6 +157,9 @@ def test_a_record_keeps_its_length(storage, acquire):
 
     wait_for(has_sent_eleven, what="heartbeats")
     assert len(sizes) == 1
+    storage.delete(OWNER)
+    lease.check()
+    wait_for(lambda: storage.size(OWNER) in sizes, what="the record")
 
 
 def test_a_record_that_is_damaged_for_a_moment_is_no_takeover(storage, acquire, connect):
@@ -274,7 +280,7 @@ def test_an_owner_whose_damaged_record_becomes_readable_is_alive(storage, acquir
     assert owner(storage)["id"] == "x"
 
 
-def test_an_outage_of_the_store(storage, acquire, connect):
+def test_an_outage_of_the_store(storage, acquire, connect, log_lines):
     """An owner survives it, nobody takes over meanwhile, and a release does not raise."""
     lease = acquire()
     down = connect()
@@ -284,6 +290,7 @@ def test_an_outage_of_the_store(storage, acquire, connect):
     message = f"cannot use {storage.url}: .*the store is down"
     with pytest.raises(StorageUnavailableError, match=message):
         acquire(storage=down)
+    wait_for(lambda: any("no heartbeat at" in line for line in log_lines), what="a heartbeat")
     lease.storage.fs.is_cut = False
     before = owner(storage)["heartbeat"]
     wait_for(lambda: owner(storage)["heartbeat"] > before, what="a heartbeat")
