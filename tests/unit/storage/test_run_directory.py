@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import shutil
 import signal
 import threading
@@ -59,37 +57,34 @@ def other_owner(tmp_path):
     os.close(reading)
 
 
-def test_a_directory_has_one_owner_and_the_error_names_it(other_owner, tmp_path):
-    before = (tmp_path / "run" / ".lock").read_text()
+def test_a_directory_has_one_owner_whom_the_error_names(other_owner, tmp_path):
+    """Until the owner is killed, also while another process waits."""
+    run = tmp_path / "run"
+    before = (run / LOCK).read_text()
     for wait_s in (0, 0.2):
         with pytest.raises(RunError) as refused:
-            RunDirectory(tmp_path / "run", wait_s)
+            RunDirectory(run, wait_s)
         message = str(refused.value)
-        expected = f"run error: {tmp_path / 'run'} is locked by process {other_owner} on "
-        assert message.startswith(expected)
+        assert message.startswith(f"run error: {run} is locked by process {other_owner} on ")
         assert "still running" in message and "\n" not in message
-    assert (tmp_path / "run" / ".lock").read_text() == before
+    assert (run / LOCK).read_text() == before
     RunDirectory(tmp_path / "run-2", wait_s=0).release()
 
-
-@pytest.mark.parametrize("delay_s", [0, 0.3])
-def test_kill_9_releases_the_directory(delay_s, other_owner, tmp_path):
-    """Also while another process waits."""
     # It is not reaped yet: a zombie holds no lock.
-    timer = threading.Timer(delay_s, os.kill, [other_owner, signal.SIGKILL])
+    timer = threading.Timer(0.3, os.kill, [other_owner, signal.SIGKILL])
     timer.start()
-    directory = RunDirectory(tmp_path / "run", wait_s=60)
-    assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    directory = RunDirectory(run, wait_s=60)
+    assert (run / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     directory.release()
     timer.join()
-    RunDirectory(tmp_path / "run", wait_s=0).release()
+    RunDirectory(run, wait_s=0).release()
 
 
 @pytest.mark.parametrize("below", [".", "snapshots"])
 def test_snapshots_in_the_run_directory_need_no_other_lock(below, directory, tmp_path):
     """Also where snapshot.path is run.root: then they are in the run directory itself."""
     directory.lock_snapshots(open_storage(str(tmp_path / "run" / below)))
-    assert list(tmp_path.rglob(".lock")) == [tmp_path / "run" / ".lock"]
+    assert list(tmp_path.rglob(".lock")) == [tmp_path / "run" / LOCK]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +107,7 @@ def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
         RunDirectory(tmp_path / "run", wait_s=0)
     message = f"run error: {link} is a symbolic link, which a run does not follow; remove it"
     assert str(error.value) == message
-    assert not (tmp_path / "run" / ".lock").exists()
+    assert not (tmp_path / "run" / LOCK).exists()
     assert os.listdir(tmp_path / "precious") == [".config.partial"]
     assert not (tmp_path / "nowhere").exists()
     link.unlink()
@@ -122,29 +117,22 @@ def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
 def test_the_target_of_a_symbolic_link_is_not_touched(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("mine")
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
     with pytest.raises(RunError, match="cannot write to the run directory"):
         RunDirectory(tmp_path / "run", wait_s=0)
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_full_disk_does_not_prevent_the_lock(tmp_path):
-    """No file may grow."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path, limited_files):
+    with limited_files(0):
         owner = RunDirectory(tmp_path / "run", wait_s=0)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
-    assert (tmp_path / "run" / ".lock").read_bytes() == b""
+    assert (tmp_path / "run" / LOCK).read_bytes() == b""
     owner.release()
 
 
 def test_a_lock_that_is_a_pipe_is_named(tmp_path):
     (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / ".lock")
+    os.mkfifo(tmp_path / "run" / LOCK)
     with pytest.raises(RunError, match=r"/\.lock is not a regular file; choose another"):
         RunDirectory(tmp_path / "run", wait_s=0)
 
@@ -226,14 +214,6 @@ def test_probes_of_a_killed_owner_are_deleted(place, tmp_path):
     assert left - {LOCK} == {"probe-of-mine"}
 
 
-def test_the_first_start_is_recorded(directory):
-    directory.record_start(CONFIG, {"config.yaml": "a: 1\n"}, {"f": b"1"}, {"code.patch": b"2"})
-    assert yaml.safe_load((directory.path / "config.yaml").read_text()) == CONFIG
-    assert (directory.path / ".hydra" / "config.yaml").read_text() == "a: 1\n"
-    assert (directory.path / "f").read_bytes() == b"1"
-    assert (directory.path / "code.patch").stat().st_mode & 0o777 == 0o600
-
-
 def test_each_start_that_differs_from_the_one_before_is_recorded(directory):
     """config.10.yaml is later than config.9.yaml."""
     rates = [1e-3, 2e-3, 2e-3, 1e-3, *map(float, range(4, 11))]
@@ -266,13 +246,6 @@ def test_difference_names_keys_old_and_new():
         "a.new: null -> 6",
     ]
     assert difference(old, old) == []
-
-
-def test_the_result_is_json(directory):
-    directory.write_result({"status": "complete", "val_loss": 1.5, "best_val_loss": None})
-    text = (directory.path / "result.json").read_text()
-    assert json.loads(text) == {"status": "complete", "val_loss": 1.5, "best_val_loss": None}
-    assert text.endswith("}\n")
 
 
 @pytest.mark.parametrize("name", ["result.json", "config.yaml"])
