@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -185,15 +184,6 @@ def test_a_cpu_whose_onednn_is_limited_is_not_fast():
     assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "False\n"
 
 
-def test_overflow_is_left_to_the_scaler():
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], fused=True)
-    internals.leave_overflow_to_scaler(optimizer)
-    assert optimizer._step_supports_amp_scaling is False
-    other = torch.optim.Adagrad([nn.Parameter(torch.ones(1))])
-    internals.leave_overflow_to_scaler(other)
-    assert not getattr(other, "_step_supports_amp_scaling", False)
-
-
 def test_hooks():
     module = nn.Linear(1, 1)
     assert not internals.has_hooks(module)
@@ -241,22 +231,6 @@ def test_communication_is_timed(wrapped, there, monkeypatch):
     assert times.iteration == 2  # a forward pass shows the times of the iteration before it
     assert 0 < times.total_s < 60
     assert 0 <= times.hidden_s < 60
-
-
-def test_the_process_group_outlives_ddp(wrapped):
-    assert isinstance(wrapped.reducer, dist.Reducer)
-    assert isinstance(wrapped.logger, dist.Logger)
-    internals.keep_process_group(wrapped)
-    group = weakref.ref(wrapped.process_group)
-    reducer, logger = wrapped.__dict__.pop("reducer"), wrapped.__dict__.pop("logger")
-    internals.keep_process_group(wrapped)  # no model is left that needs it
-    del wrapped.process_group
-    dist.destroy_process_group()
-    del reducer
-    assert group() is not None
-    del logger
-    assert group() is None
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.parametrize(
