@@ -82,6 +82,7 @@ def hooked(layer: nn.Module) -> nn.Module:
     return layer
 
 
+@pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no oneDNN")
 @pytest.mark.parametrize(
     ("make", "prepared"),
     [
