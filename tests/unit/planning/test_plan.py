@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,35 +20,24 @@ TEXT = ["model=gpt_nano", "data.path=a.txt", "trainer.precision=fp32", "optimize
 TOY = ["experiment=toy", "ddp.nproc_per_node=2"]
 
 
-@pytest.fixture(autouse=True)
-def cwd(tmp_path, monkeypatch) -> Path:
-    """The working directory, with a text of 7,200 + 800 characters, 8 of them distinct."""
-    (tmp_path / "a.txt").write_text("abcdefgh" * 1000)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def configuration(*overrides: str) -> Config:
     return from_mapping(configure(*overrides))
 
 
 def test_a_language_model(cwd):
-    plan = make_plan(
-        configuration(
-            *TEXT, "trainer.max_epochs=4", "trainer.eval_every=10", "snapshot.every_steps=10"
-        )
-    )
+    words = ["trainer.max_epochs=2", "trainer.eval_every=25", "snapshot.every_steps=10"]
+    plan = make_plan(configuration(*TEXT, *words))
     width, length, layers, vocabulary = 48, 64, 3, 8
     parameters = (vocabulary + length) * width + layers * (12 * width**2 + 2 * width) + width
     flops = 6 * (parameters - length * width) + 12 * layers * width * length
-    steps = 4 * ((7200 - length) // length // 12)
-    assert steps == 36
+    steps = 2 * ((36_000 - length) // length // 12)
+    assert steps == 92
     assert plan["model"]["parameters"] == parameters
     assert plan["model"]["flops_per_item"] == flops
     assert plan["model"]["flops"] == flops * steps * 12 * length
     assert plan["length"] == {
         "steps": steps,
-        "epochs": 4.0,
+        "epochs": 2.0,
         "items": steps * 12 * length,
         "unit": "tokens",
         "limits": {"max_epochs": steps},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,14 +32,6 @@ GPT = [
 PARAMETERS = (VOCABULARY + LENGTH) * WIDTH + LAYERS * (12 * WIDTH**2 + 2 * WIDTH) + WIDTH
 TENSORS = 3 + LAYERS * 6
 RESIDENT = 36_000  # bytes of the text, a byte per token, that stay on the GPU
-
-
-@pytest.fixture(autouse=True)
-def cwd(tmp_path, monkeypatch) -> Path:
-    """The working directory, with a text of 36,000 + 4,000 characters, 8 of them distinct."""
-    (tmp_path / "a.txt").write_text("abcdefgh" * 5000)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def configuration(*overrides: str) -> Config:
