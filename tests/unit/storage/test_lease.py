@@ -37,6 +37,7 @@ class Connection(MemoryFileSystem):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.is_cut = False  # as for a process that was killed or suspended
+        self.writing = threading.Lock()
         self.damaged_reads = 0  # how many of the next reads return a damaged record
         self.slow_read = 0  # number of a read that takes longer than SHORT_TTL_S
         self.reads = 0  # how often it has asked for a record
@@ -47,8 +48,9 @@ class Connection(MemoryFileSystem):
         return super().info(path, **kwargs)
 
     def pipe_file(self, path, value, mode="overwrite", **kwargs):
-        self._check()
-        return super().pipe_file(path, value, mode=mode, **kwargs)
+        with self.writing:
+            self._check()
+            return super().pipe_file(path, value, mode=mode, **kwargs)
 
     def cat_ranges(self, *args, **kwargs):
         self._check()
@@ -59,6 +61,11 @@ class Connection(MemoryFileSystem):
             self.damaged_reads -= 1
             return [b"{".ljust(len(part)) for part in parts]
         return parts
+
+    def cut(self) -> None:
+        """Let all requests fail from now on; a write has been done or fails."""
+        with self.writing:
+            self.is_cut = True
 
     def _check(self) -> None:
         if self.is_cut:
@@ -112,7 +119,7 @@ def acquire(connect):
 def dead_owner(acquire) -> Lease:
     """A lease whose owner sends no heartbeats any more."""
     lease = acquire()
-    lease.storage.fs.is_cut = True
+    lease.storage.fs.cut()
     return lease
 
 
@@ -126,6 +133,10 @@ def write_record(storage, **record) -> None:
 
 def waits(log_lines: list[str]) -> bool:
     return any("waiting 60 s for a heartbeat" in line for line in log_lines)
+
+
+def misses_heartbeat(log_lines: list[str]) -> bool:
+    return any("no heartbeat at" in line for line in log_lines)
 
 
 def test_a_live_owner_keeps_the_lease_and_is_named(storage, acquire, log_lines, monkeypatch):
@@ -197,11 +208,13 @@ def test_an_owner_known_to_be_dead_is_not_waited_for(storage, acquire, dead_owne
     assert owner(storage)["id"] == new.id
 
 
-def test_a_takeover_is_final(storage, acquire):
+def test_a_takeover_is_final(storage, dead_owner, log_lines):
     """The old owner sends no heartbeats any more, also after the new owner has released."""
-    old = acquire()
+    old = dead_owner
+    wait_for(lambda: misses_heartbeat(log_lines), what="the end of the last heartbeat")
     record = {"id": "another", "owner": "process 1 on elsewhere", "heartbeat": 0}
     write_record(storage, **record)
+    old.storage.fs.is_cut = False
     time.sleep(6 * HEARTBEAT_INTERVAL_S)
     assert owner(storage) == record
     storage.delete(OWNER)
@@ -284,18 +297,19 @@ def test_an_outage_of_the_store(storage, acquire, connect, log_lines):
     """An owner survives it, nobody takes over meanwhile, and a release does not raise."""
     lease = acquire()
     down = connect()
-    down.fs.is_cut = lease.storage.fs.is_cut = True
+    for each in (down, lease.storage):
+        each.fs.cut()
     with pytest.raises(StorageError):
         lease.check()
     message = f"cannot use {storage.url}: .*the store is down"
     with pytest.raises(StorageUnavailableError, match=message):
         acquire(storage=down)
-    wait_for(lambda: any("no heartbeat at" in line for line in log_lines), what="a heartbeat")
+    wait_for(lambda: misses_heartbeat(log_lines), what="a missed heartbeat")
     lease.storage.fs.is_cut = False
     before = owner(storage)["heartbeat"]
     wait_for(lambda: owner(storage)["heartbeat"] > before, what="a heartbeat")
     lease.check()
-    lease.storage.fs.is_cut = True
+    lease.storage.fs.cut()
     lease.release()
 
 
