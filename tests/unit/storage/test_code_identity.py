@@ -211,6 +211,8 @@ def test_the_patch_leads_from_the_commit_to_the_tracked_files(checkout, tmp_path
     clean = read(checkout)
     commit = git(checkout, "rev-parse", "HEAD")
     assert clean.record["commits"] == {"project": commit} and clean.patch == b""
+    installed = read_code({}, [], checkout / "site-packages" / PACKAGE.name)
+    assert installed.record["package"]["commit"] is None, "the checkout is not the package's"
     lines = b"# \xe9 in Latin-1\r\nb = 1\r\n"
     (checkout / "bytes.py").write_bytes(lines)
     (checkout / "picture.png").write_bytes(b"\0\1")
