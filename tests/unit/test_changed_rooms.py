@@ -1,94 +1,107 @@
-"""Which unit tests `make check` runs, for changed files."""
+"""Which unit tests `make check` runs for changed files: by the script, in a project of its own."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
-import changed_rooms  # noqa: E402
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "changed_rooms.py"
+# Imports lead from d to a, b and c, whatever their form. A command's module counts as `cli`.
+FILES = {
+    "mingpt_ddp/a.py": "from mingpt_ddp.b import x",
+    "mingpt_ddp/b/m.py": "import os, mingpt_ddp.c.n",
+    "mingpt_ddp/b/__main__.py": "from mingpt_ddp.e import x",
+    "mingpt_ddp/c/n.py": "from .x import y",
+    "mingpt_ddp/d.py": "def f():\n    from mingpt_ddp import a\n",
+    "mingpt_ddp/e.py": "",
+    "benchmarks/f.py": "from mingpt_ddp.d import x",
+    "tests/unit/test_files.py": "",
+    "tests/e2e/test_x.py": "",
+    "tests/launching.py": "",
+    "docs/x.md": "",
+    "conf/config.yaml": "",
+    **{f"tests/unit/{room}/test_x.py": "" for room in ("a", "b", "c", "d", "cli", "benchmarks")},
+}
 
 
-def chosen(*changed: str) -> set[str]:
-    """Return what is chosen below tests/unit, without the files there, which all changes choose."""
-    paths = changed_rooms.tests_of(changed)
-    return {path.name for path in paths if path.suffix != ".py"}
+def git(root: Path, *words: str) -> None:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
 
 
-def test_a_room_and_those_that_import_it():
-    assert chosen("mingpt_ddp/cli/notify.py") == {"cli", "benchmarks"}
-    assert chosen("mingpt_ddp/optim/muon.py") >= {"optim", "training", "cli"}
-    assert not chosen("mingpt_ddp/optim/muon.py") & {"config", "data", "storage"}
-    assert chosen("mingpt_ddp/errors.py") >= {"config", "models", "training", "cli", "benchmarks"}
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A checkout with one commit, on the branch main."""
+    tmp_path = tmp_path_factory.mktemp("project")
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    git(tmp_path, "init", "-b", "main")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    return tmp_path
 
 
-def test_importers_of_importers(monkeypatch, tmp_path):
-    monkeypatch.setattr(changed_rooms, "ROOT", tmp_path)
-    (tmp_path / "mingpt_ddp").mkdir()
-    (tmp_path / "benchmarks").mkdir()
-    for room, below in (("a", "b"), ("b", "c"), ("c", "c"), ("d", "a"), ("e", "d")):
-        text = f"from mingpt_ddp.{below} import x"
-        (tmp_path / "mingpt_ddp" / f"{room}.py").write_text(text)
-    assert changed_rooms.with_importers({"c"}) == {*"abcde"}
-    assert changed_rooms.with_importers({"a"}) == {*"ade"}
-    assert changed_rooms.with_importers(set()) == set()
+def chosen(project: Path, **environment: str) -> list[str]:
+    """Return what is to run, without tests/unit before each name."""
+    command = [sys.executable, "scripts/changed_rooms.py"]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=project, env=env, check=True, capture_output=True, text=True)
+    return [name.removeprefix("tests/unit/") for name in done.stdout.split()]
 
 
-def test_all_forms_of_an_import(tmp_path):
-    (tmp_path / "a.py").write_text(
-        "import torch, mingpt_ddp.data.rng\nfrom mingpt_ddp import errors\n"
-        "from .x import y\ndef f():\n    from mingpt_ddp.optim.muon import Muon\n"
-    )
-    assert changed_rooms.imports(tmp_path) == {"data", "errors", "optim"}
-    assert changed_rooms.imports(tmp_path / "a.py") == {"data", "errors", "optim"}
+ALL = ["tests/unit"]
+
+
+@pytest.fixture(autouse=True)
+def unchanged(project):
+    """Undo what a test has changed in the working tree."""
+    yield
+    git(project, "reset", "--hard", "main")
+    git(project, "clean", "-fd")
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ("mingpt_ddp/plan.py", {"cli"}),  # the module of a command
-        ("mingpt_ddp/deleted_room/a.py", {"cli"}),
-        ("tests/unit/optim/test_muon.py", {"optim"}),
-        ("benchmarks/fits.py", {"benchmarks"}),
-        ("docs/logs.md", set()),
-        ("tests/e2e/test_kill.py", set()),
-        ("tests/contract/test_run.py", set()),
-        ("tests/unit/test_layers.py", set()),
-        ("tests/launching.py", {"unit"}),
-        ("conf/config.yaml", {"unit"}),
+        ("mingpt_ddp/c/n.py", ["a", "b", "benchmarks", "c", "d", "test_files.py"]),
+        ("mingpt_ddp/d.py", ["benchmarks", "d", "test_files.py"]),
+        ("mingpt_ddp/e.py", ["cli", "test_files.py"]),
+        ("mingpt_ddp/deleted/x.py", ["cli", "test_files.py"]),
+        ("benchmarks/f.py", ["benchmarks", "test_files.py"]),
+        ("tests/unit/b/test_x.py", ["b", "test_files.py"]),
+        ("tests/unit/test_files.py", ["test_files.py"]),
+        ("tests/e2e/test_x.py", ["test_files.py"]),
+        ("docs/x.md", ["test_files.py"]),
+        ("tests/launching.py", ALL),
+        ("conf/config.yaml", ALL),
     ],
 )
-def test_other_files(changed, expected):
-    assert chosen(changed) == expected
+def test_a_room_and_those_that_import_it(changed, expected, project):
+    (project / changed).parent.mkdir(exist_ok=True)
+    (project / changed).write_text("# changed")
+    assert chosen(project) == expected
 
 
-def test_files_of_no_room_run_after_any_change():
-    assert Path("tests/unit/test_promises.py") in changed_rooms.tests_of(["docs/logs.md"])
-    assert changed_rooms.tests_of([]) == []
-
-
-def test_git(tmp_path, monkeypatch):
-    """Commits since main, the working tree, and new files; nothing without a commit of main."""
-    monkeypatch.setattr(changed_rooms, "ROOT", tmp_path)
-    assert changed_rooms.changed_files() is None
-    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-b", "main"], [*who, "commit", "--allow-empty", "-m", "first"]):
-        assert changed_rooms.git(*words) is not None
-    assert changed_rooms.changed_files() == []
-    for name in ("committed", "staged", "new"):
-        (tmp_path / name).write_text(name)
-    changed_rooms.git("checkout", "-b", "branch")
-    changed_rooms.git("add", "committed")
-    changed_rooms.git(*who, "commit", "-m", "second")
-    changed_rooms.git("add", "staged")
-    assert sorted(changed_rooms.changed_files()) == ["committed", "new", "staged"]
-    changed_rooms.git("branch", "-m", "main", "other")
-    assert changed_rooms.changed_files() is None
-
-
-def test_without_git(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert changed_rooms.changed_files() is None
+def test_commits_since_main_the_working_tree_and_new_files(project):
+    """All tests, if git cannot tell."""
+    assert chosen(project) == []
+    git(project, "checkout", "-b", "branch")
+    for room, add in (("a", "commit"), ("b", "add"), ("c", "")):
+        (project / f"tests/unit/{room}/test_new.py").touch()
+        if add:
+            git(project, "add", ".")
+        if add == "commit":
+            git(project, "commit", "-m", "second")
+    assert chosen(project) == ["a", "b", "c", "test_files.py"]
+    assert chosen(project, PATH="") == ALL
+    git(project, "branch", "-m", "main", "other")
+    assert chosen(project) == ALL
+    git(project, "branch", "main", "other")

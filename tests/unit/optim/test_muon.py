@@ -46,9 +46,18 @@ def matrices(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 16, 64), (2, 64, 16), (1, 1, 5)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "scale"),
+    [
+        ((3, 16, 16), torch.float32, 1e-8),
+        ((2, 16, 64), torch.float32, 1.0),
+        ((2, 64, 16), torch.float32, 1e8),
+        ((1, 1, 5), torch.float32, 1.0),
+        ((3, 16, 16), torch.bfloat16, 1.0),
+        ((2, 64, 16), torch.bfloat16, 1e8),
+        ((2, 16, 64), torch.bfloat16, 1e-8),
+    ],
+)
 def test_singular_values_become_one_and_singular_vectors_are_kept(shape, dtype, scale):
     given = matrices(*shape)
     orthogonalized = polar_express((given * scale).to(dtype)).float()
@@ -64,14 +73,12 @@ def test_singular_values_become_one_and_singular_vectors_are_kept(shape, dtype, 
 
 
 def test_a_stack_is_orthogonalised_matrix_by_matrix():
-    stack = matrices(4, 8, 8)
+    """A gradient of zeros changes nothing."""
+    stack = torch.cat([matrices(4, 8, 8), torch.zeros(1, 8, 8)])
     batched = polar_express(stack)
     for matrix, expected in zip(stack, batched, strict=True):
         torch.testing.assert_close(polar_express(matrix[None])[0], expected)
-
-
-def test_a_gradient_of_zeros_changes_nothing():
-    assert torch.equal(polar_express(torch.zeros(2, 4, 4)), torch.zeros(2, 4, 4))
+    assert torch.equal(batched[-1], stack[-1])
 
 
 def trained(architecture: str, steps: int) -> tuple[nn.Module, Muon]:
@@ -127,12 +134,13 @@ def test_an_update_is_orthogonal():
 
 
 def test_the_learning_rate_and_the_decay_are_those_of_the_groups():
+    """An empty matrix is unchanged."""
     model = nn.Module()
-    model.up = nn.Parameter(torch.eye(4) * 2)
+    model.up, model.none = nn.Parameter(torch.eye(4) * 2), nn.Parameter(torch.zeros(0, 4))
     optimizer = Muon(model, MUON)
     [group] = optimizer.param_groups
     group["lr"] = 0.5
-    model.up.grad = torch.zeros(4, 4)
+    model.up.grad, model.none.grad = torch.zeros(4, 4), torch.zeros(0, 4)
     optimizer.step()
     torch.testing.assert_close(model.up.detach(), torch.eye(4) * 2 * (1 - 0.5 * 0.1))
 
@@ -155,18 +163,15 @@ def lost(tensors, key):
     del tensors[key]
 
 
-def lost_everywhere(tensors, key):
-    for name in [name for name in tensors if name.endswith(key.split(":")[1])]:
-        del tensors[name]
-
-
 def changed(change):
     return lambda tensors, key: tensors.update({key: change(tensors[key])})
 
 
 DAMAGES = {
     "lost": lost,
-    "lost everywhere": lost_everywhere,
+    "lost everywhere": lambda tensors, key: [
+        tensors.pop(name) for name in [*tensors] if name.endswith(key.split(":")[1])
+    ],
     "more": lambda tensors, key: tensors.update({f"{key}_more": tensors[key]}),
     "a single number": changed(torch.sum),
     "a part": changed(lambda tensor: tensor[:1].clone()),
@@ -195,18 +200,8 @@ def test_a_state_of_another_optimizer_is_refused():
         load_optimizer_state(model, adamw, optimizer_state(model, optimizer))
 
 
-def test_an_empty_matrix_is_unchanged():
-    model = nn.Module()
-    model.up, model.none = nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(0, 4))
-    optimizer = Muon(model, MUON)
-    model.up.grad, model.none.grad = torch.ones(4, 4), torch.zeros(0, 4)
-    optimizer.step()
-    assert not torch.equal(model.up.detach(), torch.eye(4))
-
-
-@pytest.mark.parametrize("architecture", MODELS)
-def test_it_overfits_a_batch(architecture):
-    model, optimizer = trained(architecture, 1)
+def test_it_overfits_a_batch():
+    model, optimizer = trained("modern", 1)
     x, y = torch.randint(31, (2, 4, 16), generator=torch.Generator().manual_seed(0))
     for _ in range(40):
         train_steps(model, optimizer, range(1))

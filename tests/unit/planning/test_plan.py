@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.planning import measured
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.plan import make_plan
 from mingpt_ddp.training.length import RunLength
@@ -24,36 +20,24 @@ TEXT = ["model=gpt_nano", "data.path=a.txt", "trainer.precision=fp32", "optimize
 TOY = ["experiment=toy", "ddp.nproc_per_node=2"]
 
 
-@pytest.fixture(autouse=True)
-def cwd(tmp_path, monkeypatch) -> Path:
-    """The working directory, with a text of 7,200 + 800 characters, 8 of them distinct."""
-    (tmp_path / "a.txt").write_text("abcdefgh" * 1000)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measured, "STEPS", 3)
-    return tmp_path
-
-
 def configuration(*overrides: str) -> Config:
     return from_mapping(configure(*overrides))
 
 
 def test_a_language_model(cwd):
-    plan = make_plan(
-        configuration(
-            *TEXT, "trainer.max_epochs=4", "trainer.eval_every=10", "snapshot.every_steps=10"
-        )
-    )
+    words = ["trainer.max_epochs=2", "trainer.eval_every=25", "snapshot.every_steps=10"]
+    plan = make_plan(configuration(*TEXT, *words))
     width, length, layers, vocabulary = 48, 64, 3, 8
     parameters = (vocabulary + length) * width + layers * (12 * width**2 + 2 * width) + width
     flops = 6 * (parameters - length * width) + 12 * layers * width * length
-    steps = 4 * ((7200 - length) // length // 12)
-    assert steps == 36
+    steps = 2 * ((36_000 - length) // length // 12)
+    assert steps == 92
     assert plan["model"]["parameters"] == parameters
     assert plan["model"]["flops_per_item"] == flops
     assert plan["model"]["flops"] == flops * steps * 12 * length
     assert plan["length"] == {
         "steps": steps,
-        "epochs": 4.0,
+        "epochs": 2.0,
         "items": steps * 12 * length,
         "unit": "tokens",
         "limits": {"max_epochs": steps},
@@ -88,13 +72,11 @@ def test_a_model_of_ones_own():
     assert row["peak_bytes"] is row["activations_bytes"] is None
     assert row["weights_bytes"] == row["gradients_bytes"] == 4 * parameters
     assert plan["batch"]["ranks"] == 2
-
-
-def test_averaged_weights_take_memory_and_are_saved():
-    plain, averaged = (make_plan(configuration(*TOY, *more)) for more in ([], ["trainer.ema=0.99"]))
-    sizes = [plan["strategies"]["ddp"]["average_bytes"] for plan in (plain, averaged)]
-    assert sizes == [0, 4 * 165]
-    assert averaged["snapshots"]["bytes"] == plain["snapshots"]["bytes"] + 4 * 165
+    averaged = make_plan(configuration(*TOY, "trainer.ema=0.99"))
+    sizes = [each["strategies"]["ddp"]["average_bytes"] for each in (plan, averaged)]
+    assert sizes == [0, 4 * parameters]
+    saves = [each["snapshots"]["bytes"] for each in (plan, averaged)]
+    assert saves[1] - saves[0] == 4 * parameters
 
 
 def test_other_world_sizes():
@@ -138,15 +120,6 @@ def test_snapshots_that_stay(overrides, kept):
     saves = make_plan(configuration(*TOY, *overrides))["snapshots"]
     assert saves["kept"] == kept
     assert (saves["free_bytes"] is None) == ("snapshot.path=memory://runs" in overrides)
-
-
-def test_too_little_memory_is_one_line(monkeypatch):
-    def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(measured, "build_trainable", fail)
-    with pytest.raises(ConfigError, match="a micro-batch of 16 does not fit"):
-        make_plan(configuration(*TOY))
 
 
 # Doubts
@@ -233,10 +206,3 @@ def test_what_looks_doubtful(overrides, change, message):
     [doubt] = doubts(overrides, change)
     assert doubt.startswith(message) or message in doubt
     assert ";" in doubt, "it says what to do"
-
-
-def test_a_plan_leaves_the_configuration_as_it_is():
-    config = configuration(*TOY)
-    before = replace(config)
-    make_plan(config)
-    assert config == before

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
+import time
 import uuid
 from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from launching import ROOT
+from multiprocess.ranks import configure
 
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
-from mingpt_ddp.config.config import from_mapping, to_plain
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import RunError
-from mingpt_ddp.storage import lock as lock_module
-from mingpt_ddp.storage.lock import LOCK
+from mingpt_ddp.storage.lock import LOCK, lock_now, open_lock
 from mingpt_ddp.storage.run_directory import (
     RunDirectory,
     difference,
@@ -33,90 +27,76 @@ from mingpt_ddp.storage.run_directory import (
 from mingpt_ddp.storage.urls import open_storage
 
 CONFIG = {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "run": {"name": None}}
-HOLDER = """
-import sys, time
-from pathlib import Path
-from mingpt_ddp.storage.run_directory import RunDirectory
-directory = RunDirectory(Path(sys.argv[1]))
-print("held", flush=True)
-time.sleep(100)
-"""
 
 
 @pytest.fixture
-def lock_holder(tmp_path):
-    """Another process that holds the lock of `tmp_path / "run"`."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.wait()
-    process.stdout.close()
+def directory(tmp_path):
+    """The locked run directory `tmp_path / "run"`."""
+    owner = RunDirectory(tmp_path / "run", wait_s=0)
+    yield owner
+    owner.release()
 
 
-def test_a_directory_has_one_owner_and_the_error_names_it(lock_holder, tmp_path):
-    with pytest.raises(RunError) as refused:
-        RunDirectory(tmp_path / "run", wait_s=0.2)
-    message = str(refused.value)
-    assert message.startswith(
-        f"run error: {tmp_path / 'run'} is locked by process {lock_holder.pid} on "
-    )
-    assert "still running" in message and "\n" not in message
+@pytest.fixture
+def other_owner(tmp_path):
+    """The process id of another owner of `tmp_path / "run"`, which lives until it is killed."""
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            owner = RunDirectory(tmp_path / "run")
+            os.write(writing, b"held")
+            time.sleep(1000)
+            owner.release()
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert os.read(reading, 4) == b"held"
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(reading)
+
+
+def test_a_directory_has_one_owner_whom_the_error_names(other_owner, tmp_path):
+    """Until the owner is killed, also while another process waits."""
+    run = tmp_path / "run"
+    before = (run / LOCK).read_text()
+    for wait_s in (0, 0.2):
+        with pytest.raises(RunError) as refused:
+            RunDirectory(run, wait_s)
+        message = str(refused.value)
+        assert message.startswith(f"run error: {run} is locked by process {other_owner} on ")
+        assert "still running" in message and "\n" not in message
+    assert (run / LOCK).read_text() == before
+    RunDirectory(tmp_path / "run-2", wait_s=0).release()
+
+    # It is not reaped yet: a zombie holds no lock.
+    timer = threading.Timer(0.3, os.kill, [other_owner, signal.SIGKILL])
+    timer.start()
+    directory = RunDirectory(run, wait_s=60)
+    assert (run / LOCK).read_text().startswith(f"process {os.getpid()} on ")
+    directory.release()
+    timer.join()
+    RunDirectory(run, wait_s=0).release()
 
 
 @pytest.mark.parametrize("below", [".", "snapshots"])
-def test_snapshots_in_the_run_directory_need_no_other_lock(below, tmp_path):
+def test_snapshots_in_the_run_directory_need_no_other_lock(below, directory, tmp_path):
     """Also where snapshot.path is run.root: then they are in the run directory itself."""
-    directory = RunDirectory(tmp_path / "run")
     directory.lock_snapshots(open_storage(str(tmp_path / "run" / below)))
-    assert list(tmp_path.rglob(".lock")) == [tmp_path / "run" / ".lock"]
-    directory.release()
-
-
-def test_a_refused_lock_does_not_affect_the_owner(lock_holder, tmp_path):
-    before = (tmp_path / "run" / ".lock").read_text()
-    for _ in range(2):
-        with pytest.raises(RunError):
-            RunDirectory(tmp_path / "run", wait_s=0)
-    assert (tmp_path / "run" / ".lock").read_text() == before
-
-
-def test_kill_9_releases_the_directory(lock_holder, tmp_path):
-    os.kill(lock_holder.pid, signal.SIGKILL)  # not reaped yet: a zombie holds no lock
-    directory = RunDirectory(tmp_path / "run", wait_s=5)
-    assert (tmp_path / "run" / ".lock").read_text().startswith(f"process {os.getpid()} on ")
-    directory.release()
-
-
-def test_an_owner_that_exits_while_waiting(lock_holder, tmp_path):
-    timer = threading.Timer(0.3, lock_holder.kill)
-    timer.start()
-    RunDirectory(tmp_path / "run", wait_s=10).release()
-    timer.join()
-
-
-def test_released_directories_can_be_locked_again(tmp_path):
-    for _ in range(2):
-        RunDirectory(tmp_path / "run", wait_s=0).release()
+    assert list(tmp_path.rglob(".lock")) == [tmp_path / "run" / LOCK]
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "target"),
     [
-        "main.rank0.log",
-        "main.rank3.log",
-        "metrics.jsonl",
-        "tensorboard",
-        "tensorboard/rank0",
-        ".hydra",
+        ("main.rank3.log", "precious"),
+        ("metrics.jsonl", "nowhere"),
+        ("tensorboard", "precious"),
+        ("tensorboard/rank0", "nowhere"),
+        (".hydra", "precious"),
     ],
 )
-@pytest.mark.parametrize("target", ["precious", "nowhere"])
 def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / ".config.partial").write_text("mine")
@@ -125,11 +105,9 @@ def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
     link.symlink_to(tmp_path / target)
     with pytest.raises(RunError) as error:
         RunDirectory(tmp_path / "run", wait_s=0)
-    assert (
-        str(error.value)
-        == f"run error: {link} is a symbolic link, which a run does not follow; remove it"
-    )
-    assert not (tmp_path / "run" / ".lock").exists()
+    message = f"run error: {link} is a symbolic link, which a run does not follow; remove it"
+    assert str(error.value) == message
+    assert not (tmp_path / "run" / LOCK).exists()
     assert os.listdir(tmp_path / "precious") == [".config.partial"]
     assert not (tmp_path / "nowhere").exists()
     link.unlink()
@@ -139,37 +117,24 @@ def test_a_symbolic_link_where_a_run_writes_is_refused(name, target, tmp_path):
 def test_the_target_of_a_symbolic_link_is_not_touched(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "precious").write_text("mine")
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "precious")
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "precious")
     with pytest.raises(RunError, match="cannot write to the run directory"):
         RunDirectory(tmp_path / "run", wait_s=0)
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_full_disk_does_not_prevent_the_lock(tmp_path, monkeypatch):
-    def full(*arguments):
-        raise OSError(errno.ENOSPC, "no space is left")
-
-    monkeypatch.setattr(os, "write", full)
-    RunDirectory(tmp_path / "run", wait_s=0).release()
+def test_a_full_disk_does_not_prevent_the_lock(tmp_path, limited_files):
+    with limited_files(0):
+        owner = RunDirectory(tmp_path / "run", wait_s=0)
+    assert (tmp_path / "run" / LOCK).read_bytes() == b""
+    owner.release()
 
 
 def test_a_lock_that_is_a_pipe_is_named(tmp_path):
     (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / ".lock")
+    os.mkfifo(tmp_path / "run" / LOCK)
     with pytest.raises(RunError, match=r"/\.lock is not a regular file; choose another"):
         RunDirectory(tmp_path / "run", wait_s=0)
-
-
-def test_other_directories_can_be_locked(lock_holder, tmp_path):
-    RunDirectory(tmp_path / "run-2", wait_s=0).release()
-
-
-def test_a_directory_that_cannot_be_created(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(
-        RunError, match=r"cannot write to the run directory .*; choose another run.root"
-    ):
-        RunDirectory(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize(
@@ -180,9 +145,8 @@ def test_a_directory_that_cannot_be_locked_leaves_nothing_behind(name, tmp_path)
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "loop").symlink_to("loop")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(
-        RunError, match=r"cannot write to the run directory .*; choose another run\.root"
-    ):
+    message = r"cannot write to the run directory .*; choose another run\.root"
+    with pytest.raises(RunError, match=message):
         RunDirectory(tmp_path / name)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -200,27 +164,15 @@ def test_a_start_that_is_refused_leaves_no_new_directory(tmp_path):
 
 
 def test_the_next_free_name(tmp_path):
-    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        config = from_mapping(
-            to_plain(compose("config", ["run.name=group/run", f"run.root={tmp_path}"]))
-        )
-    names = []
-    for _ in range(4):
-        names.append(next_free_name(config))
-        (tmp_path / names[-1]).mkdir(parents=True)
-    assert names == ["group/run", "group/run-2", "group/run-3", "group/run-4"]
+    config = from_mapping(configure("run.name=group/run", f"run.root={tmp_path}"))
+    for expected in ("group/run", "group/run-2", "group/run-3"):
+        assert next_free_name(config) == expected
+        (tmp_path / expected).mkdir(parents=True)
     (tmp_path / "group" / "run-2").rmdir()
     assert next_free_name(config) == "group/run-2"
 
 
 # The record of starts
-
-
-@pytest.fixture
-def directory(tmp_path):
-    owner = RunDirectory(tmp_path / "run", wait_s=0)
-    yield owner
-    owner.release()
 
 
 def changed(**optimizer: object) -> dict:
@@ -262,17 +214,19 @@ def test_probes_of_a_killed_owner_are_deleted(place, tmp_path):
     assert left - {LOCK} == {"probe-of-mine"}
 
 
-def test_the_first_start_is_recorded(directory):
-    directory.record_start(CONFIG, {"config.yaml": "a: 1\n", "overrides.yaml": "[]\n"})
-    assert yaml.safe_load((directory.path / "config.yaml").read_text()) == CONFIG
-    assert (directory.path / ".hydra" / "config.yaml").read_text() == "a: 1\n"
-    assert (directory.path / ".hydra" / "overrides.yaml").read_text() == "[]\n"
-
-
-def test_starts_without_changes_add_no_record(directory):
-    for _ in range(3):
-        directory.record_start(CONFIG, {})
-    assert list(configs(directory)) == ["config.yaml"]
+def test_each_start_that_differs_from_the_one_before_is_recorded(directory):
+    """config.10.yaml is later than config.9.yaml."""
+    rates = [1e-3, 2e-3, 2e-3, 1e-3, *map(float, range(4, 11))]
+    for lr in rates:
+        directory.record_start(changed(lr=lr), {})
+    assert configs(directory) == {
+        "config.yaml": 1e-3,
+        "config.2.yaml": 2e-3,
+        "config.3.yaml": 1e-3,
+        **{f"config.{number}.yaml": float(number) for number in range(4, 11)},
+    }
+    directory.record_start(changed(lr=10.0), {})
+    assert len(configs(directory)) == 10
 
 
 def test_a_name_and_what_it_stands_for_are_no_difference(directory):
@@ -280,21 +234,6 @@ def test_a_name_and_what_it_stands_for_are_no_difference(directory):
     for name in (None, "texts-tiny-00000000", None):
         directory.record_start({**CONFIG, "run": {"name": name}}, {})
     assert list(configs(directory)) == ["config.yaml"]
-
-
-def test_each_start_that_differs_from_the_one_before_is_recorded(directory):
-    for lr in (1e-3, 2e-3, 2e-3, 1e-3):
-        directory.record_start(changed(lr=lr), {})
-    assert configs(directory) == {"config.yaml": 1e-3, "config.2.yaml": 2e-3, "config.3.yaml": 1e-3}
-
-
-def test_the_last_start_is_found_by_number(directory):
-    """config.10.yaml is later than config.9.yaml."""
-    for lr in range(1, 12):
-        directory.record_start(changed(lr=float(lr)), {})
-    assert configs(directory)["config.11.yaml"] == 11.0
-    directory.record_start(changed(lr=11.0), {})
-    assert len(configs(directory)) == 11
 
 
 def test_difference_names_keys_old_and_new():
@@ -307,13 +246,6 @@ def test_difference_names_keys_old_and_new():
         "a.new: null -> 6",
     ]
     assert difference(old, old) == []
-
-
-def test_the_result_is_json(directory):
-    directory.write_result({"status": "complete", "val_loss": 1.5, "best_val_loss": None})
-    text = (directory.path / "result.json").read_text()
-    assert json.loads(text) == {"status": "complete", "val_loss": 1.5, "best_val_loss": None}
-    assert text.endswith("}\n")
 
 
 @pytest.mark.parametrize("name", ["result.json", "config.yaml"])
@@ -334,35 +266,30 @@ def test_a_directory_that_is_lost_during_the_run(how, tmp_path):
     if how == "replaced":
         RunDirectory(tmp_path / "run").release()
     for write in (owner.check, lambda: owner.write_result({"status": "complete"})):
-        with pytest.raises(
-            RunError, match=r"/run was deleted or moved during the run, which ends here"
-        ):
+        with pytest.raises(RunError, match="/run was deleted or moved during the run, which ends"):
             write()
     assert not (tmp_path / "run" / "result.json").exists()
     owner.release()
 
 
-def test_a_lost_directory_of_snapshots(tmp_path):
-    owner = RunDirectory(tmp_path / "run")
-    owner.lock_snapshots(open_storage(str(tmp_path / "snapshots")))
-    owner.check()
+def test_a_lost_directory_of_snapshots(directory, tmp_path):
+    directory.lock_snapshots(open_storage(str(tmp_path / "snapshots")))
+    directory.check()
     shutil.rmtree(tmp_path / "snapshots")
     with pytest.raises(RunError, match="/snapshots was deleted"):
-        owner.check()
-    owner.release()
+        directory.check()
 
 
-def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path, monkeypatch):
-    flock, deleted = lock_module.fcntl.flock, []
+def test_a_lock_that_was_deleted_before_it_was_taken_is_taken_again(tmp_path):
+    opened = []
 
-    def deleted_meanwhile(lock, operation):
-        if not deleted:
-            (tmp_path / "run" / LOCK).unlink()
-        deleted.append(True)
-        flock(lock, operation)
+    def lock(file) -> None:
+        if not opened:
+            (tmp_path / LOCK).unlink()
+        opened.append(file)
+        lock_now(file)
 
-    monkeypatch.setattr(lock_module.fcntl, "flock", deleted_meanwhile)
-    owner = RunDirectory(tmp_path / "run")
-    owner.check()
-    assert len(deleted) == 2
-    owner.release()
+    file = open_lock(tmp_path, lock)
+    assert len(opened) == 2 and file is opened[1]
+    assert os.path.samestat(os.fstat(file.fileno()), os.stat(tmp_path / LOCK))
+    file.close()

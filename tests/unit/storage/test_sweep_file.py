@@ -12,8 +12,8 @@ from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
 from mingpt_ddp.storage.sweep_file import Failure, SweepFile, read_failures
 
 
-@pytest.mark.parametrize("threads", [10**6, 10**11])
-def test_threads_that_torch_cannot_start_are_not_kept(tmp_path, threads):
+def test_threads_that_torch_cannot_start_are_not_kept(tmp_path):
+    threads = 10**6
     (tmp_path / "sweep.json").write_text(json.dumps({"threads": {"1": threads}, "cores": threads}))
     file = SweepFile(tmp_path)
     assert file.cores is None
@@ -21,12 +21,13 @@ def test_threads_that_torch_cannot_start_are_not_kept(tmp_path, threads):
     assert SweepFile(tmp_path).threads(1, 3) == 2
 
 
-def test_more_failures_than_could_be_read_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep_file, "MAX_BYTES", 1000)
+def test_more_failures_than_could_be_read_again(tmp_path):
+    lines = [b" " * 999_999 + b"\n"] * (sweep_file.MAX_BYTES // 10**6)
+    (tmp_path / FAILURES).write_bytes(b"".join(lines))
     file = SweepFile(tmp_path)
     with pytest.raises(RunError, match=r"cannot write .*failures\.jsonl: it is full"):
-        for number in range(100):
-            file.fail(f"a={number}", f"a-{number}", "it failed")
+        for number in range(1000):
+            file.fail(f"a={number}", f"a-{number}", "it failed" * 10_000)
     assert 5 < len(read_failures(tmp_path)) < 20
 
 
