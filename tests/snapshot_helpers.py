@@ -17,7 +17,14 @@ from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer_base import EXACT, Tokenizer
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.models import build_model
-from mingpt_ddp.snapshots.format import STATE, Snapshot, shard_name
+from mingpt_ddp.snapshots.format import (
+    MANIFEST,
+    STATE,
+    Snapshot,
+    decode_manifest,
+    encode_manifest,
+    shard_name,
+)
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
@@ -74,6 +81,15 @@ def commit(store: SnapshotStore, snapshot: Snapshot, writers: int = 1) -> None:
         snapshot.step, {STATE: json.dumps(snapshot.state, indent=1).encode()}
     )
     store.commit(snapshot.step, [files])
+
+
+def mend_manifest(snapshot: Path, name: str) -> None:
+    """Enter a changed file of a committed snapshot in its manifest."""
+    content = (snapshot / name).read_bytes()
+    step = int(snapshot.name.removeprefix("step_"))
+    files = decode_manifest((snapshot / MANIFEST).read_bytes(), step)
+    files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (snapshot / MANIFEST).write_bytes(encode_manifest(step, files))
 
 
 def small_snapshot(step: int) -> Snapshot:

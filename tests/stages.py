@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holding import SETTINGS
 from launching import (
     PATIENCE_S,
     WITH_TOY,
@@ -37,7 +38,7 @@ from launching import (
     torchrun,
     wait_for,
 )
-from pause_points import SETTINGS, PausedJob, patches
+from pause_points import PausedJob, patches
 from random_faults import processes_in, tensors
 
 TIMEOUT_S = 6

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launching import TINY, call, python_main
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.storage.run_directory import read_result
+from runs import read_history, read_result, weights, write_files
 
 HOOKS = """
 import torch
@@ -50,29 +47,17 @@ SETTINGS = [
 
 
 def project(cwd: Path, hooks: str = HOOKS) -> Path:
-    (cwd / "mine").mkdir(parents=True)
-    (cwd / "mine" / "hooks.py").write_text(hooks)
-    return cwd
+    return write_files(cwd, {"mine/hooks.py": hooks})
 
 
 def train(cwd: Path, *overrides: str) -> Any:
     return call([*python_main(), *SETTINGS, *overrides], cwd)
 
 
-def files_of(run: Path) -> list[Path]:
-    """Return the files of the weights after the last step."""
-    newest = max(run.glob("snapshots/*/manifest.json")).parent
-    return sorted(newest.glob("model*.safetensors"))
-
-
-def weights(run: Path) -> str:
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files_of(run))).hexdigest()
-
-
 def rows(run: Path) -> list[dict[str, Any]]:
     keys = ("step", "train_loss", "grad_norm", "train_largest", "train_outer", "val_exact_match")
     found = []
-    for row in read_history(run / METRICS).rows:
+    for row in read_history(run).rows:
         found.append({key: row[key] for key in keys if key in row})
     return [row for row in found if len(row) > 1]
 

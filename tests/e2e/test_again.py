@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
-from launching import ROOT, TINY, call, python_main
-
-from mingpt_ddp.storage.run_directory import read_result, recorded_config
+from launching import TINY, python_main
+from runs import read_result, recorded_config, succeed, tool
 
 
 def test_again(tmp_path):
-    done = call([*python_main(), *TINY, "run.name=first"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    command = [sys.executable, "-m", "mingpt_ddp.again", "outputs/first"]
-    done = call([*command, "optimizer.lr=1e-2", "run.name=second"], tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("python -m mingpt_ddp ")
+    succeed([*python_main(), *TINY, "run.name=first"], tmp_path)
+    command = tool("again", "outputs/first")
+    text = succeed([*command, "optimizer.lr=1e-2", "run.name=second"], tmp_path)
+    assert text.startswith("python -m mingpt_ddp ")
     first, second = (recorded_config(tmp_path / "outputs" / name) for name in ("first", "second"))
     first["optimizer"]["lr"], first["run"]["name"], first["run"]["root"] = (
         1e-2,

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,11 @@ from launching import (
     call,
     python_main,
     read,
+    wait_for,
     workers,
     write_application,
 )
+from runs import fail, succeed
 
 sys.path.append(str(ROOT / "scripts"))
 from notebook import NOTEBOOK, PAGE, notebook
@@ -81,11 +82,8 @@ def check_page(printed: str, cwd: Path) -> None:
 @pytest.mark.slow  # the notebook runs the same lines
 def test_the_page_as_a_script(tmp_path):
     (tmp_path / "page.py").write_text("\n".join(cells()))
-    done = call(
-        [sys.executable, "page.py"], tmp_path, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""
-    )
-    assert done.returncode == 0, done.stdout
-    check_page(done.stdout, tmp_path)
+    text = succeed([sys.executable, "page.py"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    check_page(text, tmp_path)
 
 
 @pytest.mark.integration
@@ -111,14 +109,12 @@ def test_an_application_of_ones_own_from_a_checkout(tmp_path):
     """Its own sweeper trains jobs, which main.py knows by the same names."""
     write_application(tmp_path)
     words = [f"gpt.{word}" for word in TINY[1:] if not word.startswith("trainer.max_epochs")]
-    swept = call(
+    swept = succeed(
         [sys.executable, "app.py", "-m", "rate=1e-3,3e-4", *words],
         tmp_path,
-        PYTHONPATH=str(ROOT),
         CUDA_VISIBLE_DEVICES="",
     )
-    assert swept.returncode == 0, swept.stdout
-    jobs = re.findall(r"^baseline (0\.\d+) (\S+) (\d\.\d+)$", swept.stdout, re.MULTILINE)
+    jobs = re.findall(r"^baseline (0\.\d+) (\S+) (\d\.\d+)$", swept, re.MULTILINE)
     assert [job[0] for job in jobs] == ["0.001", "0.0003"]
     assert len({job[2] for job in jobs}) == 2
     again = call([*python_main(), *TINY, "optimizer.lr=3e-4"], tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -135,9 +131,8 @@ def test_an_application_of_ones_own_from_a_checkout(tmp_path):
 )
 def test_an_error_in_an_application_of_ones_own_is_one_line(word, message, tmp_path):
     write_application(tmp_path)
-    done = call([sys.executable, "app.py", word], tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 2, done.stdout
-    (line,) = done.stdout.splitlines()
+    text = fail([sys.executable, "app.py", word], tmp_path)
+    (line,) = text.splitlines()
     assert line.startswith(f"config error: {message}")
 
 
@@ -145,12 +140,9 @@ def start(cwd: Path, *words: str) -> tuple[Job, int]:
     """Start the script; return it and its training process, once that has logged a step."""
     (cwd / "script.py").write_text(SCRIPT)
     job = Job([sys.executable, "script.py", *TINY, "run.name=a", *words], cwd, PYTHONPATH=str(ROOT))
-    begun = len(re.findall(r"^step \d+/", job.text(), re.MULTILINE))
-    deadline = time.monotonic() + PATIENCE_S
-    while len(re.findall(r"^step \d+/", job.text(), re.MULTILINE)) < begun + 2:
-        assert job.process.poll() is None, job.text()
-        assert time.monotonic() < deadline, job.text()
-        time.sleep(0.05)
+    steps = lambda: len(re.findall(r"^step \d+/", job.text(), re.MULTILINE))  # noqa: E731
+    wait_for(lambda: steps() >= 2 or job.process.poll() is not None, what="two steps")
+    assert job.process.poll() is None, job.text()
     [training] = [
         int(pid)
         for thread in Path(f"/proc/{job.process.pid}/task").iterdir()
@@ -174,7 +166,5 @@ def test_interrupted_then_killed_in_a_thread(tmp_path):
     ranks = [training, *workers(training, False)]
     assert len(ranks) == 3
     job.process.kill()
-    deadline = time.monotonic() + PATIENCE_S
-    while any(Path(f"/proc/{pid}").exists() and "python" in read(pid, "cmdline") for pid in ranks):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    are_gone = lambda: not any("python" in read(pid, "cmdline") for pid in ranks)  # noqa: E731
+    wait_for(are_gone, what="the end of the ranks")

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, call, committed, python_main, torchrun
+from holding import kill_before
+from launching import ROOT, TINY, committed, python_main, torchrun
 from netns_hosts import HostsUnavailable, TwoHosts
-from pause_points import kill_before
+from runs import fail, succeed
 from snapshot_helpers import digests
 
 STEPS = 60
@@ -57,8 +58,7 @@ def test_killed_between_other_numbers_of_ranks(case, tmp_path):
     for cwd in (alone, killed):
         cwd.mkdir()
         write_texts(cwd)
-    done = call([*python_main(), *settings], alone)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *settings], alone)
 
     run = killed / "outputs" / "run"
     starts = (
@@ -68,9 +68,8 @@ def test_killed_between_other_numbers_of_ranks(case, tmp_path):
     )
     for command, step in starts:
         kill_before(step + 1, [*command, *settings], killed, lambda: committed(run))
-    done = call([*torchrun(3), *settings], killed)
-    assert done.returncode == 0, done.stdout
-    assert "results may differ" not in done.stdout
+    text = succeed([*torchrun(3), *settings], killed)
+    assert "results may differ" not in text
     assert digests(run) == digests(alone / "outputs" / "run")
 
 
@@ -79,7 +78,7 @@ def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
     settings = [*COMMON, "trainer.max_steps=12"]
     (tmp_path / "alone").mkdir()
     (tmp_path / "hosts").mkdir()
-    assert call([*python_main(), *settings], tmp_path / "alone").returncode == 0
+    succeed([*python_main(), *settings], tmp_path / "alone")
     try:
         hosts = TwoHosts()
     except HostsUnavailable as reason:
@@ -107,12 +106,10 @@ def test_two_hosts_with_other_numbers_of_ranks(tmp_path):
 
 def test_other_micro_batches_or_threads_are_refused(tmp_path):
     settings = [*COMMON, "trainer.max_steps=4"]
-    assert call([*python_main(), *settings], tmp_path).returncode == 0
+    succeed([*python_main(), *settings], tmp_path)
     more = [*settings, "trainer.max_steps=8"]
-    done = call([*python_main(), *more, "trainer.micro_batch_size=4"], tmp_path)
-    assert done.returncode == 2
-    assert "set trainer.micro_batch_size=3, or ddp.reduction=fast" in done.stdout
-    done = call([*python_main(), *more], tmp_path, OMP_NUM_THREADS="2")
-    assert done.returncode == 2
-    assert "set OMP_NUM_THREADS=1, or ddp.reduction=fast" in done.stdout
-    assert call([*python_main(), *more], tmp_path).returncode == 0
+    text = fail([*python_main(), *more, "trainer.micro_batch_size=4"], tmp_path)
+    assert "set trainer.micro_batch_size=3, or ddp.reduction=fast" in text
+    text = fail([*python_main(), *more], tmp_path, OMP_NUM_THREADS="2")
+    assert "set OMP_NUM_THREADS=1, or ddp.reduction=fast" in text
+    succeed([*python_main(), *more], tmp_path)

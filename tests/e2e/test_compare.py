@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 
 from launching import TINY, call, python_main
+from runs import succeed, tool
 
 
 def test_two_learning_rates_of_real_runs(tmp_path):
     """A rate of 1e-9 trains nothing: the other one is better beyond any doubt."""
     words = [*TINY, "run.name=lr", "optimizer.lr=1e-9,1e-2", "run.seed=1,2,3"]
-    done = call([*python_main(), "-m", *words, "trainer.eval_every=12"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    report = [sys.executable, "-m", "mingpt_ddp.report", "outputs/lr", "compare"]
+    succeed([*python_main(), "-m", *words, "trainer.eval_every=12"], tmp_path)
+    report = tool("report", "outputs/lr", "compare")
     text, numbers = (
         call([*report, *more], tmp_path, separate=True) for more in ([], ["format=json"])
     )
@@ -40,7 +39,7 @@ def test_a_rate_that_diverges_is_named_and_not_ranked(tmp_path):
     words = [*TINY, "run.name=lr", "optimizer.lr=1e-2,1e30", "run.seed=1,2", "trainer.max_steps=6"]
     done = call([*python_main(), "-m", *words], tmp_path)
     assert "has loss nan" in done.stdout and "best: " in done.stdout
-    report = [sys.executable, "-m", "mingpt_ddp.report", "outputs/lr", "compare"]
+    report = tool("report", "outputs/lr", "compare")
     lines = call(report, tmp_path, separate=True).stdout.splitlines()
     assert lines[3].split()[:4] == ["-", "0/2,", "2", "diverged"]
     note = "lr=1e30 diverged at 2 of its 2 seeds (1, 2), so it has no mean and is not ranked"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 from launching import TINY, Job, call, committed, python_main, wait_for
-
-from mingpt_ddp.snapshots.store import SnapshotStore
+from runs import verified_steps
 
 SIZE = 205  # KiB: approximate size of a snapshot of these runs
 ROOM = 3 * SIZE  # for two snapshots and the directories
@@ -29,15 +28,8 @@ def disk(tmp_path):
     def mount(name: str, size: int, *options: str) -> Path:
         path = tmp_path / name
         path.mkdir(exist_ok=True)
-        args = [
-            "mount",
-            "-o",
-            ",".join([f"size={size}k", *options]),
-            "-t",
-            "tmpfs",
-            "tmpfs",
-            str(path),
-        ]
+        options = (f"size={size}k", *options)
+        args = ["mount", "-o", ",".join(options), "-t", "tmpfs", "tmpfs", str(path)]
         if shutil.which("mount") is None:
             pytest.skip("there is no mount command")
         done = subprocess.run(args, capture_output=True, text=True)
@@ -56,15 +48,6 @@ def train(cwd: Path, *args: str):
     return call([*python_main(), *TINY, "run.name=a", "trainer.sample_every=null", *args], cwd)
 
 
-def verified_steps(directory: Path) -> list[int]:
-    """Return the committed steps after verifying every digest."""
-    store = SnapshotStore(str(directory))
-    steps = [step for step in store.steps() if store.is_committed(step)]
-    for step in steps:
-        store.verify(step)
-    return steps
-
-
 KEEP_ALL = ["snapshot.every_steps=1", "snapshot.keep_last=99", "snapshot.background=false"]
 
 
@@ -75,7 +58,7 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path
         tmp_path, f"snapshot.path={full}", f"snapshot.max_failures={max_failures}", *KEEP_ALL
     )
     assert done.returncode == 2, done.stdout
-    steps = verified_steps(full / "a")
+    steps = verified_steps(full / "a", tmp_path)
     assert steps and steps == list(range(1, len(steps) + 1))
     warnings = re.findall(
         r"cannot write the snapshot of step \d+: .*; training continues \(failure (\d) of",
@@ -92,7 +75,7 @@ def test_a_full_disk_ends_the_run_after_too_many_failures(max_failures, tmp_path
     resumed = train(tmp_path, f"snapshot.path={full}", *KEEP_ALL)
     assert resumed.returncode == 0, resumed.stdout
     assert f"resuming from the snapshot of step {steps[-1]} of 12" in resumed.stdout
-    assert verified_steps(full / "a") == list(range(1, 13))
+    assert verified_steps(full / "a", tmp_path) == list(range(1, 13))
 
 
 def test_a_full_disk_is_no_reason_to_restart(tmp_path, disk):
@@ -145,7 +128,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path, disk):
         if job.process.poll() is None:
             job.kill_tree()
     assert "No space left on device" in job.text() and "preempted at step" in job.text()
-    assert verified_steps(directory / "a")[-1] > failed
+    assert verified_steps(directory / "a", tmp_path)[-1] > failed
 
 
 def fill(path: Path) -> None:
@@ -159,19 +142,25 @@ def steps_in(directory: Path) -> list[int]:
     return [int(path.parent.name[5:]) for path in directory.glob("a/step_*/manifest.json")]
 
 
-def test_a_second_run_of_the_same_name_is_refused(tmp_path):
-    first = Job([*python_main(), *TINY, "run.name=a", "trainer.max_steps=100000"], tmp_path)
-    try:
-        wait_for(lambda: committed(tmp_path / "outputs" / "a"), what="a snapshot")
-        second = train(tmp_path, "ddp.timeout_s=2")
-        assert second.returncode == 2, second.stdout
-        error = second.stdout.splitlines()[-1]
-        assert error.startswith("run error: outputs/a is locked by process ")
-        assert f"process {first.process.pid} on " in error and "still running" in error
-        assert first.process.poll() is None
-    finally:
-        first.kill_tree()
-    assert train(tmp_path, "trainer.max_steps=4").returncode == 0  # a killed process holds no lock
+@pytest.mark.parametrize(
+    ("words", "other", "locked"),
+    [([], [], "outputs/a"), (["snapshot.path=shared"], ["run.root=second"], "shared/a")],
+    ids=["the run directory", "the snapshots"],
+)
+def test_a_second_run_of_the_same_name_is_refused(words, other, locked, tmp_path):
+    command = [*python_main(), *TINY, *words, "run.name=a", "trainer.max_steps=100000"]
+    first = Job(command, tmp_path)
+    saved = tmp_path / ("shared/a" if words else "outputs/a/snapshots")
+    wait_for(lambda: [*saved.glob("*/manifest.json")], what="a snapshot")
+    second = train(tmp_path, "ddp.timeout_s=2", *words, *other)
+    assert second.returncode == 2, second.stdout
+    error = second.stdout.splitlines()[-1]
+    assert error.startswith("run error: ") and f"{locked} is locked by process " in error
+    assert f"process {first.process.pid} on " in error and "still running" in error
+    assert first.process.poll() is None
+    first.kill_tree()
+    # a killed process holds no lock
+    assert train(tmp_path, *words, "trainer.max_steps=4").returncode == 0
 
 
 def test_modification_times_are_ignored(tmp_path):
@@ -195,29 +184,14 @@ def test_a_run_directory_that_is_deleted_meanwhile(tmp_path):
     """The lock is gone with it: the run must not go on beside a second one, nor end as if all were
     well.
     """
-    job = Job(
-        [
-            *python_main(),
-            *TINY,
-            "run.name=a",
-            "trainer.max_steps=100000",
-            "trainer.eval_every=null",
-        ],
-        tmp_path,
-    )
+    endless = [*TINY, "run.name=a", "trainer.max_steps=100000", "trainer.eval_every=null"]
+    job = Job([*python_main(), *endless], tmp_path)
     run = tmp_path / "outputs" / "a"
-    try:
-        wait_for(lambda: committed(run), what="a snapshot")
-        run.rename(tmp_path / "moved")
-        second = train(tmp_path, "trainer.max_steps=8", "trainer.eval_every=null")
-        assert second.returncode == 0, second.stdout
-        assert job.wait() == 2, job.text()
-    finally:
-        if job.process.poll() is None:
-            job.kill_tree()
-    assert (
-        job.text()
-        .splitlines()[-1]
-        .startswith("run error: outputs/a was deleted or moved during the run")
-    )
+    wait_for(lambda: committed(run), what="a snapshot")
+    run.rename(tmp_path / "moved")
+    second = train(tmp_path, "trainer.max_steps=8", "trainer.eval_every=null")
+    assert second.returncode == 0, second.stdout
+    assert job.wait() == 2, job.text()
+    last = job.text().splitlines()[-1]
+    assert last.startswith("run error: outputs/a was deleted or moved during the run")
     assert committed(run) == [4, 8]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from launching import ROOT
 from multiprocess.ranks import configure, train_in_turn
+from safetensors.torch import load_file
 from torch import Tensor
-
-from mingpt_ddp.config.config import effect_of
-from mingpt_ddp.config.hints import known_keys
-from mingpt_ddp.snapshots.read.load import load
 
 TOLERANCE = 1e-4
 STEPS = 6
@@ -79,7 +78,7 @@ SHARED = {
 }
 # Keys that need what another test has: other processes, accounts, your files.
 ELSEWHERE = {
-    "ddp.nproc_per_node": "tests/e2e/test_elastic.py",
+    "ddp.nproc_per_node": "tests/contract/test_resume.py",
     "ddp.tensor_parallel": "tests/multiprocess/test_tensor_parallel.py",
     "tracker.wandb": "tests/e2e/test_trackers.py",
     "tracker.mlflow": "tests/e2e/test_trackers.py",
@@ -90,7 +89,6 @@ ELSEWHERE = {
     },
     "run.accept_code": "tests/e2e/test_old_results.py",
 }
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
@@ -98,9 +96,22 @@ def train(words: Iterable[str], directory: Path) -> dict[str, Tensor]:
     values = configure(f"trainer.max_steps={STEPS}", "trainer.max_epochs=null", *words)
     train_in_turn([values])
     (manifest,) = directory.rglob(f"step_{STEPS:08d}/manifest.json")
-    snapshot = load(str(manifest.parent))
-    tensors = {f"model {name}": tensor for name, tensor in snapshot.model.items()}
-    return tensors | {f"optimizer {name}": tensor for name, tensor in snapshot.optimizer.items()}
+    return {
+        f"{path.stem} {name}": tensor
+        for path in manifest.parent.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def documented_effects() -> dict[str, str]:
+    """Return what each key changes, by the tables of docs/configuration.md."""
+    effects = {}
+    for line in (ROOT / "docs" / "configuration.md").read_text().splitlines():
+        if line.startswith("## "):
+            group = re.match(r"## (\w+)", line)[1]
+        elif key := re.match(r"\| `(\w+)` \|", line):
+            effects[f"{group}.{key[1]}"] = line.split("|")[-2].strip()
+    return effects
 
 
 def settings(key: str) -> tuple[str, ...]:
@@ -134,7 +145,7 @@ def undisturbed(texts, tmp_path_factory) -> Callable[[tuple[str, ...]], dict[str
 
 @pytest.mark.parametrize("key", OTHERS)
 def test_another_value_changes_no_weight_or_its_last_bits(key, texts, undisturbed, tmp_path):
-    changes = effect_of(key)
+    changes = documented_effects()[key]
     assert changes in ("nothing", "measurement", "rounding")
     if key == "trainer.compile" and not shutil.which("g++"):
         pytest.skip("torch.compile needs g++")
@@ -160,11 +171,9 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 
 def test_every_such_key_is_trained():
     """Except those of a sweep, which a single run does not have."""
-    found = set()
-    for key in known_keys():
-        is_swept = key.startswith("sweep.")
-        if not is_swept and effect_of(key) in ("nothing", "measurement", "rounding"):
-            found.add(key)
+    effects = documented_effects().items()
+    no_end = ("nothing", "measurement", "rounding")
+    found = {key for key, effect in effects if effect in no_end and not key.startswith("sweep.")}
     assert found == {*OTHERS, *ELSEWHERE}
     for path in {*ELSEWHERE.values()}:
         assert (ROOT / path).is_file(), path

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -16,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 from launching import ROOT, TINY, WITH_DIGITS, WITH_TOY, call, python_main, torchrun
+from runs import read_result, succeed
+from snapshot_helpers import mend_manifest
 
-from mingpt_ddp.snapshots.format import decode_manifest, encode_manifest
-from mingpt_ddp.snapshots.read.load_model import load_model
-from mingpt_ddp.storage.run_directory import read_result
+import mingpt_ddp
 
 METRICS = ("loss", "accuracy", "bits_per_byte", "bits_per_char")
 
@@ -27,7 +26,7 @@ METRICS = ("loss", "accuracy", "bits_per_byte", "bits_per_char")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     cwd = tmp_path_factory.mktemp("trained")
-    done = call(
+    succeed(
         [
             *python_main(),
             *TINY,
@@ -38,7 +37,6 @@ def trained(tmp_path_factory):
         ],
         cwd,
     )
-    assert done.returncode == 0, done.stdout
     return cwd
 
 
@@ -71,8 +69,7 @@ def test_several_runs_are_listed(trained):
     names = {"a": [], "byte": ["data.tokenizer=byte"], "short": ["data.block_size=8"]}
     for name, keys in names.items():
         if keys:
-            done = call([*python_main(), *settings, f"run.name={name}", *keys], trained)
-            assert done.returncode == 0, done.stdout
+            succeed([*python_main(), *settings, f"run.name={name}", *keys], trained)
     runs = [f"outputs/{name}" for name in names]
     done = evaluate(trained, *runs[1:])
     assert done.returncode == 0, done.stderr
@@ -108,8 +105,8 @@ def test_another_text_is_measured_as_a_whole(text, split, trained):
     done = evaluate(trained, "data.path=other.txt", f"split={split}")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["data"] == "other.txt"
-    model, tokenizer = load_model(str(trained / "outputs" / "a"))
-    tokens, length = torch.tensor([tokenizer.encode(text)]), 16
+    run = mingpt_ddp.load(str(trained / "outputs" / "a"))
+    model, tokens, length = run.model, torch.tensor([run.tokenizer.encode(text)]), 16
     losses = []
     for first in range(0, tokens.shape[1] - 1, length):
         x, y = tokens[:, first : first + length], tokens[:, first + 1 : first + 1 + length]
@@ -129,11 +126,8 @@ def change_state(trained: Path, target: Path, change: Callable[[dict], None]) ->
     shutil.copytree(newest, target / newest.name)
     state = json.loads((target / newest.name / "state.json").read_text())
     change(state)
-    content = json.dumps(state).encode()
-    (target / newest.name / "state.json").write_bytes(content)
-    files = decode_manifest((newest / "manifest.json").read_bytes(), 12)
-    files["state.json"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (target / newest.name / "manifest.json").write_bytes(encode_manifest(12, files))
+    (target / newest.name / "state.json").write_text(json.dumps(state))
+    mend_manifest(target / newest.name, "state.json")
     return target
 
 
@@ -185,20 +179,16 @@ def test_data_that_has_moved(tmp_path):
         "trainer.max_steps=2",
         "run.name=a",
     ]
-    done = call([*python_main(), *settings, "trainer.batch_size=8"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *settings, "trainer.batch_size=8"], tmp_path)
     (tmp_path / "before").rename(tmp_path / "after")
     code = f"code={ROOT}/examples/digits/digits.py"
     assert evaluate(tmp_path, "split=test", code).returncode == 2
     done = evaluate(tmp_path, "split=test", "data.path=after", code)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] <= 1
-    assert (
-        call(
-            [*python_main(), WITH_TOY, "experiment=toy", "trainer.max_epochs=1", "run.name=toy"],
-            tmp_path,
-        ).returncode
-        == 0
+    succeed(
+        [*python_main(), WITH_TOY, "experiment=toy", "trainer.max_epochs=1", "run.name=toy"],
+        tmp_path,
     )
     code = f"code={ROOT}/examples/toy/toy.py"
     done = evaluate(tmp_path, "data.path=after", code, run="outputs/toy")

@@ -9,8 +9,7 @@ import subprocess
 
 import pytest
 from example_files import EXAMPLES, command_of, run_in_shell
-
-from mingpt_ddp.storage.run_directory import read_result
+from runs import read_result
 
 
 def test_toy(tmp_path):

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 from chaos_store import deck
+from holding import SETTINGS as SMALL
+from holding import HeldRun
 from launching import TINY, WITH_DIGITS, Job, UnforkedJob, python_main
-from pause_points import SETTINGS as PAUSES
-from pause_points import PausedJob, patches
 from random_faults import ENDS, VICTIMS, FaultyRun, names, result, tensors
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from runs import read_history
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 SEEDS = os.environ.get("FAULT_SEEDS", "1").split(",")  # several: other moments and victims
@@ -100,53 +99,44 @@ def test_random_faults(case, seed):
         check(faulty, undisturbed)
 
 
-PAUSE = """
-def patch(module):
-    owner = module.<owner>
-    original = owner.<method>
-    def paused(self, *arguments, **named):
-        if <condition>:
-            pause("<method>")
-        return original(self, *arguments, **named)
-    owner.<method> = paused
-PATCHES["mingpt_ddp.<module>"] = patch
+# The last evaluation is after step 80.
+PAUSES = """
+from mingpt_ddp.registry import on
+
+@acts("evaluation")
+def evaluating(evaluation):
+    if evaluation.step == 80 and "<point>" == "evaluating":
+        pause("evaluating")
+
+@on("evaluate")
+def evaluated(step, metrics):
+    if step == 80 and "<point>" == "evaluated":
+        pause("evaluated")
+
+@on("end")
+def ended(result):
+    if "<point>" == "ended":
+        pause("ended")
+
+def reach(step, rank):
+    pass
 """
-AT_END = "self.state.step == 80"
-POINTS = [
-    ("training.after_evaluation", "Validation", "_metrics_of", AT_END),
-    ("training.after_evaluation", "Validation", "stop_early", f"{AT_END} == self.state.val_step"),
-    ("metrics.processor", "MetricsProcessor", "complete", "True"),  # the last snapshot is committed
-    ("storage.run_directory", "RunDirectory", "write_result", "True"),
-]
 
 
 def test_killed_wherever_a_run_stops_early():
-    """Before and after its last evaluation, after its last snapshot, and before its result is
-    written.
-    """
-    settings = [*PAUSES, *EARLY]
+    """In its last evaluation, after it, and at its end."""
     with tempfile.TemporaryDirectory(prefix="faults-") as root:
-        undisturbed, faulty = (
-            FaultyRun(Path(root, name), [*python_main(), *settings]) for name in ("a", "b")
-        )
+        command = [*python_main(), *SMALL, *EARLY]
+        undisturbed, faulty = (FaultyRun(Path(root, name), command) for name in ("a", "b"))
         assert undisturbed.start().wait() == 0, undisturbed.jobs[-1].text()
-        assert (result(undisturbed.run)["step"], result(undisturbed.run)["stopped_early"]) == (
-            80,
-            True,
-        )
-        for module, owner, method, condition in POINTS:
-            text = patches(PAUSE, module=module, owner=owner, method=method, condition=condition)
-            paused = PausedJob(
-                python_main(),
-                faulty.cwd,
-                text,
-                *EARLY,
-                "run.name=run",
-                TMPDIR=str(faulty.tmpdir),
-            )
-            paused.wait_until(method)
-            paused.job.kill_tree()
-            faulty.jobs.append(paused.job)
+        assert result(undisturbed.run)["step"] == 80
+        assert result(undisturbed.run)["stopped_early"]
+        for point in ("evaluating", "evaluated", "ended"):
+            code, tmpdir = PAUSES.replace("<point>", point), str(faulty.tmpdir)
+            held = HeldRun([*command, "run.name=run"], faulty.cwd, code, TMPDIR=tmpdir)
+            held.wait_until(point)
+            held.job.kill_tree()
+            faulty.jobs.append(held.job)
         faulty.finish()
         check(faulty, undisturbed)
 
@@ -154,8 +144,12 @@ def test_killed_wherever_a_run_stops_early():
 def check(faulty: FaultyRun, undisturbed: FaultyRun) -> None:
     """Compare the end of a run with that of the undisturbed one."""
     run, reference = faulty.run, undisturbed.run
-    assert result(run) == result(reference)
-    histories = [read_history(path / METRICS) for path in (run, reference)]
+    found, expected = (
+        {key: value for key, value in result(path).items() if key != "code"}
+        for path in (run, reference)
+    )
+    assert found == expected
+    histories = [read_history(path) for path in (run, reference)]
     for key in ("train_loss", "val_loss"):
         found, expected = (history.series(key) for history in histories)
         assert found == expected, key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,9 @@ import safetensors.torch
 import torch
 from example_files import EXAMPLES
 from example_model import placed_on, with_example
-from launching import ROOT, TINY, call, python_main
+from launching import TINY, call, python_main
 from multiprocess.ranks import configure
+from runs import fail, read_history, succeed, tool
 from tasks import gpt_config, take_step, text_task
 
 from mingpt_ddp.config.config import from_mapping
@@ -21,7 +21,6 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.inference.decoding import prepare
 from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
@@ -53,13 +52,11 @@ def test_a_run_in_two_parts_equals_the_whole(precision: str, compiled: str, tmp_
         "optimizer.schedule_steps=12",
         f"trainer.compile={compiled}",
     ]
-    whole = call([*python_main(), *options, "run.name=whole"], tmp_path)
-    assert whole.returncode == 0, whole.stdout
+    succeed([*python_main(), *options, "run.name=whole"], tmp_path)
     for steps in (8, 12):
-        done = call(
+        succeed(
             [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
         )
-        assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
 
@@ -90,7 +87,7 @@ def test_compiled_steps_equal_eager_steps(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout
         assert ("compiled in" in done.stdout) == (compiled != "false")
         run = tmp_path / "outputs" / f"compile-{compiled}"
-        losses[compiled] = read_history(run / METRICS).series("train_loss")
+        losses[compiled] = read_history(run).series("train_loss")
     assert len(losses["false"]) == 12
     for compiled in ("true", "cuda_graphs"):
         for (step, loss), (_, eager) in zip(losses[compiled], losses["false"], strict=True):
@@ -135,18 +132,13 @@ def test_a_step_does_not_wait_for_the_device(precision: str, recomputed: str) ->
 
 def test_one_rank_per_gpu(tmp_path: Path) -> None:
     options = [*TINY, f"ddp.nproc_per_node={torch.cuda.device_count() + 1}"]
-    done = call([*python_main(), *options], tmp_path)
-    assert done.returncode == 2
-    assert "has no GPU" in done.stdout
+    printed = fail([*python_main(), *options], tmp_path)
+    assert "has no GPU" in printed
 
 
 def some_gpt(device: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = build_model(
-        gpt_config(n_embd=32),
-        17,
-        12,
-    )
+    model = build_model(gpt_config(n_embd=32), 17, 12)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.to(device)
@@ -190,19 +182,10 @@ def test_sampling_a_token_does_not_wait() -> None:
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
 def test_sample_on_a_gpu(precision: str, tmp_path: Path) -> None:
-    assert (
-        call([*python_main(), *TINY, "trainer.device=cuda", "run.name=a"], tmp_path).returncode == 0
-    )
-    command = [
-        sys.executable,
-        str(ROOT / "sample.py"),
-        "snapshot=outputs/a",
-        "device=cuda",
-        f"precision={precision}",
-    ]
-    done = call([*command, "max_new_tokens=100"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert len(done.stdout) >= 100
+    succeed([*python_main(), *TINY, "trainer.device=cuda", "run.name=a"], tmp_path)
+    command = tool("sample", "snapshot=outputs/a", "device=cuda", f"precision={precision}")
+    printed = succeed([*command, "max_new_tokens=100"], tmp_path)
+    assert len(printed) >= 100
 
 
 @pytest.mark.parametrize("share", [1 / 8, 0.0], ids=["resident", "sent"])
@@ -240,12 +223,11 @@ def test_gradients_are_reduced_across_gpus_and_the_run_resumes(hook: str, tmp_pa
         f"ddp.comm_hook={hook}",
         "optimizer.schedule_steps=12",
     ]
-    assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
+    succeed([*python_main(), *options, "run.name=whole"], tmp_path)
     for steps in (8, 12):
-        done = call(
+        succeed(
             [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
         )
-        assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
 
@@ -328,12 +310,11 @@ EXAMPLE = [
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one CUDA device")
 def test_a_run_on_all_gpus_of_one_rank_resumes(tmp_path: Path) -> None:
     options = [*EXAMPLE, "optimizer.schedule_steps=12"]
-    assert call([*python_main(), *options, "run.name=whole"], tmp_path).returncode == 0
+    succeed([*python_main(), *options, "run.name=whole"], tmp_path)
     for steps in (8, 12):
-        done = call(
+        succeed(
             [*python_main(), *options, "run.name=parts", f"trainer.max_steps={steps}"], tmp_path
         )
-        assert done.returncode == 0, done.stdout
     assert weights(tmp_path / "outputs" / "parts") == weights(tmp_path / "outputs" / "whole")
 
 
@@ -342,10 +323,7 @@ def test_two_ranks_with_two_gpus_each_train_alike(tmp_path: Path) -> None:
     """As with one each; DDP then has a bucket per GPU."""
     options = [*EXAMPLE, "ddp.nproc_per_node=2"]
     for name, gpus in (("one", "0,1"), ("two", "0,1,2,3")):
-        done = call(
-            [*python_main(), *options, f"run.name={name}"], tmp_path, CUDA_VISIBLE_DEVICES=gpus
-        )
-        assert done.returncode == 0, done.stdout
+        succeed([*python_main(), *options, f"run.name={name}"], tmp_path, CUDA_VISIBLE_DEVICES=gpus)
     one, two = (
         safetensors.torch.load(weights(tmp_path / "outputs" / name)) for name in ("one", "two")
     )

@@ -6,7 +6,8 @@ import json
 import sys
 
 import pytest
-from launching import ROOT, call
+from launching import ROOT
+from runs import succeed
 
 pytestmark = pytest.mark.slow
 
@@ -32,18 +33,17 @@ def test_a_part_on_a_cpu(part, tmp_path):
         "--dry-run",
         "--out=out",
     ]
-    done = call(script, tmp_path, MINGPT_SHAKESPEARE="", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stdout
+    text = succeed(script, tmp_path, MINGPT_SHAKESPEARE="", CUDA_VISIBLE_DEVICES="")
     result = json.loads((tmp_path / "out" / f"gpu_{part}.json").read_text())
     assert result["failures"] == []
     assert result["figures"]
     assert result["readme"] == []
     table = [
         line.split(" | ")[0].removeprefix("| ")
-        for line in done.stdout.splitlines()
+        for line in text.splitlines()
         if line.startswith("| ")
     ]
-    assert set(ROWS[part]) <= set(table), done.stdout
+    assert set(ROWS[part]) <= set(table), text
     kept = json.loads((tmp_path / "out" / f"gpu_{part}.kept.json").read_text())
     assert kept["measurements"]
     if part == 8:
@@ -57,9 +57,8 @@ def test_a_later_call_goes_on(tmp_path):
     script = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--dry-run", "--out=out"]
 
     def run(*words: str) -> str:
-        done = call([*script, *words], tmp_path, MINGPT_SHAKESPEARE="")
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        text = succeed([*script, *words], tmp_path, MINGPT_SHAKESPEARE="")
+        return text
 
     assert "tokens/s, tiny, gpt, repetition 1: " in run("--part", "3")
     again = run("--part", "1", "3")

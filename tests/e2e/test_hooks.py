@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import TINY, call, python_main
-
-from mingpt_ddp.config.hook_decorators import on
-from mingpt_ddp.storage.run_directory import read_result
+from runs import error_line, read_result, write_files
 
 HOOKS = """
 import json
@@ -50,10 +48,7 @@ def test_hooks_see_a_run_and_do_not_change_it(ranks, tmp_path):
     with_hooks, ranked = tmp_path / "hooks", [f"ddp.nproc_per_node={ranks}"]
     (with_hooks / "mine").mkdir(parents=True)
     (with_hooks / "mine" / "hooks.py").write_text(HOOKS)
-    added = [
-        "--config-dir=mine",
-        "+task.code=hooks.py",
-    ]
+    added = ["--config-dir=mine", "+task.code=hooks.py"]
     done = train(with_hooks, *ranked, *added, "trainer.log_every=3")
     assert done.returncode == 0, done.stdout
     assert "hooks.py:21: KeyError: 'no such thing'" in done.stdout
@@ -75,6 +70,9 @@ def test_hooks_see_a_run_and_do_not_change_it(ranks, tmp_path):
         assert (with_hooks / last).read_bytes() == (tmp_path / "plain" / last).read_bytes()
 
 
-def test_mistakes():
-    with pytest.raises(ValueError, match="the event must be one of step, evaluate, end"):
-        on("steps")
+def test_an_unknown_event_is_one_line(tmp_path):
+    code = 'from mingpt_ddp.registry import on\n\n@on("steps")\ndef look(step):\n    pass\n'
+    write_files(tmp_path, {"mine/hooks.py": code})
+    done = train(tmp_path, "--config-dir=mine", "+task.code=hooks.py")
+    assert done.returncode == 2, done.stdout
+    assert "the event must be one of step, evaluate, end" in error_line(done.stdout)

@@ -12,8 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, Job, call, is_running, last_step, python_main, wait_for
+from launching import ROOT, TINY, Job, is_running, last_step, python_main, wait_for
 from netns_hosts import HostsUnavailable, TwoHosts
+from runs import succeed
 
 RANKS = (2, 1)  # on the first host, on the second
 STEPS = 80
@@ -189,6 +190,5 @@ def test_host_dies_and_comes_back_under_elastic_nodes(hosts, tmp_path):
     assert sizes[-3:] == [3, 2, 3], cluster.text()
     single = tmp_path / "alone"
     single.mkdir()
-    done = call([*python_main(), *LONG], single)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *LONG], single)
     assert abs(validation_loss(cluster.run) - validation_loss(single / "outputs" / "run")) < 1e-4

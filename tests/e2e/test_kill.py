@@ -8,11 +8,9 @@ import random
 from pathlib import Path
 
 import pytest
+from holding import HeldJob
 from launching import TINY, committed, is_running, python_main, torchrun, wait_for
-from pause_points import HeldJob
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from runs import curve, read_history, tensor_files
 
 STEPS = 60
 SETTINGS = [
@@ -48,12 +46,8 @@ def start(path: str, ranks: int, cwd: Path, held: dict[int, int] | None = None) 
     settings = [override for override in SETTINGS if override.partition("=")[0] not in keys]
     forked = [*python_main(), f"ddp.nproc_per_node={ranks}"]
     launcher = torchrun(ranks, "--max_restarts=2") if path == "plain" else forked
-    return HeldJob([*launcher, *PATHS[path], *settings, "run.name=run"], cwd, held or {})
-
-
-def weights(run: Path) -> dict[str, bytes]:
-    files = sorted((run / "snapshots" / f"step_{STEPS:08d}").glob("*.safetensors"))
-    return {file.name: file.read_bytes() for file in files}
+    words = [*PATHS[path], *settings, "run.name=run"]
+    return HeldJob([*launcher, *words], cwd, held or {}, group="model")
 
 
 def one_step_per_quarter(seed: str) -> list[int]:
@@ -83,7 +77,6 @@ SLOW = pytest.mark.slow
 )
 def test_killed_in_every_way(path, ranks, tmp_path):
     """A worker, which its parent restarts, twice; then the parent alone; then all processes."""
-    (tmp_path / "uninterrupted").mkdir()
     uninterrupted = start(path, ranks, tmp_path / "uninterrupted").job
     assert uninterrupted.wait() == 0, uninterrupted.text()
 
@@ -106,20 +99,11 @@ def test_killed_in_every_way(path, ranks, tmp_path):
     job = start(path, ranks, tmp_path).job
     assert job.wait() == 0, job.text()
 
-    assert weights(run) == weights(tmp_path / "uninterrupted" / "outputs" / "run")
+    assert tensor_files(run, STEPS) == tensor_files(tmp_path / "uninterrupted/outputs/run", STEPS)
     assert (run / "main.rank0.log").read_text().count("resuming from the snapshot") == 4
     for rank in range(ranks):
-        assert logged_steps(run, rank) == list(range(1, STEPS + 1)), (
-            "a point is duplicated or missing"
-        )
-    history = read_history(run / METRICS)
+        logged = [step for step, _ in curve(run, rank=rank)]
+        assert logged == list(range(1, STEPS + 1)), "a point is duplicated or missing"
+    history = read_history(run)
     assert [step for step, _ in history.series("train_loss")] == list(range(1, STEPS + 1))
-    assert history.faults == 4
-
-
-def logged_steps(run: Path, rank: int) -> list[int]:
-    """Return the steps of the loss curve of a rank, as TensorBoard reads them."""
-    events = EventAccumulator(
-        str(run / "tensorboard" / f"rank{rank}"), size_guidance={"scalars": 0}
-    ).Reload()
-    return [event.step for event in events.Scalars("train/loss")]
+    assert history.starts == 5

@@ -8,7 +8,6 @@ docs/kubernetes.md says how the manifest handles their exit codes.
 from __future__ import annotations
 
 import copy
-import json
 import re
 import sys
 from pathlib import Path
@@ -16,12 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
-from launching import ROOT, TINY, Job, committed, last_step, wait_for
+from launching import ROOT, TINY, Job, committed, last_step, python_main, wait_for
 from ports import free_port
-
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
-from mingpt_ddp.config.config import Config, from_mapping, to_plain
+from runs import read_result, succeed
 
 PREEMPTED = 143
 RUNTIME, JOB = yaml.safe_load_all((ROOT / "scripts" / "kubernetes.yaml").read_text())
@@ -88,28 +84,29 @@ def test_an_invalid_manifest_is_detected(path, value, expected):
     assert expected in validation_errors(invalid)[0]
 
 
-def configuration() -> Config:
-    """Compose the configuration from the arguments of the manifest."""
-    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        return from_mapping(to_plain(compose("config", TRAINER["args"])))
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> dict[str, Any]:
+    """The configuration of the command of the manifest."""
+    command = [*python_main(), *TRAINER["args"], "--cfg", "job"]
+    return yaml.safe_load(succeed(command, tmp_path_factory.mktemp("config")))
 
 
-def test_the_command_of_the_manifest_is_a_valid_configuration():
-    config = configuration()
+def test_the_command_of_the_manifest_is_a_valid_configuration(config):
     ranks = TRAINER["numProcPerNode"]
-    assert config.ddp.nproc_per_node == ranks
+    assert config["ddp"]["nproc_per_node"] == ranks
     assert TRAINER["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == str(ranks)
     assert (
-        config.trainer.batch_size // config.trainer.micro_batch_size >= ranks * TRAINER["numNodes"]
+        config["trainer"]["batch_size"] // config["trainer"]["micro_batch_size"]
+        >= ranks * TRAINER["numNodes"]
     )
-    assert config.run.name == JOB["metadata"]["name"]
-    assert config.snapshot.path.startswith("s3://")
+    assert config["run"]["name"] == JOB["metadata"]["name"]
+    assert config["snapshot"]["path"].startswith("s3://")
     assert TRAINER["command"] == ["python", "main.py"]
     assert JOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
-    assert config.snapshot.grace_seconds + 20 <= POD["terminationGracePeriodSeconds"]
+    assert config["snapshot"]["grace_seconds"] + 20 <= POD["terminationGracePeriodSeconds"]
 
 
-def test_the_exit_codes_of_the_manifest_are_those_of_the_program():
+def test_the_exit_codes_of_the_manifest_are_those_of_the_program(config):
     rules = PODS["template"]["spec"]["podFailurePolicy"]["rules"]
     by_code = {
         code: rule["action"]
@@ -117,21 +114,20 @@ def test_the_exit_codes_of_the_manifest_are_those_of_the_program():
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
     assert by_code == {
-        configuration().ddp.preempted_exit_code: "Ignore",
+        config["ddp"]["preempted_exit_code"]: "Ignore",
         1: "FailJob",
         2: "FailJob",
     }
     assert POD["restartPolicy"] == "Never"
 
 
-def test_runs_are_written_to_a_volume_and_the_manifest_has_no_secret():
-    config = configuration()
+def test_runs_are_written_to_a_volume_and_the_manifest_has_no_secret(config):
     mounts = {mount["mountPath"]: mount["name"] for mount in CONTAINER["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in POD["volumes"]}
     assert {"/runs", "/scratch", "/dev/shm"} == set(mounts)
     assert set(mounts.values()) == set(volumes)
-    assert "persistentVolumeClaim" in volumes[mounts[config.run.root]]
-    assert Path(config.data.cache_dir).is_relative_to("/scratch")
+    assert "persistentVolumeClaim" in volumes[mounts[config["run"]["root"]]]
+    assert Path(config["data"]["cache_dir"]).is_relative_to("/scratch")
     assert not [each for each in TRAINER["env"] if re.search("KEY|SECRET|TOKEN|PASS", each["name"])]
     assert "secretRef" in CONTAINER["envFrom"][0]
 
@@ -164,7 +160,7 @@ def test_an_evicted_pod_stops_both_pods_which_resume(evicted, tmp_path):
     wait_for(lambda: committed(run), what="a snapshot")
     pods[evicted].process.terminate()
     assert [job.wait() for job in pods] == [PREEMPTED, PREEMPTED], pods[0].text()
-    preempted = json.loads((run / "result.json").read_text())
+    preempted = read_result(run)
     assert (preempted["status"], preempted["world_size"]) == ("preempted", 2)
     assert committed(run)[-1] == preempted["step"]
     limit = f"trainer.max_steps={preempted['step'] + 2}"
@@ -189,7 +185,7 @@ def test_a_killed_and_recreated_pod_joins_the_other(tmp_path):
 def test_a_single_pod_starts_its_own_ranks(tmp_path):
     job = pod(tmp_path, 0, 1, free_port(), "ddp.nproc_per_node=2")
     assert job.wait() == 0, job.text()
-    result = json.loads((tmp_path / "outputs" / "pods" / "result.json").read_text())
+    result = read_result(tmp_path / "outputs" / "pods")
     assert (result["status"], result["world_size"]) == ("complete", 2)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import signal
@@ -22,15 +21,14 @@ from launching import (
     call,
     children,
     committed,
+    hashes,
     is_running,
     python_main,
-    read,
     torchrun,
     wait_for,
 )
-from multiprocess.ranks import configure, run_ranks
-from pause_points import train, weights
 from ports import free_port
+from runs import error_line, fail, read_result, succeed, train, weights
 
 STEPS = 24
 SETTINGS = [
@@ -50,35 +48,24 @@ TWO = "ddp.nproc_per_node=2"
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Return the weights of a run without a launcher, by number of ranks."""
+    """Return the weights of a run of forked workers, by number of ranks."""
     done: dict[int, bytes] = {}
 
     def get(ranks: int) -> bytes:
         if ranks not in done:
             root = tmp_path_factory.mktemp("uninterrupted")
-            run_ranks(ranks, train, root / "ranks", values=configure(*SETTINGS, f"run.root={root}"))
-            done[ranks] = weights(root / "run", STEPS)
+            done[ranks] = weights(train(root, *SETTINGS, f"ddp.nproc_per_node={ranks}"), STEPS)
         return done[ranks]
 
     return get
 
 
-def result(run: Path) -> dict:
-    return json.loads((run / "result.json").read_text())
-
-
+LAUNCH = [sys.executable, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2"]
 ONE_MACHINE = {
     "torchrun": torchrun(2),
     "forkserver": [*python_main(), TWO],
     "spawn": [*python_main(), TWO, "ddp.launcher=spawn"],
-    "launch": [
-        sys.executable,
-        "-m",
-        "torch.distributed.launch",
-        "--standalone",
-        "--nproc_per_node=2",
-        MAIN,
-    ],
+    "launch": [*LAUNCH, MAIN],
 }
 
 
@@ -86,21 +73,17 @@ ONE_MACHINE = {
     "launcher",
     [
         "torchrun",
-        "forkserver",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "launch")),
     ],
 )
 def test_one_machine(launcher, tmp_path, uninterrupted):
     if launcher == "launch" and importlib.util.find_spec("torch.distributed.launch") is None:
         pytest.skip("this torch has no torch.distributed.launch")
-    done = call([*ONE_MACHINE[launcher], *SETTINGS], tmp_path)
-    assert done.returncode == 0, done.stdout
+    text = succeed([*ONE_MACHINE[launcher], *SETTINGS], tmp_path)
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
-    if "ddp.launcher=spawn" in ONE_MACHINE[launcher]:
-        assert done.stdout.startswith("run outputs/run")
-        assert "done: validation loss" in done.stdout.splitlines()[-1], (
-            "something is printed after the last line"
-        )
+    if launcher == "spawn":
+        assert text.startswith("run outputs/run")
+        assert "done: validation loss" in text.splitlines()[-1], "something follows the last line"
 
 
 def test_one_process_per_rank(tmp_path, uninterrupted):
@@ -113,16 +96,15 @@ def test_one_process_per_rank(tmp_path, uninterrupted):
     assert weights(tmp_path / "outputs" / "run", STEPS) == uninterrupted(2)
 
 
-@pytest.mark.parametrize("timeout_s", ["600", "10"])
-def test_a_sweep_of_one_process_per_rank(tmp_path, timeout_s):
+def test_a_sweep_of_one_process_per_rank(tmp_path):
     """Rank zero hosts one store for all jobs, and for what the sweep itself exchanges."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    sweep = ["-m", "optimizer.lr=0.001,0.002", f"ddp.timeout_s={timeout_s}"]
+    sweep = ["-m", "optimizer.lr=0.001,0.002", "ddp.timeout_s=10"]
     command = [*python_main(), *sweep, *SETTINGS[:-1]]
     jobs = [Job(command, tmp_path, RANK=rank, **shared) for rank in ("1", "0")]
     assert [job.wait() for job in jobs] == [0, 0], jobs[1].text()
-    results = [*(tmp_path / "outputs").rglob("result.json")]
-    assert [json.loads(path.read_text())["status"] for path in results] == ["complete"] * 2
+    runs = [path.parent for path in (tmp_path / "outputs").rglob("result.json")]
+    assert [read_result(run)["status"] for run in runs] == ["complete"] * 2
 
 
 def test_two_machines_under_torchrun(tmp_path, uninterrupted):
@@ -147,7 +129,7 @@ def test_two_machines_under_torchrun(tmp_path, uninterrupted):
     assert sorted(p.name for p in run.glob("main.rank*.log")) == [
         f"main.rank{rank}.log" for rank in range(3)
     ]
-    assert result(run)["world_size"] == 3
+    assert read_result(run)["world_size"] == 3
     assert weights(run, STEPS) == uninterrupted(3)
 
 
@@ -246,7 +228,7 @@ def test_killed_restarted_and_interrupted(tmp_path):
     assert "rank 1 was killed by SIGKILL" in job.text()
     assert "restart 1 of 3" in job.text()
     assert {path.name for path in runs.iterdir()} == {"run", "run-2"}
-    assert result(runs / "run-2")["status"] == "preempted"
+    assert read_result(runs / "run-2")["status"] == "preempted"
     assert "rerun the same command to resume" in job.text().splitlines()[-1]
 
 
@@ -267,56 +249,12 @@ def slow_run(tmp_path):
         yield job
 
 
-def test_the_server_that_forks_the_workers_is_killed(slow_run):
-    """The workers die with the fork server, and another server forks new ones."""
-    workers = slow_run.workers()
-    os.kill(server_of(slow_run), signal.SIGKILL)
-    wait_for(lambda: not any(map(is_running, workers)), what="the end of the workers")
-    wait_for(
-        lambda: "\nstep " in slow_run.text().partition("resuming from the snapshot")[2],
-        what="the resumption",
-    )
-    assert "\nerror: the fork server of the workers was killed\nrestart 1 of " in slow_run.text()
-    slow_run.process.send_signal(signal.SIGTERM)
-    assert slow_run.wait() == 0, slow_run.text()
-
-
-@pytest.mark.slow
-def test_the_server_is_killed_before_it_forks(tmp_path):
-    job = UnforkedJob([*ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
-    wait_for(lambda: server_of(job) is not None, what="the fork server")
-    os.kill(server_of(job), signal.SIGSTOP)  # while it imports torch
-    # While it starts processes, the launcher has a second thread; it sleeps when it waits for the
-    # server.
-    asleep = [False]
-
-    def waits() -> bool:
-        threads = len([*Path(f"/proc/{job.process.pid}/task").iterdir()])
-        asleep.append(threads > 1 and "\nState:\tS" in read(job.process.pid, "status"))
-        return len(asleep) > 50 and all(asleep[-50:])
-
-    wait_for(waits, what="a request")
-    os.kill(server_of(job), signal.SIGKILL)
-    assert job.wait() == 0, job.text()
-    assert "error: the fork server of the workers was killed\nrestart 1 of " in job.text()
-    assert "Traceback" not in job.text()
-    assert result(tmp_path / "outputs" / "run")["step"] == STEPS
-
-
-def server_of(job: Job) -> int | None:
-    """Return the process id of a fork server that is about to import or has imported what it
-    preloads.
-    """
-    pids = children(job.process.pid)
-    return next((pid for pid in pids if "forkserver import main" in read(pid, "cmdline")), None)
-
-
 def test_a_signal_for_all_processes(slow_run, tmp_path):
     """A scheduler may signal every process of a job; none leaves temporary files."""
     for pid in process_tree(slow_run.process.pid):
         os.kill(pid, signal.SIGTERM)
     assert slow_run.wait() == 0, slow_run.text()
-    assert result(tmp_path / "outputs" / "run")["status"] == "preempted"
+    assert read_result(tmp_path / "outputs" / "run")["status"] == "preempted"
     assert not [
         path
         for path in slow_run.tmpdir.iterdir()
@@ -336,8 +274,7 @@ def test_loader_processes_leave_no_sockets(launcher, tmp_path):
         "trainer.max_steps=1",
     ]
     with tempfile.TemporaryDirectory(prefix="t-") as tmpdir:
-        done = call([*ONE_MACHINE[launcher], *digits], tmp_path, TMPDIR=tmpdir)
-        assert done.returncode == 0, done.stdout
+        succeed([*ONE_MACHINE[launcher], *digits], tmp_path, TMPDIR=tmpdir)
         assert not [*Path(tmpdir).glob("mingpt-*")]
 
 
@@ -355,7 +292,7 @@ def test_odd_values_in_the_environment(tmp_path):
         OMP_NUM_THREADS="0",
     )
     assert job.wait() == 0, job.text()
-    assert result(tmp_path / "outputs" / "run")["step"] == STEPS
+    assert read_result(tmp_path / "outputs" / "run")["step"] == STEPS
 
 
 def test_without_shared_memory(tmp_path):
@@ -370,9 +307,8 @@ def test_without_shared_memory(tmp_path):
     ]
     if subprocess.run([*read_only, "true"], capture_output=True).returncode != 0:
         pytest.skip("only root can mount")
-    done = call([*read_only, *ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert result(tmp_path / "outputs" / "run")["step"] == STEPS
+    succeed([*read_only, *ONE_MACHINE["forkserver"], *SETTINGS], tmp_path)
+    assert read_result(tmp_path / "outputs" / "run")["step"] == STEPS
 
 
 def test_mpirun(tmp_path, uninterrupted):
@@ -392,22 +328,20 @@ def test_mpirun(tmp_path, uninterrupted):
 
 def test_more_ranks_than_micro_batches_of_the_snapshot(tmp_path):
     """The run is refused before anything is written; a complete one shows its result."""
-    settings = [*python_main(), *SETTINGS, "trainer.batch_size=8", "trainer.max_steps=4"]
-    assert call([*settings, TWO], tmp_path).returncode == 0
-    assert "done: " in call([*settings, "ddp.nproc_per_node=4"], tmp_path).stdout
-    run = tmp_path / "outputs" / "run"
+    settings = [*python_main(), *SETTINGS, "trainer.batch_size=8"]
+    four = [*settings, "ddp.nproc_per_node=4"]
+    succeed([*settings, TWO, "trainer.max_steps=4"], tmp_path)
+    assert "done: " in succeed([*four, "trainer.max_steps=4"], tmp_path)
 
-    def contents() -> dict[Path, bytes]:
+    def contents() -> dict[str, str]:
         """Without the lock, in which each process notes its number."""
-        files = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")
-        return {path: path.read_bytes() for path in files}
+        found = hashes(tmp_path / "outputs" / "run")
+        return {name: digest for name, digest in found.items() if name != ".lock"}
 
     before = contents()
-    done = call([*settings[:-1], "trainer.max_steps=8", "ddp.nproc_per_node=4"], tmp_path)
-    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
-    assert done.stdout.startswith(
-        "config error: trainer.batch_size=8 in micro-batches of 4 occupies 2 of 4 ranks"
-    )
+    text = fail([*four, "trainer.max_steps=8"], tmp_path)
+    error = "config error: trainer.batch_size=8 in micro-batches of 4 occupies 2 of 4 ranks"
+    error_line(text, error)
     assert contents() == before
 
 
@@ -425,16 +359,14 @@ def test_a_batch_size_per_rank(tmp_path):
         "trainer.batch_size_per_rank=6",
         "trainer.micro_batch_size=2",
     ]
-    done = call([*per_rank, TWO, "trainer.max_steps=4"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*per_rank, TWO, "trainer.max_steps=4"], tmp_path)
     (run,) = (tmp_path / "outputs").iterdir()
-    assert result(run)["tokens"] == 4 * 12 * 16
+    assert read_result(run)["tokens"] == 4 * 12 * 16
     again = call([*per_rank, TWO], tmp_path)
-    assert "resuming from the snapshot of step 4" in again.stdout and result(run)["step"] == STEPS
+    assert (
+        "resuming from the snapshot of step 4" in again.stdout and read_result(run)["step"] == STEPS
+    )
     for ranks, steps in ((3, STEPS + 2), (1, STEPS + 4)):
-        done = call(
-            [*per_rank, f"ddp.nproc_per_node={ranks}", f"trainer.max_steps={steps}"], tmp_path
-        )
-        assert done.returncode == 0, done.stdout
-        assert result(run)["tokens"] == steps * 12 * 16
+        succeed([*per_rank, f"ddp.nproc_per_node={ranks}", f"trainer.max_steps={steps}"], tmp_path)
+        assert read_result(run)["tokens"] == steps * 12 * 16
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == [run.name]

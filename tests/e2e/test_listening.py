@@ -5,7 +5,6 @@ run.
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import sys
 from pathlib import Path
@@ -14,9 +13,6 @@ import pytest
 from launching import TINY, Job, last_step, open_files, python_main, read, wait_for
 from netns_hosts import HostsUnavailable, TwoHosts
 from ports import free_port
-
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.rendezvous import open_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 LONG = [
@@ -114,10 +110,19 @@ def test_local_workers_where_the_host_name_is_an_address(tmp_path):
         watch(hosts.start(0, [*python_main(), "ddp.nproc_per_node=2", *LONG], tmp_path), tmp_path)
 
 
-def test_a_rank_started_by_hand_can_be_reached_from_other_machines():
+def test_a_rank_started_by_hand_can_be_reached_from_other_machines(tmp_path):
     """A scheduler may set MASTER_ADDR=localhost on the first machine, and its name on the
     others.
     """
     port = free_port()
-    open_store(DistEnv(world_size=2, master_address=("localhost", port)), 0, 30)
-    assert beyond_loopback({socket for socket in listening(os.getpid()) if socket[2] == port})
+    where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    job = Job([*python_main(), *LONG], tmp_path, RANK="0", WORLD_SIZE="2", **where)
+
+    def sockets() -> set[tuple[int, str, int]]:
+        assert job.process.poll() is None, job.text()
+        return {socket for socket in listening(job.process.pid) if socket[2] == port}
+
+    wait_for(sockets, what="the store")
+    found = sockets()
+    job.kill_tree()
+    assert beyond_loopback(found)

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, TINY, call, python_main, with_code
-
-from mingpt_ddp.storage.run_directory import recorded_config
+from launching import TINY, python_main, with_code
+from runs import fail, recorded_config, succeed
 
 FILES = 250  # with long names: Hydra's time is that of their number
 TRAIN = [*python_main(), "--config-dir=conf", "data=many", *TINY, "data.truncate=1.0"]
@@ -37,16 +36,14 @@ def cwd(tmp_path_factory) -> Path:
 
 
 def train(cwd: Path, *words: str) -> str:
-    done = call([*TRAIN, *words], cwd)
-    assert done.returncode == 0, done.stdout
-    return str(done.stdout)
+    text = succeed([*TRAIN, *words], cwd)
+    return str(text)
 
 
 def module(cwd: Path, name: str, *words: str) -> str:
     command = [sys.executable, "-m", f"mingpt_ddp.{name}", *words]
-    done = call(command, cwd, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout
-    return str(done.stdout)
+    text = succeed(command, cwd)
+    return str(text)
 
 
 def test_the_second_start_has_resumed_and_recorded_what_differs(cwd):
@@ -88,8 +85,7 @@ def test_a_configuration_that_could_not_be_read_is_refused(cwd):
     The limit is lower than usual: of so many texts, Hydra would read half a minute.
     """
     limit = f"from mingpt_ddp.storage import yaml_and_json as y\ny.MAX_YAML_EVENTS = {4 * FILES}\n"
-    done = call([*TRAIN, "run.name=refused"], cwd, PYTHONPATH=with_code(cwd / "site", limit))
-    assert done.returncode == 2
-    line = done.stdout.strip().splitlines()[-1]
+    text = fail([*TRAIN, "run.name=refused"], cwd, PYTHONPATH=with_code(cwd / "site", limit))
+    line = text.strip().splitlines()[-1]
     assert line.startswith("config error: the recorded configuration could not be read again")
     assert not (cwd / "outputs" / "refused").exists()

@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from launching import TINY, call, committed, python_main, torchrun
-from pause_points import kill_before
+from holding import kill_before
+from launching import TINY, committed, python_main, torchrun
+from runs import succeed
 from snapshot_helpers import digests
 
 FIXED_AT = 20
@@ -43,11 +44,9 @@ def test_killed_before_and_after_the_number_of_steps_is_fixed(tmp_path):
     shutil.copytree(killed, undisturbed)
     minutes = f"trainer.max_minutes={60 * END / state['steps']!r}"  # a part of the recorded number
     kill_before(33, [*torchrun(3), *SETTINGS, minutes], killed, lambda: 30 in committed(run))
-    done = call([*torchrun(2), *SETTINGS, minutes], killed)
-    assert done.returncode == 0, done.stdout
-    assert f"resuming from the snapshot of step 30 of {END}" in done.stdout
-    assert f"{END} steps took " in done.stdout
-    done = call([*python_main(), *SETTINGS, minutes], undisturbed)
-    assert done.returncode == 0, done.stdout
+    text = succeed([*torchrun(2), *SETTINGS, minutes], killed)
+    assert f"resuming from the snapshot of step 30 of {END}" in text
+    assert f"{END} steps took " in text
+    succeed([*python_main(), *SETTINGS, minutes], undisturbed)
     assert max(committed(run)) == END
     assert digests(run) == digests(undisturbed / "outputs" / "run")

@@ -10,8 +10,7 @@ import pytest
 from example_files import EXAMPLES, command_of, run_in_shell
 from example_model import EXAMPLE
 from launching import call, python_main
-
-from mingpt_ddp.storage.run_directory import read_result
+from runs import read_result
 
 
 @pytest.fixture(autouse=True)

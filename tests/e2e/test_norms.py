@@ -7,10 +7,9 @@ import json
 import pytest
 import torch
 from example_files import EXAMPLES, command_of, run_in_shell
-from launching import TINY, call, python_main
+from launching import TINY, python_main
+from runs import read_history, succeed
 from safetensors.torch import load_file
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
 
 EXAMPLE = EXAMPLES / "norms.py"
 
@@ -20,7 +19,7 @@ def test_the_command_of_the_example(tmp_path):
     assert done.returncode == 0, done.stdout
     run = tmp_path / "outputs" / "norms"
     assert json.loads((run / "result.json").read_text())["status"] == "complete"
-    last = read_history(run / METRICS).by_step()[20]
+    last = read_history(run).by_step()[20]
     for kind in ("weights", "gradients", "update"):
         for layer in ("token_embedding", "blocks.0", "blocks.3", "head"):
             assert last[f"train_{kind}_{layer}"] > 0
@@ -32,13 +31,12 @@ def test_the_norms_are_those_of_the_weights_and_go_on_after_a_resume(tmp_path):
     saves = ["snapshot.every_steps=1", "snapshot.keep_last=9", "snapshot.background=false"]
     for steps in (3, 4):
         words = ["run.name=run", "optimizer.schedule_steps=4", f"trainer.max_steps={steps}"]
-        done = call([*python_main(), *common, *saves, *words], tmp_path)
-        assert done.returncode == 0, done.stdout
+        succeed([*python_main(), *common, *saves, *words], tmp_path)
     run = tmp_path / "outputs" / "run"
     before, after = (
         load_file(run / "snapshots" / f"step_{step:08}" / "model.safetensors") for step in (3, 4)
     )
-    record = read_history(run / METRICS).by_step()[4]
+    record = read_history(run).by_step()[4]
     of_block = [name for name in after if name.startswith("blocks.0.")]
     weights = torch.cat([after[name].flatten() for name in of_block])
     change = weights - torch.cat([before[name].flatten() for name in of_block])

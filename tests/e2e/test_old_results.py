@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launching import TINY, call, python_main
+from runs import tool
 
 MINE = """
 import rate_of_mine
@@ -62,13 +62,13 @@ def test_a_sweep_says_that_its_results_are_of_old_code(project):
     assert text.count(f"{FILE} has changed since complete jobs were trained") == 1, text
     assert text.count("complete, old code") == 2, "both settings of the table"
     assert f"note: old code: results from before the last change of {FILE}" in text
-    again = call([sys.executable, "-m", "mingpt_ddp.report", "outputs/lr"], project, separate=True)
+    again = call(tool("report", "outputs/lr"), project, separate=True)
     assert again.stdout.count("complete, old code") == 2, "right after the edit too"
     assert sorted(project.glob("outputs/lr/*/result.json")) == results
 
     code, text = train(project, *sweep, "run.seed=1,2,3,4")
     assert code == 0 and "sweep: 8 jobs, 4 already complete, 0 failed" in text
-    report = [sys.executable, "-m", "mingpt_ddp.report", "outputs/lr", "compare", "format=json"]
+    report = tool("report", "outputs/lr", "compare", "format=json")
     settings = json.loads(call(report, project, separate=True).stdout)["settings"]
     assert [each["n"] for each in settings] == [2, 2, 2, 2]
     assert all(", code=" in each["name"] for each in settings)

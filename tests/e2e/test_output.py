@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,13 @@ from pathlib import Path
 import pytest
 from forked import UNREAD, open_output, server_of
 from launching import PATIENCE_S, ROOT, TINY, environment, python_main
-
-from mingpt_ddp.distributed.exit import CLOSED_PIPE
-from mingpt_ddp.storage.run_directory import read_result
+from runs import read_result
 
 SWEEP = ["-m", *TINY, "run.name=lr", "optimizer.lr=1e-3,1e-2"]
 FULL = "output error: cannot write to standard output: No space left on device; "
 FULL_DISK = "/dev/full"
 RUN = "outputs/job"
+CLOSED_PIPE = 128 + signal.SIGPIPE
 COMMANDS = {
     "train --help": ["mingpt_ddp", "--help"],
     "train --version": ["mingpt_ddp", "--version"],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from example_files import command_of, run_in_shell
 from launching import ROOT, Job, call, is_running, python_main, wait_for
+from runs import fail, succeed
 
 from mingpt_ddp import loop
 
@@ -79,14 +80,12 @@ def test_it_trains_to_the_bits_of_main(ranks, tmp_path, monkeypatch):
     killed = call(command, tmp_path, PYTHONPATH=str(ROOT))
     assert killed.returncode == (-signal.SIGKILL if ranks == 1 else 1), killed.stdout
     monkeypatch.delenv("DIES_AT")
-    done = call(command, tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"from step (10|5) of 20\n", done.stdout), done.stdout
+    text = succeed(command, tmp_path)
+    assert re.search(r"from step (10|5) of 20\n", text), text
 
     limits = [f"trainer.max_steps={STEPS}", "trainer.eval_every=10", "snapshot.every_steps=5"]
     words = [*overrides(), *limits, "run.name=main", f"ddp.nproc_per_node={ranks}"]
-    done = call([*python_main(), *words], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *words], tmp_path)
     outputs = tmp_path / "outputs"
     assert hashes(outputs / "example") == hashes(outputs / "main")
 
@@ -124,10 +123,9 @@ def test_the_page_changes_the_loss(tmp_path):
         source = source.replace(old, new)
     script = tmp_path / "own_loop.py"
     script.write_text(source)
-    done = call([*launcher(2), str(script)], tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout
-    line = re.search(r"step 10: loss (\S+) (\S+),", done.stdout)
-    assert line is not None, done.stdout
+    text = succeed([*launcher(2), str(script)], tmp_path)
+    line = re.search(r"step 10: loss (\S+) (\S+),", text)
+    assert line is not None, text
     weighted, unweighted = map(float, line.groups())
     assert weighted != unweighted
     assert weighted == pytest.approx(unweighted, rel=0.05)
@@ -138,9 +136,8 @@ def test_a_mistake_is_one_line(tmp_path):
     script.write_text(
         SCRIPT.replace("train.train", 'settings["model"]["n_head"] = 5\n    train.train')
     )
-    done = call([*launcher(1), str(script)], tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 2
-    assert done.stdout == "config error: model.n_embd=48 must be divisible by model.n_head=5\n"
+    text = fail([*launcher(1), str(script)], tmp_path)
+    assert text == "config error: model.n_embd=48 must be divisible by model.n_head=5\n"
     assert not (tmp_path / "outputs").exists()
 
 
@@ -169,9 +166,8 @@ def loss_of_ddp(tmp_path_factory) -> float:
     cwd = tmp_path_factory.mktemp("ddp")
     script = cwd / "own_loop.py"
     script.write_text(EXAMPLE.read_text().replace('"max_steps": 500', '"max_steps": 100'))
-    done = call([*launcher(1), str(script)], cwd, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout
-    return float(re.findall(r"^step 100: loss (\S+),", done.stdout, re.MULTILINE)[0])
+    text = succeed([*launcher(1), str(script)], cwd)
+    return float(re.findall(r"^step 100: loss (\S+),", text, re.MULTILINE)[0])
 
 
 def test_gradients_averaged_by_hand(loss_of_ddp, tmp_path):

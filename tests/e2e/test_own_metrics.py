@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from holding import kill_before
 from launching import call, committed, python_main
-from pause_points import kill_before
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from runs import curve, read_history, read_result, write_files
 from user_code_page import page_files
 
 import mingpt_ddp
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.storage.run_directory import read_result
 
 LOSS = "return F.cross_entropy(model(x).flatten(0, 1), tags.flatten())"
 WITH_METRICS = """logits = model(x)
@@ -50,8 +48,7 @@ def project(cwd: Path, name: str = "'correct'") -> Path:
     for file, content in page_files("my_task").items():
         changed = content.replace(LOSS, WITH_METRICS.format(name=name))
         changed = changed.replace(FORWARD, WITH_STEP_METRICS)
-        (cwd / file).parent.mkdir(parents=True, exist_ok=True)
-        (cwd / file).write_text(changed)
+        write_files(cwd, {file: changed})
         if file.endswith("mine.py"):
             assert changed.count("step_metrics") == changed.count("correct,") == 1
     return cwd
@@ -60,7 +57,7 @@ def project(cwd: Path, name: str = "'correct'") -> Path:
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return what training has measured, without what depends on a clock."""
     found = []
-    for row in read_history(run / METRICS).rows:
+    for row in read_history(run).rows:
         if "train_loss" in row:
             found.append({key: row[key] for key in ("step", "train_correct", "train_hidden")})
     return found
@@ -83,9 +80,7 @@ def test_metrics_are_the_same_on_any_number_of_ranks(tmp_path):
     assert [row["step"] for row in found[1]] == [*range(3, 25, 3)]
     assert 0.3 < found[1][0]["train_correct"] < found[1][-1]["train_correct"] < 1
     run = cwd / "outputs" / "run"
-    events = EventAccumulator(str(run / "tensorboard" / "rank0"))
-    events.Reload()
-    values = {event.step: event.value for event in events.Scalars("train/correct")}
+    values = dict(curve(run, "train/correct"))
     assert read_result(run)["train_correct"] == found[1][-1]["train_correct"]
     assert values[24] == pytest.approx(found[1][-1]["train_correct"])
 

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from holding import KILL_HOOK
 from launching import ROOT, TINY, call, python_main
+from runs import read_result, succeed, weights, write_files
 from user_code_page import page_files
-
-from mingpt_ddp.storage.run_directory import read_result
 
 TWO_RANKS = [*TINY, "--config-dir=my_parts", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
 # A snapshot is committed before the next step: no kill comes before it.
 SETTINGS = [*TWO_RANKS, "snapshot.background=false", "data.code=kill.py", "run.name=run"]
-KILL = """
-import os, signal
-from mingpt_ddp.registry import acts
-
-@acts("update")
-def kill(step, weights):
-    if step == int(os.environ.get("KILL_AT", 0)):
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 ALIBI = ["model.code=mine.py", "model.attention=alibi", "model.part_settings.steepness=4"]
 
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("project")
-    for name, content in {**page_files("my_parts"), "my_parts/kill.py": KILL}.items():
-        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
-        (cwd / name).write_text(content)
-    return cwd
+    return write_files(cwd, {**page_files("my_parts"), "my_parts/kill.py": KILL_HOOK})
 
 
 def train(cwd: Path, *overrides: str, kill_at: int = 0) -> Any:
     return call([*python_main(), *SETTINGS, *overrides], cwd, KILL_AT=str(kill_at))
-
-
-def weights(run: Path) -> str:
-    file = run / "snapshots" / "step_00000012" / "model.safetensors"
-    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def command(cwd: Path, *words: str) -> Any:
@@ -108,10 +90,8 @@ class Answers(Task):
 
 
 def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
-    (tmp_path / "mine" / "data").mkdir(parents=True)
-    (tmp_path / "mine" / "mine.py").write_text(ANSWERS)
     preset = "name: backwards\ndataset: backwards\ncode: mine.py\n"
-    (tmp_path / "mine" / "data" / "backwards.yaml").write_text(preset)
+    write_files(tmp_path / "mine", {"mine.py": ANSWERS, "data/backwards.yaml": preset})
     words = [
         "--config-dir=mine",
         "task.name=answers",
@@ -124,8 +104,7 @@ def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
         "optimizer.warmup_steps=5",
         "run.name=run",
     ]
-    done = call([*python_main(), *words, "trainer.precision=fp32"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *words, "trainer.precision=fp32"], tmp_path)
     result = read_result(tmp_path / "outputs" / "run")
     assert result["val_loss"] < 2.0, "less than log 10, of chance"
     done = command(tmp_path, "-m", "mingpt_ddp.evaluate", "outputs/run", "code=mine/mine.py")

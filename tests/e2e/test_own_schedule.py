@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from holding import kill_before
 from launching import TINY, call, committed, python_main
-from pause_points import kill_before
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from runs import read_history, succeed, tool, weights
 
 SCHEDULE = """
 import math
@@ -52,11 +49,6 @@ def train(cwd: Path, *overrides: str) -> Any:
     return call([*python_main(), "--config-dir=conf", *SETTINGS, *overrides], cwd)
 
 
-def weights(run: Path) -> str:
-    file = max(run.glob("snapshots/*/model.safetensors"))
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     """Weight decay in proportion to it; the log has the true rate."""
     more = [
@@ -71,19 +63,18 @@ def test_the_rate_is_the_schedules_and_survives_a_kill(project):
     done = train(project, *more)
     assert done.returncode == 0, done.stdout
     run = project / "outputs" / "run"
-    rates = dict(read_history(run / METRICS).series("lr"))
+    rates = dict(read_history(run).series("lr"))
     assert rates[6] == pytest.approx(0.5 * (1 + 6 / 40 / 10))
     assert rates[3] == pytest.approx(0.5 * (3 / 40 / 10))
     command = [*python_main(), "--config-dir=conf", *SETTINGS, *more, "run.root=killed"]
     killed = project / "killed" / "run"
-    kill_before(9, command, project, lambda: committed(killed))
+    kill_before(9, command, project, lambda: committed(killed), group="data")
     done = train(project, *more, "run.root=killed")
     assert done.returncode == 0, done.stdout
     assert weights(killed) == weights(run)
     recorded = yaml.safe_load((run / "config.yaml").read_text())["optimizer"]
     assert recorded["schedule_settings"] == {"period": 6}
-    done = call([sys.executable, "-m", "mingpt_ddp.evaluate", str(run)], project)
-    assert done.returncode == 0, done.stdout  # without the code, which it does not need
+    succeed(tool("evaluate", str(run)), project)
 
 
 def test_a_run_goes_on_with_another_schedule(project):
@@ -91,9 +82,8 @@ def test_a_run_goes_on_with_another_schedule(project):
     done = train(project, PERIOD)
     assert done.returncode == 0, done.stdout
     words = [*TINY, "run.name=run", "optimizer.schedule=cosine", "trainer.max_steps=16"]
-    done = call([*python_main(), *words], project)
-    assert done.returncode == 0, done.stdout
-    assert "resuming from the snapshot of step 12 " in done.stdout
+    text = succeed([*python_main(), *words], project)
+    assert "resuming from the snapshot of step 12 " in text
 
 
 @pytest.mark.parametrize(

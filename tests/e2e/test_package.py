@@ -193,12 +193,7 @@ def test_mypy_checks_a_users_script(built, tmp_path):
     python = install(built[1], tmp_path / "env")
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text("\n".join(["import mingpt_ddp", *WRONG]) + "\n")
-    options = [
-        "--strict",
-        "--no-error-summary",
-        "--python-executable",
-        python,
-    ]
+    options = ["--strict", "--no-error-summary", "--python-executable", python]
     checked = call(
         [sys.executable, "-m", "mypy", *options, "script.py", "wrong.py"], tmp_path, timeout=500
     )

@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import pytest
+from holding import HeldRun
 from launching import (
     Job,
     call,
     children,
-    committed,
     environment,
     is_running,
     last_step,
@@ -29,7 +29,7 @@ from launching import (
     torchrun,
     wait_for,
 )
-from pause_points import PausedJob, patches
+from runs import fail, succeed
 from searching import (
     DIRECTORY,
     SEARCH,
@@ -52,12 +52,6 @@ TWO = "sweep.parallel=2"
 
 def sweep(*overrides: str) -> list[str]:
     return [*python_main(), *overrides]
-
-
-def succeed(command: list[str], cwd: Path) -> str:
-    done = call(command, cwd)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 def failures(directory: Path) -> list[list[str]]:
@@ -242,9 +236,8 @@ def test_a_signal_to_one_job_ends_the_sweep_after_the_others(tmp_path):
 
 def test_a_failing_job_of_several(tmp_path):
     """Its reason names it, and is kept; it is tried as often as sweep.retries says."""
-    done = call(sweep(*GRID, "optimizer.lr=1e-3,1e30,2e-3", "sweep.retries=1", TWO), tmp_path)
-    assert done.returncode == 2, done.stdout
-    lines = done.stdout.splitlines()
+    text = fail(sweep(*GRID, "optimizer.lr=1e-3,1e30,2e-3", "sweep.retries=1", TWO), tmp_path)
+    lines = text.splitlines()
     assert sum(line.startswith("job 2: training error: step ") for line in lines) == 2
     assert "job 2: retry 1 of 1" in lines
     assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines
@@ -258,42 +251,31 @@ def test_a_failing_job_of_several(tmp_path):
 def test_no_job_starts_after_too_many_failures(tmp_path):
     """A combination that is invalid, found when its job starts, is a failure too."""
     values = ["run.seed=1,2", "model.n_head=3,16", "model.n_embd=48,24"]
-    done = call(sweep(*GRID, *values, "sweep.max_failures=0", TWO), tmp_path)
-    assert done.returncode == 2, done.stdout
+    text = fail(sweep(*GRID, *values, "sweep.max_failures=0", TWO), tmp_path)
     reason = "config error: model.n_embd=24 must be divisible by model.n_head=16"
-    assert f"\njob 6: {reason}" in done.stdout
+    assert f"\njob 6: {reason}" in text
     label = "model.n_embd=24, run.seed=1, model.n_head=16"
     assert failures(tmp_path / SWEEP) == [[label, reason]]
-    assert "no other job starts: 1 failed, sweep.max_failures=0" in done.stdout
-    assert f"job error: 1 of 6 failed: {label}; 2 have not started;" in done.stdout
-    assert "Traceback" not in done.stdout
+    assert "no other job starts: 1 failed, sweep.max_failures=0" in text
+    assert f"job error: 1 of 6 failed: {label}; 2 have not started;" in text
+    assert "Traceback" not in text
 
 
 HOLD = """
-def patch(loader):
-    original = loader.TokenLoader.get_batch
-    def get_batch(self, *arguments):
-        pause("training")
-        return original(self, *arguments)
-    loader.TokenLoader.get_batch = get_batch
-PATCHES["mingpt_ddp.data.dataloader"] = patch
+def reach(step, rank):
+    pause("training")
 """
-
-
-class HeldSweep(PausedJob):
-    settings = GRID
 
 
 def test_jobs_of_the_same_values_run_in_turn(tmp_path):
     """The first of them trains until the second one waits for it."""
-    values = "optimizer.lr=1e-3,0.001,1e-3,2e-3"
-    held = HeldSweep(python_main(), tmp_path, patches(HOLD), values, TWO)
+    values = ["optimizer.lr=1e-3,0.001,1e-3,2e-3", "trainer.max_steps=8", TWO]
+    held = HeldRun(sweep(*GRID, *values), tmp_path, HOLD)
     until(held.job, lambda: "job 2 waits: another job has the same values" in held.job.text(), "it")
     held.resume()
     assert held.wait() == 0, held.job.text()
-    text = held.job.text()
     assert [*starts(tmp_path / SWEEP).values()] == [1, 1]
-    assert "sweep: 4 jobs, 0 already complete, 0 failed" in text
+    assert "sweep: 4 jobs, 0 already complete, 0 failed" in held.job.text()
 
 
 def test_slots(tmp_path):
@@ -309,24 +291,6 @@ def test_slots(tmp_path):
     job.kill_tree()
     kept = json.loads((tmp_path / SWEEP / "sweep.json").read_text())
     assert (kept["cores"], kept["threads"]) == (len(cores) // 2, {"1": len(cores) // 2})
-
-
-def test_the_fork_server_is_killed(tmp_path):
-    """Jobs that are not done resume from their snapshots, below another server."""
-    lines = ["trainer.max_steps=600", "trainer.eval_every=600", "snapshot.every_steps=10"]
-    job = Job(sweep(*GRID, *lines, "run.seed=1,2", TWO), tmp_path)
-    two_train(job, tmp_path / SWEEP)
-    runs = [*(tmp_path / SWEEP).glob("run.seed=*")]
-    until(job, lambda: all(map(committed, runs)), "two snapshots")
-    ranks = job.workers()
-    os.kill(fork_server(job), signal.SIGKILL)
-    wait_for(lambda: not any(map(is_running, ranks)), what="the end of the ranks")
-    interrupted = [run.name for run in runs if not (run / "result.json").exists()]
-    assert job.wait() == 0, job.text()
-    assert "sweep: 2 jobs, 0 already complete, 0 failed" in job.text()
-    started = starts(tmp_path / SWEEP)
-    assert interrupted, "both jobs were too fast"
-    assert {started[name] for name in interrupted} == {2}
 
 
 def test_one_line_on_a_terminal(tmp_path):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launching import ROOT, TINY, call
+from runs import tool
 
 
 def plan(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mingpt_ddp.plan", *args]
+    command = tool("plan", *args)
     return call(command, cwd, separate=True, PYTHONPATH=str(ROOT))
 
 

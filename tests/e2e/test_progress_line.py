@@ -14,7 +14,8 @@ import termios
 import time
 from pathlib import Path
 
-from launching import PATIENCE_S, TINY, call, environment, python_main
+from launching import PATIENCE_S, TINY, environment, python_main
+from runs import succeed
 
 
 def read_until(main: int, wanted: bytes, timeout: float = PATIENCE_S) -> bytes:
@@ -68,11 +69,10 @@ def test_a_signal_leaves_a_clean_terminal(tmp_path: Path):
 def test_a_pipe_gets_fewer_lines_than_the_log(tmp_path: Path):
     """Each of the first 30, each tenth of the first 300, and the last."""
     command = [*python_main(), *TINY, "trainer.max_steps=43", "run.name=piped"]
-    done = call([*command, "trainer.eval_every=36", "trainer.sample_every=37"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    text = succeed([*command, "trainer.eval_every=36", "trainer.sample_every=37"], tmp_path)
     pattern = r"step (\d+)/43: loss"
-    shown = [int(step) for step in re.findall(pattern, done.stdout)]
+    shown = [int(step) for step in re.findall(pattern, text)]
     assert shown == [*range(1, 31), 40, 43]
-    assert "step 36: validation loss" in done.stdout and "step 37, a sample:" in done.stdout
+    assert "step 36: validation loss" in text and "step 37, a sample:" in text
     log = (tmp_path / "outputs" / "piped" / "main.rank0.log").read_text()
     assert len(re.findall(pattern, log)) == 43

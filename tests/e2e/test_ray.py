@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from launching import TINY, Job, call, committed, python_main, wait_for
+from launching import TINY, Job, committed, python_main, wait_for
+from runs import fail
 
 pytest.importorskip("ray", reason="Ray is not installed")
 pytest.importorskip(
@@ -67,8 +68,7 @@ def test_a_failed_job_does_not_stop_the_others(tmp_path):
         "data.truncate=1",
         "data.path=missing.txt,text.txt",
     ]
-    done = call([*SWEEP, *overrides], tmp_path)
-    assert done.returncode == 1, done.stdout
-    assert "data error: data.path=missing.txt: there is no such file" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("job error: data.path=missing.txt failed")
+    printed = fail([*SWEEP, *overrides], tmp_path, code=1)
+    assert "data error: data.path=missing.txt: there is no such file" in printed
+    assert printed.splitlines()[-1].startswith("job error: data.path=missing.txt failed")
     assert [r["status"] for r in results(tmp_path / "outputs" / "bad")] == ["complete"]

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
 import shutil
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from launching import PATIENCE_S, TINY, WITH_DIGITS, call, python_main
+from launching import PATIENCE_S, TINY, WITH_DIGITS, call, committed, python_main, wait_for
+from runs import succeed, tool, write_files
+from snapshot_helpers import mend_manifest
 from user_code_page import page_files
 
-from mingpt_ddp.snapshots.format import MANIFEST, STATE, decode_manifest, encode_manifest
-from mingpt_ddp.snapshots.hashes import describe_tensors, hash_lines
-from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
-
+STATE, LEDGER = "state.json", "snapshots.jsonl"
 SETTINGS = [
     *TINY,
     "trainer.max_steps=20",
@@ -36,20 +32,15 @@ CANONICAL = ["ddp.reduction=canonical", "trainer.micro_batch_size=2", "trainer.b
 
 
 def train(cwd: Path, *words: str) -> Path:
-    done = call([*python_main(), *SETTINGS, *words, "run.name=run"], cwd)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *SETTINGS, *words, "run.name=run"], cwd)
     return cwd / "outputs" / "run"
 
 
 def replay(cwd: Path, *words: str) -> tuple[int, str]:
     """Return the exit code and the last line of what a replay prints."""
-    command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", *words]
+    command = tool("snapshots", "verify", "outputs/run", *words)
     done = call(command, cwd)
     return done.returncode, done.stdout.strip().splitlines()[-1]
-
-
-def hash_of_model(tensors: dict[str, torch.Tensor]) -> str:
-    return hash_lines([{"model": describe_tensors(tensors)}])["model"]
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +76,14 @@ def edit_state(snapshot: Path, **changes: dict[str, Any]) -> None:
     mend_manifest(snapshot, STATE)
 
 
-def mend_manifest(snapshot: Path, name: str) -> None:
-    content = (snapshot / name).read_bytes()
-    step = int(snapshot.name.removeprefix("step_"))
-    files = decode_manifest((snapshot / MANIFEST).read_bytes(), step)
-    files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (snapshot / MANIFEST).write_bytes(encode_manifest(step, files))
+def ledger(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
 
 
 def test_the_ledger_outlives_the_snapshots(recorded):
     run = recorded / "outputs" / "run"
-    assert [*Ledger(run).read()] == [5, 10, 15, 20]
-    assert sorted(path.name for path in (run / "snapshots").iterdir()) == [
-        "step_00000015",
-        "step_00000020",
-    ]
-    weights = safetensors.torch.load_file(run / "snapshots" / "step_00000020" / "model.safetensors")
-    assert Ledger(run).read()[20].hashes["model"] == hash_of_model(weights)
+    assert [line["step"] for line in ledger(run)] == [5, 10, 15, 20]
+    assert committed(run) == [15, 20]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +112,7 @@ def test_a_flipped_bit_with_a_mended_manifest_is_refuted(copied, file):
 
 def test_the_lines_of_deleted_snapshots_count(copied):
     run = copied / "outputs" / "run"
-    lines = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
+    lines = ledger(run)
     lines[1]["model"] = lines[1]["optimizer"]
     (run / LEDGER).write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, line = replay(copied, "replay=15")
@@ -141,7 +123,7 @@ def test_the_lines_of_deleted_snapshots_count(copied):
 def test_a_replay_prints_its_steps_and_the_verdict(copied):
     """Its losses are of another evaluation than those of the run."""
     (copied / "outputs" / "run" / LEDGER).unlink()
-    command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", "replay=5"]
+    command = tool("snapshots", "verify", "outputs/run", "replay=5")
     *steps, verdict = call(command, copied).stdout.strip().splitlines()
     assert steps
     assert all(line.startswith("step ") for line in steps), steps
@@ -151,12 +133,11 @@ def test_a_replay_prints_its_steps_and_the_verdict(copied):
 def test_an_ended_replay_leaves_nothing(copied):
     scratch = copied / "scratch"
     scratch.mkdir()
-    command = [sys.executable, "-m", "mingpt_ddp.snapshots", "verify", "outputs/run", "replay=5"]
+    command = tool("snapshots", "verify", "outputs/run", "replay=5")
     process = subprocess.Popen(command, cwd=copied, env={**os.environ, "TMPDIR": str(scratch)})
-    limit = time.monotonic() + PATIENCE_S
-    while not list(scratch.glob("mingpt_ddp-replay-*/replay/.lock")):
-        assert process.poll() is None and time.monotonic() < limit
-        time.sleep(0.02)
+    lock = "mingpt_ddp-replay-*/replay/.lock"
+    wait_for(lambda: [*scratch.glob(lock)] or process.poll() is not None, what="the replay")
+    assert process.poll() is None
     process.terminate()
     assert process.wait(PATIENCE_S) == 130
     assert not list(scratch.glob("mingpt_ddp-*"))
@@ -176,10 +157,7 @@ def test_a_bit_that_flipped_while_a_run_trained_is_found_at_its_step(tmp_path):
     run = train(tmp_path, *CANONICAL, "trainer.max_steps=10", "optimizer.schedule_steps=20")
     flip_bit(run / "snapshots" / "step_00000010", bit=20)  # a low one may be rounded away
     train(tmp_path, *CANONICAL, "optimizer.schedule_steps=20")
-    lines = [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
-    tensors = safetensors.torch.load_file(run / "snapshots" / "step_00000015" / "model.safetensors")
-    assert [line["step"] for line in lines] == [5, 10, 15, 20]
-    assert lines[2]["model"] == hash_of_model(tensors)
+    assert [line["step"] for line in ledger(run)] == [5, 10, 15, 20]
     code, line = replay(tmp_path, "replay=20")
     assert line.startswith("refuted: step 15, repeated from step 0, gives another model: ")
     assert code == 1
@@ -201,13 +179,10 @@ def test_a_fast_run_is_repeated_on_as_many_ranks(tmp_path):
 
 
 def test_code_of_the_user_is_named_again(tmp_path):
-    for name, content in page_files().items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+    write_files(tmp_path, page_files())
     preset = ["--config-dir=my_project", "model=lstm"]
     settings = [word for word in SETTINGS if not word.startswith("model")]
-    done = call([*python_main(), *preset, *settings, "run.name=run"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *preset, *settings, "run.name=run"], tmp_path)
     code, line = replay(tmp_path, "replay=5")
     assert "model.architecture=lstm is in code of yours; type its preset" in line
     assert code == 2
@@ -240,8 +215,7 @@ def test_an_optimizer_without_state_and_a_model_with_running_statistics(tmp_path
         "trainer.batch_size=12",
         "run.name=run",
     ]
-    done = call([*python_main(), *words], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *words], tmp_path)
     preset = f"words='{WITH_DIGITS}' task=classification model=convnet data=digits"
     code, line = replay(tmp_path, "replay=2", preset)
     assert line.startswith("confirmed: steps 3 to 4")

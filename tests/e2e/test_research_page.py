@@ -6,10 +6,8 @@ import re
 import shlex
 
 from example_files import EXAMPLES
-from launching import ROOT, TINY, call, python_main
-
-from mingpt_ddp.metrics.jsonl import METRICS
-from mingpt_ddp.storage.run_directory import read_result
+from launching import ROOT, TINY, python_main
+from runs import read_result, succeed
 
 PAGE = (ROOT / "docs" / "research.md").read_text()
 MAX_LINES = 10
@@ -33,12 +31,11 @@ def test_all_changes_train_together(tmp_path):
     (tmp_path / "research").mkdir()
     (tmp_path / "research" / "mine.py").write_text("\n\n".join([imports, *changes]))
     (tmp_path / "notes.txt").write_text("The value of a note is what it says.\n" * 400)
-    done = call([*python_main(), *TINY, *words, "data.truncate=1", "run.name=run"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "sign_sgd: lr 0.0003" in done.stdout
+    text = succeed([*python_main(), *TINY, *words, "data.truncate=1", "run.name=run"], tmp_path)
+    assert "sign_sgd: lr 0.0003" in text
     run = tmp_path / "outputs" / "run"
     assert {"train_largest_weight", "val_spaces"} <= read_result(run).keys()
-    assert "train_loss_z" in (run / METRICS).read_text()
+    assert "train_loss_z" in (run / "metrics.jsonl").read_text()
 
 
 def test_the_loop_of_ones_own(tmp_path, monkeypatch):

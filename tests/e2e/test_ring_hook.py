@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from example_files import EXAMPLES, command_of, run_in_shell
 from launching import ROOT, TINY, call, hashes, python_main
+from runs import succeed, tool
 
 EXAMPLE = EXAMPLES / "ring_hook.py"
 REFUSAL = "config error: ddp.comm_hook=ring must be one of none, fp16, bf16"
@@ -30,16 +30,14 @@ def test_a_recorded_run_goes_on_with_the_example_alone(tmp_path):
     ]
     command = [*python_main(), *run]
     example = f"+data.code={EXAMPLE}"
-    done = call([*command, example], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*command, example], tmp_path)
     before = hashes(tmp_path)
     more = "trainer.max_steps=16"
-    again = [sys.executable, "-m", "mingpt_ddp.again", "outputs/run"]
+    again = tool("again", "outputs/run")
     for refused, line in ((command, REFUSAL), (again, f"with data.code={EXAMPLE}")):
         done = call([*refused, more], tmp_path, separate=True, PYTHONPATH=str(ROOT))
         assert done.returncode == 2
         assert done.stderr.splitlines()[-1].endswith(line)
     assert hashes(tmp_path) == before
-    done = call([*command, more, example], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "resuming from the snapshot of step 12 " in done.stdout
+    text = succeed([*command, more, example], tmp_path)
+    assert "resuming from the snapshot of step 12 " in text

@@ -8,12 +8,12 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fault_proxy import Fault, FaultProxy, Rule
+from launching import wait_for
 
 from mingpt_ddp.storage.remote import remote
 from mingpt_ddp.storage.remote.remote import StorageError
@@ -254,12 +254,10 @@ def test_a_write_ends(content, fault, url, proxy, seaweed, bucket, monkeypatch):
     with monkeypatch.context() as limits:
         limits.setattr(remote, "REQUEST_TIMEOUT_S", 1.0)
         limits.setattr(remote, "OPERATION_DEADLINE_S", 1.0)
-        start = time.monotonic()
-        with pytest.raises(
-            StorageError, match=rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"
-        ):
+        # the client's own limits would end it in other words
+        ended = rf"^cannot write {url}/file: .* \(tried for \d+ s\)$"
+        with pytest.raises(StorageError, match=ended):
             storage.write("file", content)
-        assert time.monotonic() - start < 55  # seconds; the default deadline is a minute
     proxy.heal()
     assert storage.read("file") == b"old"
     assert seaweed.unfinished_uploads(bucket) == []
@@ -322,11 +320,10 @@ def test_a_black_hole_times_out_at_the_deadline(call, url, seaweed, black_hole, 
         "delete": lambda: storage.delete("file"),
         "create": lambda: storage.put_if_absent("file", b"x"),
     }
-    start = time.monotonic()
-    with pytest.raises(StorageError, match=rf"^cannot [a-z ]+ {url}\S*: [^\n]*$"):
+    # the client's own timeouts would end it in other words
+    ended = rf"^cannot [a-z ]+ {url}\S*: [^\n]* \(tried for \d+ s\)$"
+    with pytest.raises(StorageError, match=ended):
         calls[call]()
-    # seconds: the client's own timeouts are 15 s or more, with five attempts
-    assert time.monotonic() - start < 70
 
 
 def test_access_denied_is_reported_at_once(url, proxy):
@@ -344,7 +341,6 @@ def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch
     caplog.set_level(logging.DEBUG, "mingpt_ddp")
     monkeypatch.setenv(wrong, "hunter2hunter2")
     storage = open_storage(url)
-    start = time.monotonic()
     for call in (lambda: storage.write("file", b"x"), storage.list, lambda: storage.read("file")):
         with pytest.raises(
             StorageError,
@@ -352,9 +348,9 @@ def test_wrong_credentials_are_reported_at_once(wrong, url, seaweed, monkeypatch
         ) as error:
             call()
         shown = str(error.value) + caplog.text
+        assert "tried for" not in shown, "until the deadline"
         assert "hunter2" not in shown
         assert seaweed.secret not in shown
-    assert time.monotonic() - start < 80  # seconds; three default deadlines are a minute and a half
 
 
 def test_a_missing_bucket_is_not_created(url, seaweed):
@@ -431,10 +427,9 @@ def test_acknowledged_writes_survive_the_server(url, seaweed, bucket, monkeypatc
     writer = threading.Thread(target=write_all)
     writer.start()
     try:
-        while len(done) < 5:  # the next one is large
-            assert writer.is_alive()
-            time.sleep(0.001)
-        time.sleep(0.03)
+        wait_for(lambda: len(done) >= 5 or not writer.is_alive(), what="five writes")
+        # the next one is large
+        wait_for(lambda: seaweed.unfinished_uploads(bucket) or len(done) > 5, what="its upload")
         seaweed.kill()
         seaweed.start()
         assert all(open_storage(url).read(f"{i}") == contents[i] for i in list(done))

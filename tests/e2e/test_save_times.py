@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launching import TINY, call, committed, python_main
-
-from mingpt_ddp.storage.run_directory import read_result
+from launching import TINY, committed, python_main
+from runs import read_result, succeed
 
 SETTINGS = [
     *TINY,
@@ -20,8 +19,7 @@ SETTINGS = [
 
 
 def saved(cwd: Path, *overrides: str) -> list[int]:
-    done = call([*python_main(), *SETTINGS, *overrides], cwd)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *SETTINGS, *overrides], cwd)
     return committed(cwd / "outputs" / "run")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from launching import Job, call, python_main, torchrun, wait_for
+from runs import fail, succeed
 from searching import (
     DIRECTORY,
     SEARCH,
@@ -36,12 +37,6 @@ ASHA = ["sweep.pruner=asha"]
 
 def search(*overrides: str) -> list[str]:
     return [*python_main(), *SEARCH, *overrides]
-
-
-def succeed(command: list[str], cwd: Path) -> str:
-    done = call(command, cwd)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +119,8 @@ def test_another_search_is_refused(undisturbed, tmp_path):
     shutil.copytree(undisturbed, directory)
     before = content(tmp_path)
     for case, (overrides, reason) in REFUSED.items():
-        done = call(search("sweep.trials=12", *overrides), tmp_path)
-        assert done.returncode == 2, (case, done.stdout)
-        (line,) = done.stdout.splitlines()
+        text = fail(search("sweep.trials=12", *overrides), tmp_path)
+        (line,) = text.splitlines()
         assert line.startswith("config error: ") and reason in line, (case, line)
         assert content(tmp_path).items() - before.items() <= locks(tmp_path), case
 
@@ -143,9 +137,8 @@ def test_a_lost_journal_beside_jobs_that_have_ended_is_refused(is_empty, undistu
     journal = tmp_path / DIRECTORY / "study.journal"
     journal.write_text("") if is_empty else journal.unlink()
     before = content(tmp_path)
-    done = call(search("sweep.trials=12", *MEDIAN), tmp_path)
-    assert done.returncode == 2
-    (line,) = done.stdout.splitlines()
+    text = fail(search("sweep.trials=12", *MEDIAN), tmp_path)
+    (line,) = text.splitlines()
     assert line.endswith(
         "study.journal is missing or empty, and 12 jobs of its search have ended; restore it, or "
         "choose another run.name"
@@ -193,29 +186,26 @@ def test_a_failed_trial_stays_failed(tmp_path):
     """The others are not affected. sweep.retries starts it again before it has failed for good."""
     command = search("sweep.trials=4", "optimizer.lr=tag(log,interval(1e-8,1e30))")
     directory = tmp_path / DIRECTORY
-    done = call(command, tmp_path)
-    assert done.returncode == 2, done.stdout
+    text = fail(command, tmp_path)
     first = trials(directory)
     count = Counter(states(directory))
     assert count == {"COMPLETE": 4 - count["FAIL"], "FAIL": count["FAIL"]} and 0 < count["FAIL"] < 4
     failed = count["FAIL"]
-    assert f"sweep: 4 jobs, 0 already complete, {failed} failed" in done.stdout
-    assert done.stdout.count("\ntraining error: ") == failed
-    assert "they do not start again; raise sweep.trials for other values" in done.stdout
-    assert "Traceback" not in done.stdout
+    assert f"sweep: 4 jobs, 0 already complete, {failed} failed" in text
+    assert text.count("\ntraining error: ") == failed
+    assert "they do not start again; raise sweep.trials for other values" in text
+    assert "Traceback" not in text
 
-    again = call(command, tmp_path)
-    assert again.returncode == 2, again.stdout
-    assert f"sweep: 4 jobs, {4 - failed} already complete, {failed} failed" in again.stdout
-    assert again.stdout.count(" has failed before: training error: ") == failed
+    again = fail(command, tmp_path)
+    assert f"sweep: 4 jobs, {4 - failed} already complete, {failed} failed" in again
+    assert again.count(" has failed before: training error: ") == failed
     assert set(starts(directory).values()) == {1}
     assert trials(directory) == first
 
     other = tmp_path / "other"
     other.mkdir()
-    retried = call([*command, "sweep.retries=1"], other)
-    assert retried.returncode == 2, retried.stdout
-    assert retried.stdout.count("\ntraining error: ") == 2 * failed
+    retried = fail([*command, "sweep.retries=1"], other)
+    assert retried.count("\ntraining error: ") == 2 * failed
     assert trials(other / DIRECTORY) == first
     assert sorted(starts(other / DIRECTORY).values()) == sorted([1] * (4 - failed) + [2] * failed)
 
@@ -226,12 +216,11 @@ def test_a_search_whose_trials_all_fail(tmp_path):
     command = search(
         "sweep.trials=4", "sweep.max_failures=1", "optimizer.lr=tag(log,interval(1e29,1e30))"
     )
-    done = call(command, tmp_path)
-    assert done.returncode == 2
-    assert "sweep: 2 jobs, 0 already complete, 2 failed" in done.stdout
-    assert "\nno other job starts: 2 failed, sweep.max_failures=1\n" in done.stdout
-    assert "2 have not started" in done.stdout
-    assert "config error" not in done.stdout
+    text = fail(command, tmp_path)
+    assert "sweep: 2 jobs, 0 already complete, 2 failed" in text
+    assert "\nno other job starts: 2 failed, sweep.max_failures=1\n" in text
+    assert "2 have not started" in text
+    assert "config error" not in text
     done = call([*command, "sweep.max_failures=null"], tmp_path)
     assert "sweep: 4 jobs, 0 already complete, 4 failed" in done.stdout
     assert states(tmp_path / DIRECTORY) == ["FAIL"] * 4

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from holding import KILL_HOOK
 from launching import TINY, call, python_main
+from runs import read_history, read_result, tensor_files, write_files
 from user_code_page import page_commands, page_files
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.storage.run_directory import read_result
 
 MAX_LINES = 25
 TWO_RANKS = [*TINY, "--config-dir=mine", "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
 # A snapshot is committed before the next step: no kill comes before it.
 SETTINGS = [*TWO_RANKS, "trainer.eval_every=4", "snapshot.background=false", "+data.code=kill.py"]
-KILL = """
-import os, signal
-from mingpt_ddp.registry import acts
-
-@acts("update")
-def kill(step, weights):
-    if step == int(os.environ.get("KILL_AT", 0)):
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 SCHEDULE = """
 import math
@@ -120,20 +109,11 @@ def train(cwd: Path, overrides: list[str], kill_at: int = 0) -> Any:
     return call(command, cwd, KILL_AT=str(kill_at))
 
 
-def sha256(run: Path) -> str:
-    """Return that of model, optimizer and hooks after the last step."""
-    files = sorted((run / "snapshots" / "step_00000012").glob("*.safetensors"))
-    assert len(files) >= 2
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
 @pytest.mark.parametrize("change", [case(change) for change in CHANGES])
 def test_a_change_keeps_its_bits_when_it_is_killed_twice(change, tmp_path):
     code, overrides, column = CHANGES[change]
     assert len(code.strip().splitlines()) <= MAX_LINES
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "mine.py").write_text(code)
-    (tmp_path / "mine" / "kill.py").write_text(KILL)
+    write_files(tmp_path / "mine", {"mine.py": code, "kill.py": KILL_HOOK})
     done = train(tmp_path, overrides)
     assert done.returncode == 0, done.stdout
     killed = [*overrides, "run.root=killed"]
@@ -143,8 +123,8 @@ def test_a_change_keeps_its_bits_when_it_is_killed_twice(change, tmp_path):
     assert done.returncode == 0, done.stdout
     assert "snapshot of step 8 " in done.stdout
     runs = [tmp_path / root / "run" for root in ("outputs", "killed")]
-    assert sha256(runs[0]) == sha256(runs[1])
-    series = [dict(read_history(run / METRICS).series(column)) for run in runs]
+    assert tensor_files(runs[0], 12) == tensor_files(runs[1], 12)
+    series = [dict(read_history(run).series(column)) for run in runs]
     assert series[0] == series[1]
     assert len({*series[0].values()}) > 1 or change == "exact match"
     assert read_result(runs[0])["step"] == 12

@@ -4,14 +4,13 @@ one.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
+from holding import HOOK, SETTINGS
 from launching import ROOT, Job, python_main, wait_for
-from multiprocess.ranks import configure, run_ranks
-from pause_points import SETTINGS, SITE, patches, train, weights
+from runs import read_result, train, weights
 from slurm_cluster import Slurm, SlurmUnavailable
 
 pytestmark = pytest.mark.integration
@@ -19,16 +18,9 @@ SCRIPT = ROOT / "scripts" / "train.sbatch"
 
 # Every rank of a job pauses once before this step; in an array, those of the first job only.
 PAUSE_BEFORE_STEP_7 = """
-def patch(loader):
-    original = loader.TokenLoader.get_batch
-    warming_up = [True]
-    def get_batch(self, step, plan, rank):
-        if step == 7 and not warming_up[0] and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
-            pause("step7")
-        warming_up[0] = False
-        return original(self, step, plan, rank)
-    loader.TokenLoader.get_batch = get_batch
-PATCHES["mingpt_ddp.data.dataloader"] = patch
+def reach(step, rank):
+    if step == 7 and os.environ.get("SLURM_ARRAY_TASK_ID", "0") == "0":
+        pause("step7")
 """
 
 
@@ -43,14 +35,13 @@ def slurm(tmp_path_factory):
 
 
 class Site:
-    """The sitecustomize module that pauses the ranks of a job before step 7."""
+    """The hook that pauses the ranks of a job before step 7."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir()
-        (directory / "sitecustomize.py").write_text(SITE)
-        (directory / "patches.py").write_text(patches(PAUSE_BEFORE_STEP_7))
+        (directory / "hold.py").write_text(HOOK + PAUSE_BEFORE_STEP_7)
         self.directory = directory
-        self.path = f"{directory}:{ROOT}"
+        self.word = f"+optimizer.code={directory}/hold.py"
 
     def wait_until_paused(self) -> None:
         self._wait_until("step7")
@@ -67,13 +58,13 @@ class Site:
 
 def check_resumed(run: Path, cwd: Path, *settings: str) -> None:
     """The run resumed from step 7, and its weights are those of an uninterrupted one."""
-    assert json.loads((run / "result.json").read_text())["status"] == "complete"
+    assert read_result(run)["status"] == "complete"
     resumed = re.findall(
         r"resuming from the snapshot of step (\d+) ", (run / "main.rank0.log").read_text()
     )
     assert resumed == ["7"]
-    run_ranks(2, train, cwd / "ranks", values=configure(*SETTINGS, *settings, f"run.root={cwd}"))
-    assert weights(run) == weights(cwd / "run")
+    whole = train(cwd / "whole", *SETTINGS, *settings, "ddp.nproc_per_node=2")
+    assert weights(run) == weights(whole)
 
 
 UNNAMED = [override for override in SETTINGS if override != "run.name=run"]
@@ -83,14 +74,14 @@ def test_a_name_in_the_form_that_a_report_prints(slurm, tmp_path):
     words = [*UNNAMED, '++run.name="lr/optimizer.lr=3e-4"', "trainer.max_steps=1"]
     job = slurm.submit(SCRIPT, tmp_path, [], words, PYTHONPATH=str(ROOT))
     slurm.wait(job, "COMPLETED")
-    result = tmp_path / "outputs" / "lr" / "optimizer.lr=3e-4" / "result.json"
-    assert json.loads(result.read_text())["status"] == "complete"
+    run = tmp_path / "outputs" / "lr" / "optimizer.lr=3e-4"
+    assert read_result(run)["status"] == "complete"
 
 
 def test_a_job_signalled_before_its_time_limit_is_requeued_and_resumes(slurm, tmp_path):
     """The script names the run after the job id, unless `run.name` is set."""
     site = Site(tmp_path / "site")
-    job = slurm.submit(SCRIPT, tmp_path, [], UNNAMED, PYTHONPATH=site.path)
+    job = slurm.submit(SCRIPT, tmp_path, [], [*UNNAMED, site.word], PYTHONPATH=str(ROOT))
     site.wait_until_paused()
     slurm.call("scancel", "--signal=USR1", job)  # as --signal=USR1@120 does
     site.resume_after_signal()
@@ -116,11 +107,12 @@ def test_a_preempted_job_of_a_sweep_is_requeued_and_resumes(slurm, tmp_path):
         "-m",
         "sweep=slurm",
         *SETTINGS,
+        site.word,
         "run.name=lr",
         "ddp.nproc_per_node=2",
         "hydra.launcher.cpus_per_task=1",
     ]
-    extra = slurm.environment(PYTHONPATH=site.path)
+    extra = slurm.environment(PYTHONPATH=str(ROOT))
     sweep = Job([*python_main(), *args, "optimizer.lr=3e-4,1e-3"], tmp_path, **extra)
     site.wait_until_paused()
     first = "{}_0".format(slurm.call("squeue", "--noheader", "--format=%F").split()[0])
@@ -131,6 +123,6 @@ def test_a_preempted_job_of_a_sweep_is_requeued_and_resumes(slurm, tmp_path):
     slurm.wait(urgent, "COMPLETED")
     assert sweep.wait() == 0, sweep.text()
     preempted, other = sorted((tmp_path / "outputs" / "lr").glob("optimizer.lr=*"))
-    assert json.loads((other / "result.json").read_text())["status"] == "complete"
+    assert read_result(other)["status"] == "complete"
     assert "resuming" not in (other / "main.rank0.log").read_text()
     check_resumed(preempted, tmp_path, "optimizer.lr=3e-4")

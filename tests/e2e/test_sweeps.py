@@ -1,4 +1,4 @@
-"""Sweeps: in lockstep and below one parent, killed anywhere, edited, with failing jobs."""
+"""Sweeps: edited, longer, preempted, of the same name; contract/ has kills and jobs that fail."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import random
 import re
 import shutil
 import signal
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from launching import ROOT, TINY, Job, call, committed, last_step, python_main, torchrun, wait_for
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from runs import fail, read_history, read_result, succeed, train, weights
 
 SHORT = [
     *TINY,
@@ -24,18 +21,6 @@ SHORT = [
     "snapshot.every_steps=2",
     "trainer.log_every=1",
 ]
-TWELVE = [*SHORT, "optimizer.lr=1e-3,2e-3,4e-3", "model.n_embd=24,48", "run.seed=1,2"]
-KILLS = 3
-LIMIT_S = 240
-
-
-@dataclass(frozen=True)
-class FinishedJob:
-    """The result of a finished job."""
-
-    loss: float
-    weights: bytes
-    starts: int
 
 
 def ranks_in_lockstep(*overrides: str) -> list[str]:
@@ -50,136 +35,57 @@ def single_process(*overrides: str) -> list[str]:
     return [*python_main(), "-m", *overrides]
 
 
-def finished(sweep: Path) -> dict[str, FinishedJob]:
-    """Return the finished jobs of a sweep, by directory name."""
+def finished(sweep: Path) -> dict[str, tuple[float, bytes, int]]:
+    """Return loss, weights and number of starts of the complete jobs, by directory name."""
     done = {}
-    for result in sweep.glob("*/result.json"):
-        job = result.parent
-        values = json.loads(result.read_text())
-        if values["status"] == "complete":
-            newest = job / "snapshots" / f"step_{values['step']:08d}" / "model.safetensors"
-            done[job.name] = FinishedJob(
-                values["val_loss"], newest.read_bytes(), read_history(job / METRICS).starts
-            )
+    for path in sweep.glob("*/result.json"):
+        job, result = path.parent, read_result(path.parent)
+        if result["status"] == "complete":
+            found = (result["val_loss"], weights(job, result["step"]), read_history(job).starts)
+            done[job.name] = found
     return done
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """The twelve jobs, of two ranks each, of an uninterrupted sweep."""
-    cwd = tmp_path_factory.mktemp("uninterrupted")
-    done = call(ranks_in_lockstep(*TWELVE, "run.name=sweep"), cwd, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout
-    assert "sweep: 12 jobs, 0 already complete, 0 failed" in done.stdout
-    jobs = finished(cwd / "outputs" / "sweep")
-    assert len(jobs) == 12
-    assert all(job.starts == 1 for job in jobs.values())
-    return jobs
-
-
-def kill_at_random(command: list[str], cwd: Path, generator: random.Random, n_jobs: int) -> None:
-    """Start the sweep, and SIGKILL all its processes within a job after `n_finished` jobs."""
-    sweep = cwd / "outputs" / "sweep"
-    job = Job(command, cwd)
-    deadline = time.monotonic() + LIMIT_S
-    while len(finished(sweep)) < n_jobs:
-        assert time.monotonic() < deadline, job.text()
-        assert job.process.poll() is None, job.text()
-        time.sleep(0.02)
-    moment = time.monotonic() + generator.uniform(0, 1.5)
-    # on a fast machine, the next job may end
-    while time.monotonic() < moment and len(finished(sweep)) <= n_jobs:
-        time.sleep(0.02)
-    assert job.process.poll() is None, "the sweep ended before it was killed"
-    job.kill_tree()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S * 2)
-def test_twelve_jobs_killed_three_times(uninterrupted, tmp_path):
-    """From one parent, against a sweep of ranks in lock-step; contract/test_sweeps.py kills
-    both.
-    """
-    seed = random.randrange(10**6)
-    print(f"seed {seed}")
-    generator = random.Random(seed)
-    command = one_parent(*TWELVE, "run.name=sweep")
-    sweep = tmp_path / "outputs" / "sweep"
-    starts: dict[str, int] = {}
-    for n_jobs in sorted(generator.sample(range(11), KILLS)):
-        kill_at_random(command, tmp_path, generator, n_jobs)
-        now = {name: job.starts for name, job in finished(sweep).items()}
-        assert starts.items() <= now.items(), "a finished job ran again"
-        starts = now
-    last = call(command, tmp_path, timeout=LIMIT_S)
-    assert last.returncode == 0, last.stdout
-    assert f"sweep: 12 jobs, {len(starts)} already complete, 0 failed" in last.stdout
-    jobs = finished(sweep)
-    assert starts.items() <= {name: job.starts for name, job in jobs.items()}.items(), (
-        "a finished job ran again"
-    )
-    assert {n: (j.loss, j.weights) for n, j in jobs.items()} == {
-        n: (j.loss, j.weights) for n, j in uninterrupted.items()
-    }
-
-
-def test_an_edited_sweep_skips_finished_jobs(tmp_path):
+def test_an_edited_and_a_longer_sweep(tmp_path):
     """Another value, a default that is now swept, another spelling: the two finished jobs are
-    skipped.
+    skipped. With more steps they go on.
     """
-    overrides = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,2e-3"]
-    assert call(single_process(*overrides), tmp_path).returncode == 0
-    before = finished(tmp_path / "outputs" / "sweep")
-    assert (
-        sorted(before) == sorted(name for name in before if name.startswith("optimizer.lr=0.00"))
-        and len(before) == 2
-    )
-    overrides = [
-        *SHORT,
-        "run.name=sweep",
-        "optimizer.lr=0.004,0.002,0.0010",
-        "model.dropout=0.0,0.1",
-    ]
-    done = call(single_process(*overrides), tmp_path)
-    assert "sweep: 6 jobs, 2 already complete, 0 failed" in done.stdout, done.stdout
-    after = finished(tmp_path / "outputs" / "sweep")
-    assert len(after) == 6
-    assert before.items() <= after.items()
-
-
-def test_a_longer_sweep_continues_its_jobs(tmp_path):
-    overrides = [*SHORT, "run.name=sweep", "run.seed=1,2"]
-    assert call(single_process(*overrides), tmp_path).returncode == 0
-    done = call(single_process(*overrides, "trainer.max_steps=8"), tmp_path)
-    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout, done.stdout
-    assert done.stdout.count("resuming from the snapshot of step 6 of 8") == 2
-    assert len(finished(tmp_path / "outputs" / "sweep")) == 2
+    sweep = tmp_path / "outputs" / "sweep"
+    two = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,2e-3"]
+    succeed(single_process(*two), tmp_path)
+    before = finished(sweep)
+    assert len(before) == 2 and all(name.startswith("optimizer.lr=0.00") for name in before)
+    values = ["optimizer.lr=0.004,0.002,0.0010", "model.dropout=0.0,0.1"]
+    text = succeed(single_process(*SHORT, "run.name=sweep", *values), tmp_path)
+    assert "sweep: 6 jobs, 2 already complete, 0 failed" in text
+    after = finished(sweep)
+    assert len(after) == 6 and before.items() <= after.items()
+    text = succeed(single_process(*two, "trainer.max_steps=8"), tmp_path)
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in text
+    assert text.count("resuming from the snapshot of step 6 of 8") == 2
+    assert len(finished(sweep)) == 6
 
 
 def test_keys_outside_the_digest_still_distinguish_jobs(tmp_path):
     """Limits do not change the training, but a sweep may vary them."""
-    done = call(single_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
-    assert done.returncode == 0, done.stdout
-    results = [
-        json.loads(path.read_text())["step"]
-        for path in (tmp_path / "outputs").glob("*/result.json")
-    ]
-    assert sorted(results) == [2, 4]
+    succeed(single_process(*SHORT, "trainer.max_steps=2,4"), tmp_path)
+    runs = [path.parent for path in (tmp_path / "outputs").glob("*/result.json")]
+    assert sorted(read_result(run)["step"] for run in runs) == [2, 4]
     # the same values in another spelling
-    again = call(single_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)
-    assert "sweep: 2 jobs, 2 already complete, 0 failed" in again.stdout, again.stdout
+    text = succeed(single_process(*SHORT, "trainer.max_steps=2.0,4e0"), tmp_path)
+    assert "sweep: 2 jobs, 2 already complete, 0 failed" in text
 
 
 def test_resume_never(tmp_path):
     """run.resume=never trains complete jobs again, in new directories, which the summary lists."""
     overrides = [*SHORT, "optimizer.lr=1e-3,2e-3", "trainer.max_steps=2"]
-    assert call(single_process(*overrides), tmp_path).returncode == 0
-    again = call(single_process(*overrides, "run.resume=never"), tmp_path)
-    assert "sweep: 2 jobs, 0 already complete, 0 failed" in again.stdout, again.stdout
+    succeed(single_process(*overrides), tmp_path)
+    text = succeed(single_process(*overrides, "run.resume=never"), tmp_path)
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in text
     runs = {path.parent.name for path in (tmp_path / "outputs").glob("*/result.json")}
     first = {name for name in runs if not name.endswith("-2")}
     assert runs == first | {f"{name}-2" for name in first} and len(first) == 2
-    table = again.stdout[again.stdout.index("val loss  status") :]
+    table = text[text.index("val loss  status") :]
     assert all(f"{name}-2" in table for name in first), table
 
 
@@ -192,31 +98,8 @@ def test_a_signal_after_the_last_step_ends_the_sweep(tmp_path):
     job.process.send_signal(signal.SIGTERM)
     assert job.wait() == 0, job.text()
     results = (tmp_path / "outputs" / "sweep").glob("run.seed=*/result.json")
-    statuses = sorted(json.loads(result.read_text())["status"] for result in results)
+    statuses = sorted(read_result(path.parent)["status"] for path in results)
     assert statuses in (["complete"], ["complete", "preempted"])
-
-
-# The learning rate of the second of three jobs makes its loss non-finite after a step.
-FAILING = [*SHORT, "run.name=sweep", "optimizer.lr=1e-3,1e30,2e-3"]
-
-
-@pytest.mark.parametrize(
-    "launch",
-    [
-        ranks_in_lockstep,
-        *(pytest.param(way, marks=pytest.mark.slow) for way in (one_parent, single_process)),
-    ],
-)
-def test_a_job_that_fails_does_not_stop_the_others(launch, tmp_path):
-    done = call(launch(*FAILING), tmp_path, timeout=LIMIT_S)
-    lines = done.stdout.splitlines()
-    assert len([line for line in lines if line.startswith("training error: step ")]) == 1, (
-        done.stdout
-    )
-    assert "sweep: 3 jobs, 0 already complete, 1 failed" in lines, done.stdout
-    assert "job error: 1 of 3 failed: optimizer.lr=1e+30; rerun the same command to retry" in lines
-    assert done.returncode == (1 if launch is ranks_in_lockstep else 2)  # torchrun's own code is 1
-    assert len(finished(tmp_path / "outputs" / "sweep")) == 2
 
 
 @pytest.mark.parametrize(
@@ -239,7 +122,7 @@ def test_a_preempted_sweep_saves_and_starts_no_other_job(launch, tmp_path):
     # torchrun's own code is 1
     assert job.wait() == (1 if launch is ranks_in_lockstep else 0), job.text()
     (run,) = sweep.glob("run.seed=*")
-    result = json.loads((run / "result.json").read_text())
+    result = read_result(run)
     assert result["status"] == "preempted"
     assert committed(run)[-1] == result["step"]
 
@@ -259,9 +142,8 @@ def returned(command: list[str], cwd: Path) -> tuple[str, list[float]]:
     """Run a sweep; return its output, and what its jobs return to Hydra."""
     (cwd / "printing.py").write_text(RETURNS)
     command = [*command, "+hydra.callbacks.print._target_=printing.Print"]
-    done = call(command, cwd, PYTHONPATH=os.pathsep.join([str(cwd), str(ROOT)]))
-    assert done.returncode == 0, done.stdout
-    return done.stdout, [float(text) for text in re.findall(r"returned (\S+)", done.stdout)]
+    printed = succeed(command, cwd, PYTHONPATH=os.pathsep.join([str(cwd), str(ROOT)]))
+    return printed, [float(text) for text in re.findall(r"returned (\S+)", printed)]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -363,27 +245,15 @@ def test_a_compiled_job_after_an_eager_one_equals_a_single_run(tmp_path):
     second.
     """
     overrides = [*TINY, "model.n_layer=1", "trainer.device=cpu", "trainer.max_steps=4"]
-    sweep = call(
-        single_process(*overrides, "trainer.compile=false,true", "run.name=sweep"),
-        tmp_path,
-        timeout=LIMIT_S,
-    )
-    assert sweep.returncode == 0, sweep.stdout
+    succeed(single_process(*overrides, "trainer.compile=false,true", "run.name=sweep"), tmp_path)
     jobs = {
-        name.lower().split("-")[0]: job.weights
-        for name, job in finished(tmp_path / "outputs" / "sweep").items()
+        name.lower().split("-")[0]: found
+        for name, (_, found, _) in finished(tmp_path / "outputs" / "sweep").items()
     }
     single = {}
     for compiled in ("false", "true"):
         name = f"trainer.compile={compiled}"
-        done = call(
-            [*python_main(), *overrides, name, f"run.name=alone-{compiled}"],
-            tmp_path,
-            timeout=LIMIT_S,
-        )
-        assert done.returncode == 0, done.stdout
-        snapshot = tmp_path / "outputs" / f"alone-{compiled}" / "snapshots" / "step_00000004"
-        single[name] = (snapshot / "model.safetensors").read_bytes()
+        single[name] = weights(train(tmp_path / compiled, *overrides, name), 4)
     assert jobs == single
 
 
@@ -391,10 +261,8 @@ def test_two_sweeps_of_the_same_name_do_not_run_concurrently(tmp_path):
     overrides = [*TINY, "run.name=sweep", "run.seed=1,2", "trainer.max_steps=1000000"]
     first = Job(single_process(*overrides), tmp_path)
     lock = tmp_path / "outputs" / "sweep" / ".lock"
-    while not (lock.exists() and lock.read_text()):
-        assert first.process.poll() is None, first.text()
-        time.sleep(0.05)
-    second = call(single_process(*overrides), tmp_path)
+    wait_for(lambda: lock.exists() and lock.read_text(), what="the lock of the first")
+    text = fail(single_process(*overrides), tmp_path)
+    assert first.process.poll() is None, first.text()
     first.kill_tree()
-    assert second.returncode == 2
-    assert "\nrun error: outputs/sweep is locked by process" in f"\n{second.stdout}", second.stdout
+    assert "\nrun error: outputs/sweep is locked by process" in f"\n{text}", text

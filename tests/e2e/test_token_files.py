@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from holding import kill_before
 from launching import ROOT, TINY, call, committed, python_main
-from pause_points import kill_before
-
-from mingpt_ddp.storage.run_directory import read_result
+from runs import read_result, succeed, tensor_files
 
 STEPS = 30
 SETTINGS = [
@@ -40,21 +39,15 @@ def shards(cwd: Path) -> Path:
     return cwd
 
 
-def files(cwd: Path) -> dict[str, bytes]:
-    newest = cwd / f"outputs/run/snapshots/step_{STEPS:08d}"
-    return {path.name: path.read_bytes() for path in newest.glob("*.s*")}
-
-
 def command(module: str, *words: str) -> list[str]:
     return [sys.executable, "-m", f"mingpt_ddp.{module}", *words]
 
 
 def test_token_ids_without_a_tokenizer(tmp_path):
     whole = shards(tmp_path / "whole")
-    done = call([*python_main(), *SETTINGS], whole)
-    assert done.returncode == 0, done.stdout
+    text = succeed([*python_main(), *SETTINGS], whole)
     said = "300 distinct; without data.tokenizer there are no samples and no bits per byte\n"
-    assert done.stdout.count(said) == 1 and "a sample" not in done.stdout
+    assert text.count(said) == 1 and "a sample" not in text
     names = {path.name for path in whole.glob("cache/*/*")}
     assert names == {"meta.json"}  # no copies
     result = read_result(whole / "outputs/run")
@@ -63,9 +56,8 @@ def test_token_ids_without_a_tokenizer(tmp_path):
     killed = shards(tmp_path / "killed")
     run = killed / "outputs/run"
     kill_before(8, [*python_main(), *SETTINGS], killed, lambda: committed(run))
-    done = call([*python_main(), *SETTINGS], killed)
-    assert done.returncode == 0, done.stdout
-    assert files(killed) == files(whole) and len(files(whole)) >= 2
+    succeed([*python_main(), *SETTINGS], killed)
+    assert tensor_files(run, STEPS) == tensor_files(whole / "outputs/run", STEPS)
 
     path = str(ROOT)
     done = call(command("sample", "outputs/run"), whole, separate=True, PYTHONPATH=path)
@@ -75,6 +67,6 @@ def test_token_ids_without_a_tokenizer(tmp_path):
     done = call(measure, whole, separate=True, PYTHONPATH=path)
     assert json.loads(done.stdout).keys() == {"split", "loss", "accuracy"}, done.stderr
     export = command("snapshots", "export", "outputs/run", "to=exported", "format=hf")
-    assert call(export, whole, PYTHONPATH=path).returncode == 0
+    succeed(export, whole, PYTHONPATH=path)
     assert json.loads((whole / "exported/config.json").read_text())["vocab_size"] == 300
     assert not [*whole.glob("exported/tokenizer*")]

@@ -7,14 +7,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from holding import kill_before
 from launching import ROOT, TINY, call, committed, python_main
-from pause_points import kill_before
-
-from mingpt_ddp.storage.run_directory import read_result
+from runs import fail, read_result, succeed, tensor_files, tool
 
 pytest.importorskip("tokenizers")
 STEPS = 30
@@ -44,18 +42,10 @@ def texts(cwd: Path) -> Path:
     return cwd
 
 
-def files(cwd: Path) -> dict[str, bytes]:
-    return {
-        path.name: path.read_bytes()
-        for path in (cwd / f"outputs/run/snapshots/step_{STEPS:08d}").glob("*.s*")
-    }
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     cwd = texts(tmp_path_factory.mktemp("tokens") / "whole")
-    done = call([*python_main(), *SETTINGS], cwd)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *SETTINGS], cwd)
     return cwd
 
 
@@ -68,9 +58,9 @@ def test_killed_and_resumed_it_is_the_same_byte_for_byte(trained, tmp_path):
     kill_before(8, [*python_main(), *SETTINGS], cwd, lambda: committed(run))
     assert not (run / "result.json").exists()
     shutil.rmtree(cwd / "cache")
-    done = call([*python_main(), *SETTINGS], cwd)
-    assert done.returncode == 0 and "resuming from the snapshot" in done.stdout, done.stdout
-    assert files(cwd) == files(trained) and len(files(cwd)) >= 2
+    printed = succeed([*python_main(), *SETTINGS], cwd)
+    assert "resuming from the snapshot" in printed, printed
+    assert tensor_files(run, STEPS) == tensor_files(trained / "outputs/run", STEPS)
     assert (run / "tokenizer.json").read_bytes() == (
         trained / "outputs/run/tokenizer.json"
     ).read_bytes()
@@ -87,23 +77,10 @@ def test_the_result_compares_tokenizers(trained):
 
 
 def test_the_commands_use_the_tokenizer_of_the_run(trained):
-    command = [
-        sys.executable,
-        str(ROOT / "sample.py"),
-        "outputs/run",
-        "prompt=grün 😀",
-        "max_new_tokens=20",
-    ]
+    command = tool("sample", "outputs/run", "prompt=grün 😀", "max_new_tokens=20")
     done = call(command, trained, separate=True)
     assert done.returncode == 0 and done.stdout.startswith("grün 😀"), done.stderr
-    command = [
-        sys.executable,
-        "-m",
-        "mingpt_ddp.evaluate",
-        "outputs/run",
-        "device=cpu",
-        "precision=fp32",
-    ]
+    command = tool("evaluate", "outputs/run", "device=cpu", "precision=fp32")
     own = json.loads(call(command, trained, separate=True, PYTHONPATH=str(ROOT)).stdout)
     assert own["loss"] == pytest.approx(read_result(trained / "outputs/run")["val_loss"], rel=1e-5)
     other = json.loads(
@@ -125,8 +102,8 @@ def test_another_tokenizer_or_mixture_is_refused(override, message, trained):
     settings = [
         s for s in settings if not (s.startswith("data.vocab_size") and "tokenizer" in override)
     ]
-    done = call(
+    printed = fail(
         [*python_main(), *settings, override, "trainer.max_steps=40", "ddp.nproc_per_node=null"],
         trained,
     )
-    assert done.returncode == 2 and message in done.stdout, done.stdout
+    assert message in printed, printed

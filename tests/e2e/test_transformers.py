@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from launching import ROOT, TINY, call, environment, python_main
+from launching import TINY, environment, python_main
+from runs import succeed, tool
 
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.inference.generate import SamplingParams, generate
@@ -107,19 +108,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dic
     limits = ["trainer.batch_size=4", "trainer.eval_every=null", "snapshot.every_steps=null"]
     for name, words in CASES.items():
         run = f"outputs/{name}"
-        done = call([*python_main(), *TINY, *small, *limits, *words, f"run.name={name}"], cwd)
-        assert done.returncode == 0, done.stdout
-        export = [
-            sys.executable,
-            "-m",
-            "mingpt_ddp.snapshots",
-            "export",
-            run,
-            f"to=exports/{name}",
-            "format=hf",
-        ]
-        done = call(export, cwd, PYTHONPATH=str(ROOT))
-        assert done.returncode == 0, done.stdout
+        succeed([*python_main(), *TINY, *small, *limits, *words, f"run.name={name}"], cwd)
+        export = tool("snapshots", "export", run, f"to=exports/{name}", "format=hf")
+        succeed(export, cwd)
     env = environment(cwd, HF_HOME=str(cwd / "hf"), HF_HUB_OFFLINE="1", PYTHONPATH="")
     command = [sys.executable, "-c", SCRIPT, *(f"exports/{name}" for name in CASES)]
     loaded = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
-from launching import ROOT, TINY, call, committed, python_main
-from pause_points import kill_before
+from holding import kill_before
+from launching import TINY, committed, python_main
+from runs import fail, succeed, tool, weights, write_files
 from user_code_page import PAGE, page_commands, page_files
-
-from mingpt_ddp.cli.commands.export import ExportConfig, export
-from mingpt_ddp.cli.commands.sample import SampleConfig, sample
-from mingpt_ddp.errors import SnapshotError
 
 STEPS = 30
 SETTINGS = {
@@ -35,9 +31,7 @@ TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 def project(tmp_path_factory) -> Path:
     """A working directory with the files of the page."""
     cwd = tmp_path_factory.mktemp("project")
-    for name, content in page_files().items():
-        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
-        (cwd / name).write_text(content)
+    write_files(cwd, page_files())
     with open(cwd / "notes.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["id", "text"])
@@ -63,21 +57,15 @@ def test_the_page_lists_the_files_that_it_shows():
 
 @pytest.fixture(scope="module")
 def uninterrupted(project) -> Path:
-    done = call([*TWO_RANKS, *train()], project)
-    assert done.returncode == 0, done.stdout
+    succeed([*TWO_RANKS, *train()], project)
     return project / "outputs" / "notes"
-
-
-def weights(run: Path) -> bytes:
-    return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
 
 
 def test_the_page_trains_and_samples(uninterrupted, project):
     args = page_commands()[1]
     assert args[:2] == ["python", "sample.py"]
-    done = call([sys.executable, str(ROOT / "sample.py"), *args[2:]], project)
-    assert done.returncode == 0, done.stdout
-    assert len(done.stdout) == 100 + len("\n")
+    text = succeed(tool("sample", *args[2:]), project)
+    assert len(text) == 100 + len("\n")
     assert not list(project.rglob("__pycache__")), "nothing is written next to the user's files"
 
 
@@ -88,13 +76,12 @@ def test_killed_and_resumed_from_another_directory_byte_for_byte(uninterrupted, 
     elsewhere = {"data.path": str(project / "notes.csv"), "run.name": "victim"}
     run = tmp_path / "outputs" / "victim"
     args = train(**elsewhere, **{"--config-dir": str(project / "my_project")})
-    kill_before(16, [*TWO_RANKS, *args], tmp_path, lambda: committed(run))
+    kill_before(16, [*TWO_RANKS, *args], tmp_path, lambda: committed(run), group="task")
     args = [arg for arg in train(**elsewhere) if not arg.startswith("--config-dir")]
     args += [f"hydra.searchpath=[{project / 'my_project'}]", "ddp.nproc_per_node=2"]
-    done = call([*python_main(), *args], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "resuming from the snapshot" in done.stdout
-    assert weights(run) == weights(uninterrupted)
+    text = succeed([*python_main(), *args], tmp_path)
+    assert "resuming from the snapshot" in text
+    assert weights(run, STEPS) == weights(uninterrupted, STEPS)
 
 
 @pytest.mark.parametrize("presets", ["--config-dir=my_project", "hydra.searchpath=[my_project]"])
@@ -109,22 +96,16 @@ def test_a_sweep_over_a_key_of_the_user(presets, project, tmp_path):
         **{"run.name": "sweep", "run.root": str(tmp_path)},
     )
     args = [arg for arg in args if not arg.startswith("--config-dir")]
-    done = call([*python_main(), *args, presets, "-m"], project)
-    assert done.returncode == 0, done.stdout
-    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
+    text = succeed([*python_main(), *args, presets, "-m"], project)
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in text
     assert len(list(tmp_path.glob("sweep/model.n_hidden=[48]-*/result.json"))) == 2
 
 
-def test_code_is_run_only_if_the_user_names_it(uninterrupted, tmp_path):
-    """The snapshot names the file, which still exists, but it is not run unless the user names
-    it.
-    """
-    with pytest.raises(
-        SnapshotError, match=r"model\.architecture=lstm is not built in; name the Python file"
-    ):
-        sample(SampleConfig(str(uninterrupted)), "")
-    assert export(ExportConfig(str(uninterrupted), str(tmp_path / "export"))) == 0
-    assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(uninterrupted)
+def test_an_export_does_not_run_the_code(uninterrupted, tmp_path):
+    """contract/test_user_code.py has what runs it only if the user names it."""
+    succeed(tool("snapshots", "export", str(uninterrupted), "to=export"), tmp_path)
+    exported = tmp_path / "export" / "model.safetensors"
+    assert exported.read_bytes() == weights(uninterrupted, STEPS)
 
 
 HOOK = """
@@ -149,9 +130,7 @@ def test_a_communication_hook(tmp_path):
         "ddp.nproc_per_node=2",
         "run.name=hook",
     ]
-    done = call([*python_main(), *settings, f"+data.code={tmp_path / 'hooks.py'}"], tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("averaged") >= 2 * 12
-    done = call([*python_main(), *settings], tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == "config error: ddp.comm_hook=mine must be one of none, fp16, bf16\n"
+    text = succeed([*python_main(), *settings, f"+data.code={tmp_path / 'hooks.py'}"], tmp_path)
+    assert text.count("averaged") >= 2 * 12
+    text = fail([*python_main(), *settings], tmp_path)
+    assert text == "config error: ddp.comm_hook=mine must be one of none, fp16, bf16\n"

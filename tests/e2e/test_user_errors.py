@@ -1,4 +1,4 @@
-"""Errors of a user's code in the middle of training: the last line, the log, and the restarts."""
+"""Errors of a user's code in the middle of training: logs and restarts, beyond contract/."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ TWICE = "it came twice at the same step, so a restart would not help: mend it, t
 AGAIN = {9: 9}
 
 
-def train(cwd: Path, command: list[str], faults: dict[int, int], line: str = BOOM_LINE):
+def train(cwd: Path, command: list[str], faults: dict[int, int]):
     mine = cwd / "mine"
     (mine / "model").mkdir(parents=True)
     (mine / "model" / "scores.yaml").write_text("{name: s, architecture: scores, code: mine.py}")
-    (mine / "mine.py").write_text(MODEL.replace("<faults>", str(faults)).replace(BOOM_LINE, line))
+    (mine / "mine.py").write_text(MODEL.replace("<faults>", str(faults)))
     return call([*command, *SETTINGS, "run.name=run"], cwd)
 
 
@@ -76,15 +76,6 @@ def tracebacks(cwd: Path, rank: int) -> int:
 
 def weights(cwd: Path) -> bytes:
     return (cwd / "outputs/run/snapshots/step_00000012/model.safetensors").read_bytes()
-
-
-def test_one_process_ends_with_one_line(tmp_path):
-    done = train(tmp_path, python_main(), AGAIN)
-    assert done.returncode == 1
-    last = done.stdout.splitlines()[-1]
-    assert re.fullmatch(rf"error: rank 0: {BOOM}, in the forward pass of step 9", last), last
-    assert "Traceback" not in done.stdout
-    assert tracebacks(tmp_path, 0) == 1
 
 
 @pytest.mark.parametrize("launcher", ["nproc_per_node", "torchrun"])
@@ -100,16 +91,10 @@ def test_the_same_error_at_the_same_step_is_restarted_once(tmp_path, launcher):
     assert len([line for line in lines if TWICE in line]) == 1
     assert "Traceback" not in ours
     assert len(list(tmp_path.glob("mine/failed-*"))) == tracebacks(tmp_path, 1) == 2
+    log = (tmp_path / "outputs" / "run" / "main.rank0.log").read_text()
+    assert re.search(rf"error: rank 1: {BOOM}", log), "the other rank names it too"
     assert ours.count("resuming from the snapshot of step 6") == 1
     assert not by_us or re.findall(r"restart (\d) of", ours) == ["1"]
-
-
-def test_a_rank_that_ends_itself_is_named(tmp_path):
-    """Not the rank that loses it, and with its exit code, as torchrun's agent has it."""
-    command = [*python_main(), "ddp.nproc_per_node=2", "ddp.max_restarts=0"]
-    done = train(tmp_path, command, AGAIN, "os._exit(3)")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].startswith("error: rank 1 exited with code 3: ")
 
 
 def test_errors_at_different_steps_are_restarted(tmp_path):
@@ -120,9 +105,3 @@ def test_errors_at_different_steps_are_restarted(tmp_path):
     assert re.findall(r"restart (\d) of", done.stdout) == ["1", "2"]
     assert train(tmp_path / "plain", local, {}).returncode == 0
     assert weights(tmp_path / "failing") == weights(tmp_path / "plain")
-
-
-def test_a_failed_job_of_a_sweep_names_the_line(tmp_path):
-    done = train(tmp_path, [*python_main(), "-m"], AGAIN)
-    assert re.search(rf"error: {BOOM}, in the forward pass of step 9", done.stdout), done.stdout
-    assert "Traceback" not in done.stdout

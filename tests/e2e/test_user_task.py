@@ -8,14 +8,20 @@ import uuid
 from pathlib import Path
 
 import pytest
-from launching import ROOT, WITH_TOY, call, committed, python_main
-from pause_points import kill_before
+from holding import kill_before
+from launching import WITH_TOY, call, committed, python_main
+from runs import (
+    error_line,
+    fail,
+    read_history,
+    read_result,
+    succeed,
+    tool,
+    verified_steps,
+    weights,
+    write_files,
+)
 from user_code_page import page_commands, page_files
-
-from mingpt_ddp.cli.commands.export import ExportConfig, export
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_directory import read_result
 
 STEPS = 160
 SETTINGS = [
@@ -37,16 +43,12 @@ TWO_RANKS = [*python_main(), "ddp.nproc_per_node=2"]
 @pytest.fixture(scope="module")
 def project(tmp_path_factory) -> Path:
     cwd = tmp_path_factory.mktemp("project")
-    for name, content in page_files("my_task").items():
-        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
-        (cwd / name).write_text(content)
-    return cwd
+    return write_files(cwd, page_files("my_task"))
 
 
 @pytest.fixture(scope="module")
 def trained(project) -> Path:
-    done = call([*TWO_RANKS, *arguments()], project)
-    assert done.returncode == 0, done.stdout
+    succeed([*TWO_RANKS, *arguments()], project)
     return project / "outputs" / "tags"
 
 
@@ -57,41 +59,32 @@ def arguments(*more: str) -> list[str]:
     return [*args[3:], *SETTINGS, *more]
 
 
-def weights(run: Path) -> bytes:
-    return (run / "snapshots" / f"step_{STEPS:08d}" / "model.safetensors").read_bytes()
-
-
 def test_the_task_is_learnt_and_measured(trained, project):
     result = read_result(trained)
     assert result["test_accuracy"] > 0.9
     assert result["samples"] == STEPS * 250
-    assert len(read_history(trained / METRICS).series("val_accuracy")) == 2
+    assert len(read_history(trained).series("val_accuracy")) == 2
     args = page_commands(1)[1]
     assert args[:3] == ["python", "-m", "mingpt_ddp.evaluate"]
-    done = call([sys.executable, *args[1:]], project, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stdout
-    assert json.loads(done.stdout)["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.01)
+    text = succeed([sys.executable, *args[1:]], project)
+    assert json.loads(text)["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.01)
 
 
 def test_killed_in_mid_epoch(trained, project, tmp_path):
     command = [*TWO_RANKS, *arguments(f"run.root={tmp_path}", "data.num_workers=1")]
     run = tmp_path / "tags"
     kill_before(61, command, project, lambda: committed(run))
-    done = call(
+    text = succeed(
         [*python_main(), *arguments(f"run.root={tmp_path}", "ddp.nproc_per_node=2")], project
     )
-    assert done.returncode == 0, done.stdout
-    assert "resuming from the snapshot" in done.stdout
-    assert weights(run) == weights(trained)
+    assert "resuming from the snapshot" in text
+    assert weights(run, STEPS) == weights(trained, STEPS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 def test_under_another_strategy(strategy, trained, project, tmp_path):
-    done = call(
-        [*TWO_RANKS, *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project
-    )
-    assert done.returncode == 0, done.stdout
+    succeed([*TWO_RANKS, *arguments(f"run.root={tmp_path}", f"ddp.strategy={strategy}")], project)
     ours, theirs = read_result(tmp_path / "tags"), read_result(trained)
     for name in ("val_loss", "test_loss", "test_accuracy"):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-5)
@@ -106,47 +99,29 @@ def test_in_a_sweep_with_snapshots_in_s3(project, tmp_path, seaweed):
         f"run.root={tmp_path}",
         f"snapshot.path={path}",
     ]
-    done = call(
+    text = succeed(
         [*python_main(), *arguments("trainer.max_steps=8"), *sweep],
         project,
         **seaweed.environment(),
     )
-    assert done.returncode == 0, done.stdout
-    assert "sweep: 2 jobs, 0 already complete, 0 failed" in done.stdout
+    assert "sweep: 2 jobs, 0 already complete, 0 failed" in text
     results = [read_result(found.parent) for found in tmp_path.glob("sweep/*/result.json")]
     assert [result["step"] for result in results] == [8, 8]
     assert all("val_accuracy" in result for result in results)
 
 
-def test_a_run_with_code_of_ones_own_needs_it(trained, project):
-    done = call(
-        [sys.executable, "-m", "mingpt_ddp.evaluate", str(trained)], project, PYTHONPATH=str(ROOT)
-    )
-    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done.stdout
-    assert (
-        "name the Python file that registers it, if you trust it, as in code=my_project/mine.py"
-        in done.stdout
-    )
-
-
-def test_sampling_is_refused(trained, project):
-    done = call(
-        [sys.executable, str(ROOT / "sample.py"), str(trained), "code=my_task/mine.py"], project
-    )
-    assert done.returncode == 2
-    expected = (
-        "snapshot error: its task is not a language model; measure it with python -m "
-        "mingpt_ddp.evaluate\n"
-    )
-    assert done.stdout == expected
-
-
-def test_the_snapshot_tools_know_no_task(trained, tmp_path):
-    assert SnapshotStore(str(trained / "snapshots")).verify(STEPS)
-    assert export(ExportConfig(str(trained), str(tmp_path / "export"))) == 0
+def test_what_other_commands_make_of_the_run(trained, project, tmp_path):
+    text = error_line(fail(tool("evaluate", str(trained)), project))
+    assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
+    text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
+    expected = "its task is not a language model; measure it with python -m mingpt_ddp.evaluate"
+    assert error_line(text, "snapshot error: ").endswith(expected)
+    assert STEPS in verified_steps(trained, project)
+    succeed(tool("snapshots", "export", str(trained), f"to={tmp_path}/export"), project)
     described = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (described["task"]["name"], described["model"]["n_hidden"]) == ("tagging", 32)
-    assert (tmp_path / "export" / "model.safetensors").read_bytes() == weights(trained)
+    exported = tmp_path / "export" / "model.safetensors"
+    assert exported.read_bytes() == weights(trained, STEPS)
 
 
 SEVERAL = """
@@ -165,11 +140,8 @@ class Autoencoder(Task):
 
 def test_several_losses_are_logged_each(tmp_path):
     """Their sum is trained; without `metrics`, the evaluation has their means."""
-    (tmp_path / "own" / "task").mkdir(parents=True)
-    (tmp_path / "own" / "several.py").write_text(SEVERAL)
-    (tmp_path / "own" / "task" / "autoencoder.yaml").write_text(
-        "name: autoencoder\ncode: several.py\n"
-    )
+    preset = "name: autoencoder\ncode: several.py\n"
+    write_files(tmp_path / "own", {"several.py": SEVERAL, "task/autoencoder.yaml": preset})
     args = [
         WITH_TOY,
         "experiment=toy",
@@ -178,10 +150,9 @@ def test_several_losses_are_logged_each(tmp_path):
         "trainer.max_epochs=1",
         "run.name=run",
     ]
-    done = call([*python_main(), *args, "trainer.precision=fp32", "ddp.nproc_per_node=2"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *args, "trainer.precision=fp32", "ddp.nproc_per_node=2"], tmp_path)
     run = tmp_path / "outputs" / "run"
-    history, result = read_history(run / METRICS), read_result(run)
+    history, result = read_history(run), read_result(run)
     parts = [dict(history.series(f"train_loss_{name}")) for name in ("squared", "absolute")]
     for step, total in history.series("train_loss"):
         assert total == pytest.approx(parts[0][step] + parts[1][step])
@@ -245,9 +216,8 @@ def other(config, group):
     ],
 )
 def test_a_wrong_task_is_one_line(name, message, tmp_path):
-    (tmp_path / "own" / "task").mkdir(parents=True)
-    (tmp_path / "own" / "wrong.py").write_text(WRONG)
-    (tmp_path / "own" / "task" / "wrong.yaml").write_text(f"name: {name}\ncode: wrong.py\n")
+    preset = f"name: {name}\ncode: wrong.py\n"
+    write_files(tmp_path / "own", {"wrong.py": WRONG, "task/wrong.yaml": preset})
     args = [WITH_TOY, "experiment=toy", "task=wrong", "--config-dir=own"]
     done = call([*python_main(), *args], tmp_path)
     assert (done.returncode, len(done.stdout.splitlines())) == (2, 1), done.stdout

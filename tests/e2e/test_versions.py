@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 from launching import ROOT, TINY, UnforkedJob, call, wait_for
-
-from mingpt_ddp.metrics.jsonl import METRICS, read_history
+from runs import read_history, tool
 
 MINE = """
 from mingpt_ddp.registry import ScheduleConfig, register
@@ -44,7 +42,7 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
         "run.seed=1,2",
         "require=not_worse",
     ]
-    command = [sys.executable, "-m", "mingpt_ddp.versions", "HEAD", ".", *words]
+    command = tool("versions", "HEAD", ".", *words)
     cache = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
 
     def results() -> dict[Path, int]:
@@ -83,7 +81,7 @@ def test_killed_between_two_jobs_it_goes_on_and_says_what_the_change_does(tmp_pa
         assert f"recipe/mine.py ({code})" in text, "one code of each"
     assert record["comparisons"][0]["sentence"] == "; ".join([better, speed, bits])
     runs = [path.parent for path in after]
-    assert {read_history(run / METRICS).starts for run in runs} <= {1, 2}
+    assert {read_history(run).starts for run in runs} <= {1, 2}
     first, second = (
         json.loads((run / "result.json").read_text())["code"] for run in sorted(runs)[::2]
     )

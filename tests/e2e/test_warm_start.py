@@ -8,14 +8,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from launching import TINY, call, environment, python_main
-from pause_points import kill_before
+from holding import kill_before
+from launching import TINY, environment, python_main
+from runs import fail, succeed, tensor_files
 
-from mingpt_ddp.snapshots.read.load_model import load_model
+import mingpt_ddp
 
 STEPS = 40
 MORE = [
@@ -46,11 +46,6 @@ with torch.no_grad():
 """  # noqa: E501
 
 
-def weights(run: Path) -> dict[str, bytes]:
-    files = sorted((run / "snapshots" / f"step_{STEPS:08d}").glob("*.safetensors"))
-    return {file.name: file.read_bytes() for file in files}
-
-
 def test_killed_and_resumed_without_the_source(tmp_path):
     """The run is unnamed, and its text has characters that the source lacks."""
     sizes = [
@@ -60,8 +55,7 @@ def test_killed_and_resumed_without_the_source(tmp_path):
         "trainer.max_steps=4",
         "trainer.batch_size=4",
     ]
-    done = call([*python_main(), *TINY, *sizes, "run.name=source"], tmp_path)
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *TINY, *sizes, "run.name=source"], tmp_path)
     (tmp_path / "text.txt").write_text("The sea \u03b1\u03b2\u03b3, the shore.\n" * 400)
     command = [
         *python_main(),
@@ -72,24 +66,21 @@ def test_killed_and_resumed_without_the_source(tmp_path):
         "run.init_from=outputs/source",
         "ddp.nproc_per_node=2",
     ]
-    whole = call([*command, "run.name=whole"], tmp_path)
-    assert whole.returncode == 0, whole.stdout
+    whole = succeed([*command, "run.name=whole"], tmp_path)
     started = "the weights are those of run.init_from=outputs/source"
-    assert whole.stdout.count(started) == 1
+    assert whole.count(started) == 1
 
     saved = "outputs/text_file-from_source-*/snapshots/*/manifest.json"
     kill_before(13, command, tmp_path, lambda: any(tmp_path.glob(saved)))
     [run] = tmp_path.glob("outputs/text_file-from_source-*")
     shutil.rmtree(tmp_path / "outputs" / "source")
-    done = call(command, tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert "resuming from the snapshot" in done.stdout and started not in done.stdout
-    assert weights(run) == weights(tmp_path / "outputs" / "whole")
-    refused = call([*command, "model.n_embd=24"], tmp_path)
-    assert refused.returncode == 2
-    model, tokenizer = load_model(str(run))
-    assert tokenizer.decode(tokenizer.encode("\u03b1 sea")) == "\u03b1 sea"
-    assert len(model.state_dict()["position_embedding.weight"]) == 64
+    printed = succeed(command, tmp_path)
+    assert "resuming from the snapshot" in printed and started not in printed
+    assert tensor_files(run, STEPS) == tensor_files(tmp_path / "outputs" / "whole", STEPS)
+    fail([*command, "model.n_embd=24"], tmp_path)
+    loaded = mingpt_ddp.load(str(run))
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("\u03b1 sea")) == "\u03b1 sea"
+    assert len(loaded.model.state_dict()["position_embedding.weight"]) == 64
 
 
 @pytest.mark.integration
@@ -98,13 +89,10 @@ def test_a_gpt2_of_transformers(tmp_path):
     words = [sys.executable, "-c", GPT2, "gpt2"]
     subprocess.run(words, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
     frozen = ["trainer.max_steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0", "run.name=a"]
-    done = call(
-        [*python_main(), *TUNE, *frozen, "run.init_from=gpt2", "data.truncate=0.05"], tmp_path
-    )
-    assert done.returncode == 0, done.stdout
+    succeed([*python_main(), *TUNE, *frozen, "run.init_from=gpt2", "data.truncate=0.05"], tmp_path)
     theirs = torch.load(tmp_path / "theirs.pt", weights_only=True)
-    model, tokenizer = load_model(str(tmp_path / "outputs" / "a"))
+    ours = mingpt_ddp.load(str(tmp_path / "outputs" / "a"))
     with torch.no_grad():
-        logits = model.eval()(theirs["ids"])
-    n = min(90, tokenizer.vocab_size)
+        logits = ours.model.eval()(theirs["ids"])
+    n = min(90, ours.tokenizer.vocab_size)
     torch.testing.assert_close(logits[..., :n], theirs["logits"][..., :n], atol=1e-4, rtol=0)

@@ -1,0 +1,215 @@
+"""Runs whose ranks are held before a step by a hook of a user's file: killed or signalled there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launching import TINY, Job, open_files, wait_for
+from runs import write_files
+
+STEPS = 24
+SETTINGS = [
+    *TINY,
+    "model.dropout=0.1",
+    f"trainer.max_steps={STEPS}",
+    "trainer.eval_every=10",
+    "trainer.device=cpu",
+    "snapshot.every_steps=null",
+    "snapshot.keep_best=false",
+    "run.name=run",
+]
+
+FIRST_STEP = 6  # that ranks can be held before: the trial of hooks has steps 1 to 4
+HOOK = '''
+import ctypes, os, signal, time
+from pathlib import Path
+from mingpt_ddp.registry import acts
+
+HERE = Path(__file__).parent
+
+def rank():
+    return int(os.environ.get("RANK", "0"))
+
+def touch(name):
+    (HERE / name).touch()
+
+def pause(name):
+    """Report that this rank has reached the point, and wait; only once over all attempts."""
+    marker = HERE / f"{name}.{rank()}"
+    if not marker.exists():
+        report_signals()
+        marker.write_text(str(os.getpid()))
+        while not (HERE / "go").exists():
+            time.sleep(0.01)
+
+def report_signals():
+    """Touch a file when this rank has handled a signal."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        if callable(handler := signal.getsignal(number)):
+            signal.signal(number, reporting(handler))
+
+def reporting(handler):
+    def handle(number, frame):
+        handler(number, frame)
+        touch(f"signal.{rank()}")
+    return handle
+
+def sleep_for_ever():
+    while True:
+        time.sleep(1)
+
+@acts("update")
+def hold(step, weights):
+    if step >= 5:
+        reach(step + 1, rank())
+'''
+PAUSE_AT = """
+def reach(step, rank):
+    if step == <step>:
+        pause("step<step>")
+"""
+HOLD = """
+def reach(step, rank):
+    if <held>.get(step) == rank:
+        pause(f"step{step}")
+"""
+# A model of a user's file, which calls `forward_begins` with the number of the step.
+SCORES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from mingpt_ddp.registry import ModelConfig, register
+
+@register("model", "scores", ModelConfig)
+class Scores(nn.Module):
+    def __init__(self, config, vocab_size, block_size):
+        super().__init__()
+        self.scores = nn.Embedding(vocab_size, vocab_size)
+        self.register_buffer("step", torch.zeros((), dtype=torch.long))
+
+    def forward(self, tokens, targets=None):
+        self.step += self.training
+        forward_begins(int(self.step), self.training)
+        logits = self.scores(tokens)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def reach(step, rank):
+    pass
+"""
+# A file of its own, which ends the process in the update of the step of a variable.
+KILL_HOOK = """
+import os, signal
+from mingpt_ddp.registry import acts
+
+@acts("update")
+def kill(step, weights):
+    if step == int(os.environ.get("KILL_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def with_scores(words: list[str], cwd: Path) -> list[str]:
+    """Return the words of a run of that model, whose code is to be named; write its preset."""
+    preset = {"mine/model/scores.yaml": "{name: scores, architecture: scores, code: null}"}
+    kept = [word for word in words if not word.startswith("model")]
+    return [*kept, f"--config-dir={write_files(cwd, preset)}/mine", "model=scores"]
+
+
+def pause_at(step: int) -> str:
+    """Return the function `reach` with which all ranks pause before a step."""
+    assert step >= FIRST_STEP
+    return PAUSE_AT.replace("<step>", str(step))
+
+
+class HeldRun:
+    """A launch whose ranks call a function before each step, at the end of the one before."""
+
+    def __init__(
+        self,
+        command: list[str],
+        cwd: Path,
+        reach: str,
+        *words: str,
+        group: str = "optimizer",
+        **extra: str,
+    ) -> None:
+        """
+        Args:
+            reach: code that defines `reach(step, rank)`, and may call the functions of HOOK.
+            group: of the configuration, whose code is this hook.
+        """
+        self.site = cwd / f"site-{time.monotonic_ns()}"
+        self.site.mkdir(parents=True)
+        (self.site / "hold.py").write_text(HOOK + reach)
+        code = f"+{group}.code={self.site}/hold.py"
+        self.job = Job([*command, *words, code], cwd, **extra)
+
+    def wait_until(self, point: str, *ranks: int) -> None:
+        """Wait until these ranks, by default rank zero, have reached the point."""
+        for rank in ranks or (0,):
+            marker = self.site / f"{point}.{rank}"
+            wait_for(
+                lambda: marker.exists() or self.job.process.poll() is not None,  # noqa: B023
+                what=marker.name,
+            )
+            assert marker.exists(), f"ended before {marker.name}:\n{self.job.text()}"
+
+    def wait_until_marked(self, point: str, *ranks: int) -> None:
+        """Wait until these ranks have reached the point, whether or not the launch has ended."""
+        for rank in ranks:
+            marker = self.site / f"{point}.{rank}"
+            wait_for(marker.exists, what=marker.name)
+
+    def process_at(self, point: str, rank: int = 0) -> int:
+        """Return the id of the process of a rank that has reached the point."""
+        marker = self.site / f"{point}.{rank}"
+        wait_for(marker.read_text, what=f"the process id in {marker.name}")
+        return int(marker.read_text())
+
+    def resume(self) -> None:
+        (self.site / "go").touch()
+
+    def wait(self) -> int:
+        return self.job.wait()
+
+
+class HeldJob(HeldRun):
+    """A launch in which a rank stops before a step, until it is killed; only once over all
+    attempts. Snapshots are written meanwhile.
+    """
+
+    def __init__(
+        self, command: list[str], cwd: Path, held: dict[int, int], *words: str, **named: Any
+    ) -> None:
+        """
+        Args:
+            held: the rank that stops, by step.
+        """
+        assert min(held, default=FIRST_STEP) >= FIRST_STEP
+        super().__init__(command, cwd, HOLD.replace("<held>", str(held)), *words, **named)
+        self.held = held
+
+    def wait_for_step(self, step: int, is_saved: Callable[[], Any]) -> None:
+        """Wait until the rank has stopped before the step, and there is a snapshot."""
+        self.wait_until(f"step{step}", self.held[step])
+        wait_for(is_saved, what=f"a snapshot before step {step}")
+
+
+def kill_before(
+    step: int, command: list[str], cwd: Path, is_saved: Callable[[], Any], **named: Any
+) -> None:
+    """Launch a run, and SIGKILL all of it while it waits before a step, after a snapshot."""
+    held = HeldJob(command, cwd, {step: 0}, **named)
+    held.wait_for_step(step, is_saved)
+    held.job.kill_tree()
+
+
+def worker(job: Job, rank: int) -> int:
+    """Return the process id of a rank."""
+    log = f"/main.rank{rank}.log"
+    return next(pid for pid in job.workers() if any(path.endswith(log) for path in open_files(pid)))
