@@ -16,12 +16,7 @@ from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
-from mingpt_ddp.data.tokenizers.tokenizer import (
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    tokenizer_from_state,
-)
+from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME
 from mingpt_ddp.errors import ConfigError
 from tests.unit.data.reading import prepare
@@ -166,36 +161,6 @@ def test_a_given_tokenizer_keeps_its_own_end(names, end, settings, tmp_path):
     assert tokenizer.vocab_size == max(end + 1, given.vocab_size)
     assert documents_of(tokens_of(encoded), tokenizer) == [*DOCUMENTS, ""]
     assert prepare_all(config, tokenizer)[""] == encoded  # it is that of the file
-
-
-@pytest.mark.parametrize(
-    "tokenizer", [CharTokenizer("\nab"), ByteTokenizer()], ids=["char", "byte"]
-)
-def test_a_tokenizer_with_an_end(tokenizer):
-    ended = tokenizer.with_end()
-    assert ended.end == tokenizer.vocab_size == ended.vocab_size - 1
-    assert ended.with_end().state() == ended.state() != tokenizer.state()
-    again = tokenizer_from_state(json.loads(json.dumps(ended.state())))
-    assert (again.end, again.state()) == (ended.end, ended.state())
-    assert ended.decode([*ended.encode("ab"), ended.end, *ended.encode("b")]) == "abb"
-
-
-def test_characters_that_follow_the_end(settings):
-    """A run on other weights adds its characters after theirs."""
-    tokenizer = CharTokenizer(f"a{END}b")
-    assert tokenizer.state() == {"vocabulary": "ab", "end_token": 1}
-    again = tokenizer_from_state(tokenizer.state())
-    assert (again.encode("ab"), again.end) == ([0, 2], 1)
-
-
-@pytest.mark.parametrize("end", ["1", -1, 1.0, [], True])
-def test_ends_that_are_no_ids(end):
-    for state in (
-        {"vocabulary": "ab", "end_token": end},
-        {"tokenizer": {"type": "byte", "end_token": end}},
-    ):
-        with pytest.raises(ValueError, match="the id of the token"):
-            tokenizer_from_state(state)
 
 
 def test_token_ids_have_the_end_of_their_tokenizer(settings, tmp_path):

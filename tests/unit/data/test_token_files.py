@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import pickle
 import re
 import shutil
@@ -19,7 +18,7 @@ import pytest
 from mingpt_ddp.data import locate_tokens
 from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.data.prepare import prepare_all
-from mingpt_ddp.data.tokenizers.tokenizer import NoTokenizer, read_tokenizer, tokenizer_from_state
+from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import ConfigError, DataError
 from tests.unit.data.reading import prepare
 
@@ -275,19 +274,3 @@ def test_a_remote_file_is_mapped_in_the_cache(ids):
     config = replace(ids(BIN, dtype="uint16"), path="memory://tokens/train.bin")
     assert everything(config) == IDS.tolist()
     assert prepare(config).files[0].path.startswith(str(config.cache_dir))
-
-
-def test_the_state_without_a_tokenizer(tmp_path):
-    state = NoTokenizer(50257).state()
-    known = tokenizer_from_state(state)
-    assert isinstance(known, NoTokenizer) and known.vocab_size == 50257
-    assert "json" not in state["tokenizer"]  # which earlier versions read of any other type
-    for size in (0, -1, True, 1 << 40, "5", None):
-        with pytest.raises(ValueError):
-            tokenizer_from_state({"tokenizer": {"type": "none", "vocab_size": size}})
-    for call in (lambda: known.encode(""), lambda: known.decode([1])):
-        with pytest.raises(DataError, match="neither read nor write text"):
-            call()
-    (tmp_path / "meta.json").write_text(json.dumps({"vocabulary": "aba"}))
-    with pytest.raises(DataError, match="its vocabulary has a character twice"):
-        read_tokenizer(str(tmp_path / "meta.json"))
