@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingpt_ddp.data.dataset import EncodedText, TextDataset
+from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
@@ -100,19 +100,6 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
     assert packed.sha256 == encoded["three"].sha256
     assert packed.tokens_sha256 == encoded["three"].tokens_sha256
-
-
-def test_every_tokenizer_sees_the_same_validation_text(settings, tmp_path):
-    pytest.importorskip("tokenizers")
-    splits = []
-    for name in NAMES:
-        config = settings(directory(tmp_path), tokenizer=name, end_token=True, train_split=0.1)
-        data = TextDataset(prepare(config), config)
-        splits.append(
-            [documents_of(part.tolist(), data.tokenizer) for part in (data.train, data.val)]
-        )
-    assert splits[0] == splits[1] == splits[2]
-    assert len(splits[0][0]) == 2  # the end of a document counts as a character
 
 
 def test_one_text_is_one_document(settings):
