@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME
 from mingpt_ddp.errors import ConfigError
-from tests.unit.data.reading import prepare
+from tests.unit.data.reading import make_directory, make_tar, prepare, tokens_of
 
 NAMES = ["char", "byte", "bpe"]
 FILES = {
@@ -32,15 +30,8 @@ DOCUMENTS = [text for text in FILES.values() if text]
 
 
 def directory(tmp_path: Path) -> Path:
-    (tmp_path / "texts").mkdir(exist_ok=True)
-    for name, text in FILES.items():
-        (tmp_path / "texts" / name).write_text(text, encoding="utf-8", newline="")
-    return tmp_path / "texts"
-
-
-def tokens_of(encoded: EncodedText) -> list[int]:
-    path = Path(encoded.directory) / "tokens.bin"
-    return np.fromfile(path, dtype=encoded.dtype).tolist()
+    files = {name: text.encode() for name, text in FILES.items()}
+    return make_directory(tmp_path / "texts", files)
 
 
 def documents_of(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
@@ -85,9 +76,8 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     texts = {"whole": ["".join(lines)], "two": ["".join(lines[:2]), lines[2]], "three": lines}
     encoded = {}
     for name, documents in texts.items():
-        (tmp_path / name).mkdir()
-        for i, document in enumerate(documents):
-            (tmp_path / name / f"{i}.txt").write_text(document)
+        files = {f"{i}.txt": document.encode() for i, document in enumerate(documents)}
+        make_directory(tmp_path / name, files)
         config = settings(tmp_path / name, tokenizer="byte", end_token=True)
         encoded[name] = prepare(config)
         assert tokens_of(encoded[name]).count(256) == len(documents)
@@ -95,8 +85,7 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     assert len({text.sha256 for text in encoded.values()}) == 3
     digests = [sha256(line.encode()).hexdigest() for line in lines]
     assert encoded["three"].sha256 == digest_of(digests)  # as that of several files of records
-    with tarfile.open(tmp_path / "three.tar", "w") as archive:
-        archive.add(tmp_path / "three", "three")
+    make_tar(tmp_path / "three.tar", {f"{i}.txt": line.encode() for i, line in enumerate(lines)})
     packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
     assert packed.sha256 == encoded["three"].sha256
     assert packed.tokens_sha256 == encoded["three"].tokens_sha256

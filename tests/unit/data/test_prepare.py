@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import http.server
 import os
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 
 from mingpt_ddp.config import builders
@@ -22,18 +19,10 @@ from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.data.text import text as text_module
 from mingpt_ddp.data.text.sources import python_docs
 from mingpt_ddp.errors import DataError
-from tests.unit.data.reading import prepare
+from tests.unit.data.reading import decoded, prepare, tokens_of
 
 BOM = b"\xef\xbb\xbf"
 LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
-
-
-def tokens_of(encoded: EncodedText) -> np.ndarray:
-    return np.fromfile(Path(encoded.directory) / "tokens.bin", dtype=encoded.dtype)
-
-
-def text_of(encoded: EncodedText) -> str:
-    return "".join(encoded.tokenizer["vocabulary"][token] for token in tokens_of(encoded))
 
 
 @pytest.mark.parametrize(
@@ -49,14 +38,14 @@ def test_the_cache_is_the_users_by_default(variable, expected, settings, tmp_pat
         monkeypatch.setenv("XDG_CACHE_HOME", variable.format(tmp=tmp_path))
     encoded = prepare(replace(settings(LINE), cache_dir=None))
     assert Path(encoded.directory).parent == tmp_path / (expected or "home/.cache/mingpt_ddp")
-    assert text_of(encoded) == LINE
+    assert decoded(encoded) == LINE
     assert os.listdir() == []
 
 
 def test_python_docs_needs_no_download(settings):
     text = python_docs()
     assert 460_000 <= len(text) <= 600_000
-    assert text_of(prepare(settings("", path="builtin:python_docs"))) == text
+    assert decoded(prepare(settings("", path="builtin:python_docs"))) == text
 
 
 def test_utf8_is_encoded_by_code_point_order(settings):
@@ -64,7 +53,7 @@ def test_utf8_is_encoded_by_code_point_order(settings):
     assert encoded.tokenizer["vocabulary"] == "".join(sorted(set(LINE)))
     assert encoded.length == len(LINE)
     assert encoded.sha256 == hashlib.sha256(LINE.encode()).hexdigest()
-    assert text_of(encoded) == LINE
+    assert decoded(encoded) == LINE
 
 
 @pytest.mark.parametrize("head", [b"", BOM], ids=["plain", "bom"])
@@ -79,7 +68,7 @@ def test_characters_split_by_a_chunk_are_joined(settings, monkeypatch, head, pac
         characters = random.Random(chunk).choices("ab\n\r€é漢😀\U0010ffff\x00\ufeff", k=200)
         text = "x" + "".join(characters)
         encoded = prepare(settings(pack(head + text.encode()), format="text"))  # it has NULs
-        assert text_of(encoded) == text
+        assert decoded(encoded) == text
         assert encoded.length == len(text)
 
 
@@ -137,7 +126,7 @@ def test_a_token_takes_as_many_bytes_as_it_needs(settings, distinct, dtype):
     text = "".join(map(chr, range(0x10000, 0x10000 + distinct))) * 2
     encoded = prepare(settings(text))
     assert encoded.dtype == dtype
-    assert tokens_of(encoded).tolist() == [*range(distinct), *range(distinct)]
+    assert tokens_of(encoded) == [*range(distinct), *range(distinct)]
 
 
 # The cache
@@ -166,7 +155,7 @@ def test_another_content_is_another_directory(settings):
     first = prepare(settings(LINE))
     second = prepare(settings(LINE.upper()))
     assert first.directory != second.directory
-    assert (text_of(first), text_of(second)) == (LINE, LINE.upper())
+    assert (decoded(first), decoded(second)) == (LINE, LINE.upper())
 
 
 def truncate_tokens(directory: Path) -> None:
@@ -205,7 +194,7 @@ def test_a_damaged_cache_is_rebuilt(settings, damage):
     encoded = prepare(config)
     damage(Path(encoded.directory))
     assert prepare(config) == encoded
-    assert text_of(encoded) == LINE
+    assert decoded(encoded) == LINE
     before = stamp(encoded)
     assert prepare(config) == encoded
     assert stamp(encoded) == before
@@ -224,7 +213,7 @@ def test_starts_at_the_same_time(settings, damaged):
     with ThreadPoolExecutor() as pool:
         outcomes = [*pool.map(prepare, [config] * 4)]
     assert outcomes == [prepare(config)] * 4
-    assert text_of(outcomes[0]) == text
+    assert decoded(outcomes[0]) == text
     assert not list(Path(config.cache_dir).glob(".partial-*"))
 
 
@@ -234,42 +223,9 @@ def test_starts_at_the_same_time(settings, damaged):
 def test_a_memory_url(settings):
     with fsspec.open("memory://corpus/text.txt", "wb") as file:
         file.write(LINE.encode())
-    assert text_of(prepare(settings("", path="memory://corpus/text.txt"))) == LINE
+    assert decoded(prepare(settings("", path="memory://corpus/text.txt"))) == LINE
     with pytest.raises(DataError, match="there is no such file"):
         prepare(settings("", path="memory://corpus/nowhere.txt"))
-
-
-@pytest.fixture
-def server(monkeypatch):
-    """A web server that has LINE at /text.txt; `requests` counts the downloads."""
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "127.0.0.1")
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        requests = 0
-
-        def do_GET(self):
-            content = LINE.encode() if self.path == "/text.txt" else b""
-            Handler.requests += 1
-            self.send_response(200 if content else 404)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def do_HEAD(self):
-            self.send_error(405)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever, args=(0.02,))
-        thread.start()
-        web.handler = Handler
-        web.url = f"http://127.0.0.1:{web.server_port}/text.txt"
-        yield web
-        web.shutdown()
-        thread.join()
 
 
 SHA256 = hashlib.sha256(LINE.encode()).hexdigest()
@@ -280,14 +236,14 @@ def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
 
     It does not import the library that would.
     """
+    server.content = LINE.encode()
     config = settings("", path=server.url, sha256=SHA256)
     encoded = prepare(config)
-    assert text_of(encoded) == LINE
-    assert server.handler.requests == 1
+    assert decoded(encoded) == LINE
+    assert server.loads == 1
     assert prepare(config) == encoded
-    assert server.handler.requests == 1
-    server.shutdown()
-    server.server_close()
+    assert server.loads == 1
+    server.close()
     with monkeypatch.context() as patched:
         patched.setattr(download, "open_filesystem", None)
         assert prepare(config) == encoded
@@ -296,6 +252,7 @@ def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
 
 
 def test_a_remote_file_with_another_sha256_leaves_nothing(settings, server):
+    server.content = LINE.encode()
     config = settings("", path=server.url, sha256="0" * 64)
     with pytest.raises(DataError, match=r"has SHA-256 .*, not data[.]sha256=0000"):
         prepare(config)
@@ -309,7 +266,7 @@ def test_a_local_file_with_another_sha256_is_refused(settings):
     with pytest.raises(DataError, match=f"has SHA-256 {SHA256}, not data.sha256=0000"):
         prepare(config)
     assert not Path(config.cache_dir).exists()
-    assert text_of(prepare(replace(config, sha256=SHA256))) == LINE
+    assert decoded(prepare(replace(config, sha256=SHA256))) == LINE
 
 
 # User readers
@@ -335,7 +292,7 @@ def test_pieces_are_encoded_like_a_file(settings, own, monkeypatch, tmp_path, si
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     config = own(lambda config: iter(["", *pieces, ""]), cache_dir=str(tmp_path / "own"))
     encoded = prepare(config)
-    assert text_of(encoded) == text
+    assert decoded(encoded) == text
     assert (encoded.sha256, encoded.tokens_sha256) == (as_file.sha256, as_file.tokens_sha256)
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import multiprocessing
 import os
 import re
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -182,41 +180,9 @@ def test_the_cache_says_where_tokens_come_from(form, tokenizer, settings, tmp_pa
     assert len(documents) == len(texts) + (form == "splits")
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A web server of one text with an ETag; `loads` counts the downloads."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        content = TEXT.encode()
-        etag = '"1"'
-        loads = 0
-
-        def do_HEAD(self):
-            self.send_response(200)
-            self.send_header("ETag", self.etag)
-            self.send_header("Content-Length", str(len(self.content)))
-            self.end_headers()
-
-        def do_GET(self):
-            Handler.loads += 1
-            self.do_HEAD()
-            self.wfile.write(self.content)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever, args=(0.02,))
-        thread.start()
-        Handler.url = f"http://127.0.0.1:{web.server_port}/text.txt"
-        yield Handler
-        web.shutdown()
-        thread.join()
-
-
 @pytest.mark.usefixtures("later")
 def test_a_download_is_kept_while_its_etag_is_the_same(settings, server):
+    server.content, server.etag = TEXT.encode(), '"1"'
     config = settings("", path=server.url)
     first = prepare_all(config)
     assert (start(config), server.loads) == (0, 1)
