@@ -196,20 +196,6 @@ def test_text_is_still_utf8(settings):
                 prepare(config)
 
 
-def test_sources_and_validation_texts_are_looked_at(settings, tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(JSONL)
-    prose = settings(PROSE)
-    sources = [(str(prose.path), 1.0), (str(tmp_path / "a.jsonl"), 1.0)]
-    mixed = replace(prose, path=None, sources=sources)
-    with pytest.raises(DataError, match=r"data.sources=\S+a.jsonl looks like data.format=jsonl, "):
-        prepare_all(mixed)
-    assert prepare_all(replace(mixed, format="text"))[""].parts
-    measured = replace(prose, tokenizer="byte", val_paths={"other": str(tmp_path / "a.jsonl")})
-    with pytest.raises(DataError, match=r"data.val_paths.other: \S+ looks like data.format=j"):
-        prepare_all(measured)
-    assert prepare_all(replace(measured, format="text"))["other"].length == len(JSONL)
-
-
 # Several files
 
 

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
 
 from mingpt_ddp.config import builders
@@ -151,13 +150,6 @@ def test_the_lock_is_not_a_link(settings, tmp_path):
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_another_content_is_another_directory(settings):
-    first = prepare(settings(LINE))
-    second = prepare(settings(LINE.upper()))
-    assert first.directory != second.directory
-    assert (decoded(first), decoded(second)) == (LINE, LINE.upper())
-
-
 def truncate_tokens(directory: Path) -> None:
     with open(directory / "tokens.bin", "r+b") as file:
         file.truncate(10)
@@ -220,14 +212,6 @@ def test_starts_at_the_same_time(settings, damaged):
 # Remote texts
 
 
-def test_a_memory_url(settings):
-    with fsspec.open("memory://corpus/text.txt", "wb") as file:
-        file.write(LINE.encode())
-    assert decoded(prepare(settings("", path="memory://corpus/text.txt"))) == LINE
-    with pytest.raises(DataError, match="there is no such file"):
-        prepare(settings("", path="memory://corpus/nowhere.txt"))
-
-
 SHA256 = hashlib.sha256(LINE.encode()).hexdigest()
 
 
@@ -259,14 +243,6 @@ def test_a_remote_file_with_another_sha256_leaves_nothing(settings, server):
     with pytest.raises(DataError, match="there is no such file"):
         prepare(settings("", path=server.url.replace("text", "nowhere")))
     assert [path for path in Path(config.cache_dir).rglob("*") if path.is_file()] == []
-
-
-def test_a_local_file_with_another_sha256_is_refused(settings):
-    config = settings(LINE, sha256="0" * 64)
-    with pytest.raises(DataError, match=f"has SHA-256 {SHA256}, not data.sha256=0000"):
-        prepare(config)
-    assert not Path(config.cache_dir).exists()
-    assert decoded(prepare(replace(config, sha256=SHA256))) == LINE
 
 
 # User readers
