@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -281,10 +282,13 @@ def test_a_reader_runs_once_when_its_text_is_cached(own):
     assert (known, len(calls)) == (2, 3)
 
 
+NUMBERS = itertools.count()
+
+
 @pytest.mark.parametrize(
     ("reader", "path", "message"),
     [
-        (lambda config: iter([LINE, str(random.random())]), "a", "data.path=a changed while being"),
+        (lambda config: iter([LINE, "1" * next(NUMBERS)]), "a", "data.path=a changed while being"),
         (
             lambda config: Path("no").read_text(),
             "b.txt",

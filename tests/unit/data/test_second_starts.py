@@ -113,8 +113,10 @@ def replace_with_times(path: Path) -> None:
 def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkeypatch):
     """Within two seconds of a write another one might not change its times."""
     config = settings(TEXT)
-    first = prepare_all(config)
     status = os.stat(config.path)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: status.st_mtime_ns + 1_000_000_000)
+    first = prepare_all(config)
     assert start(config) == 1
     in_place(Path(config.path))
     real = os.stat
@@ -122,7 +124,6 @@ def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkey
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", same)
         assert prepare_all(config)[""].sha256 != first[""].sha256
-    now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + LATER_NS)
     assert (start(config) >= 1, start(config)) == (True, 0)
 

@@ -18,7 +18,6 @@ from mingpt_ddp.config.builders import BUILDERS, register, run_code
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import PARTS, PartConfig, changed_parts
 from mingpt_ddp.config.user_code import uses_user_code
-from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.device.compile import should_compile
 from mingpt_ddp.distributed.env import DistEnv
@@ -264,12 +263,6 @@ def test_a_name_at_its_default_renames_no_run():
     assert changed_parts({"architecture": "own", "attention": "x"}) == []
 
 
-def test_a_run_without_the_file_that_registers_a_part(tmp_path):
-    run_code({}, [])
-    with pytest.raises(NotRegisteredError, match="alibi is registered by no Python file named as"):
-        config("model.attention=alibi")
-
-
 def preflight(*overrides: str, model: str = "gpt_nano") -> None:
     chosen = config(*overrides, "trainer.batch_size=2", model=model)
     runtime = Runtime(chosen, DistEnv())
@@ -346,10 +339,3 @@ def test_another_shape_than_that_of_the_residual_stream_is_refused(own, kind, pa
     model = "modern_nano" if part is Values else "gpt_nano"
     with pytest.raises(CodeError, match=f"^code error: model.{kind}=own .*{problem}"):
         preflight(f"model.{kind}=own", model=model)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("overrides", [["gpt_nano"], ["modern_nano", "model.ngram_rows=50"]])
-def test_the_preflight_passes_what_is_built_in(overrides, precision):
-    model, *keys = overrides
-    preflight(*keys, f"trainer.precision={precision}", model=model)

@@ -11,7 +11,6 @@ from multiprocess.ranks import configure
 from tasks import text_task
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import from_mapping
@@ -109,31 +108,6 @@ def test_text(one_thread):
         4,
         5,
     ]
-
-
-class Copies(TorchDispatchMode):
-    """Count the copies to another device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        output = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default and output.device != args[0].device:
-            self.count += 1
-        return output
-
-
-def test_an_evaluation_copies_the_lengths_of_tokens_to_the_device_once():
-    """Of several batches; the meta device stands for a GPU."""
-    task = text_task(from_mapping(configure("data.block_size=4")))
-    batch = torch.zeros(2, 4, dtype=torch.int64, device="meta")
-    model = nn.Embedding(8, 8, device="meta")
-    counts = []
-    with torch.no_grad(), Copies() as copies:
-        for _ in range(3):
-            task.metrics(model, (batch, batch))
-            counts.append(copies.count)
-    assert counts == [2, 2, 2]
 
 
 def test_a_task_is_built_with_the_state_that_it_may_keep(monkeypatch):
