@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -33,3 +35,49 @@ def settings(tmp_path):
         return replace(config, **changes)
 
     return make
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A web server of one text, `content`, at `url`; `loads` counts the downloads.
+
+    It answers HEAD if it has an ETag.
+    """
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "127.0.0.1")
+
+    class Handler(BaseHTTPRequestHandler):
+        content = b""
+        etag = ""
+        loads = 0
+
+        def do_HEAD(self):
+            if not self.etag:
+                return self.send_error(405)
+            self.head()
+
+        def do_GET(self):
+            Handler.loads += 1
+            if self.path != "/text.txt":
+                return self.send_error(404)
+            self.head()
+            self.wfile.write(self.content)
+
+        def head(self):
+            self.send_response(200)
+            if self.etag:
+                self.send_header("ETag", self.etag)
+            self.send_header("Content-Length", str(len(self.content)))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
+        thread = threading.Thread(target=web.serve_forever, args=(0.02,))
+        thread.start()
+        Handler.url = f"http://127.0.0.1:{web.server_port}/text.txt"
+        Handler.close = lambda: (web.shutdown(), web.server_close())
+        yield Handler
+        web.shutdown()
+        thread.join()

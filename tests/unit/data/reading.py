@@ -25,10 +25,16 @@ def prepare(config: DataConfig, cache: TextCache | None = None) -> EncodedText:
     return encoded
 
 
+def tokens_of(encoded: EncodedText) -> list[int]:
+    return np.fromfile(Path(encoded.directory) / "tokens.bin", encoded.dtype).tolist()
+
+
+def decoded(encoded: EncodedText) -> str:
+    return tokenizer_from_state(encoded.tokenizer).decode(tokens_of(encoded))
+
+
 def text_of(config: DataConfig) -> str:
-    encoded = prepare(config)
-    tokens = np.fromfile(Path(encoded.directory) / "tokens.bin", encoded.dtype)
-    return tokenizer_from_state(encoded.tokenizer).decode(tokens.tolist())
+    return decoded(prepare(config))
 
 
 def make_directory(path: Path, files: dict[str, bytes]) -> Path:

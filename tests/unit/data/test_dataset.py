@@ -8,28 +8,19 @@ from mingpt_ddp.data.dataset import TextDataset
 from mingpt_ddp.errors import DataError
 from tests.unit.data.reading import prepare
 
-LINE = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n"
+TEXT = "To be, or not to be: that is the question. 123 äöß € 漢字 😀\n" * 20
 
 
-def test_the_split_is_contiguous_and_without_overlap(settings):
-    text = LINE * 20
-    config = settings(text, train_split=0.75)
+@pytest.mark.parametrize(("truncate", "split"), [(1.0, 0.75), (0.5, 0.8)])
+def test_the_split_is_contiguous_and_without_overlap(truncate, split, settings):
+    """data.truncate uses the first part of the text."""
+    config = settings(TEXT, truncate=truncate, train_split=split)
     data = TextDataset(prepare(config), config)
-    boundary = int(len(text) * 0.75)
-    decode = data.tokenizer.decode
-    assert decode(data.train.tolist()) == text[:boundary]
-    assert decode(data.val.tolist()) == text[boundary:]
-    assert data.tokenizer.vocab_size == len(set(text))
-
-
-def test_truncate_uses_the_first_part_of_the_text(settings):
-    text = LINE * 20
-    config = settings(text, truncate=0.5, train_split=0.8)
-    data = TextDataset(prepare(config), config)
-    used = text[: len(text) // 2]
-    decode = data.tokenizer.decode
-    assert decode(data.train.tolist()) + decode(data.val.tolist()) == used
-    assert len(data.train) == int(len(used) * 0.8)
+    used = TEXT[: int(len(TEXT) * truncate)]
+    boundary = int(len(used) * split)
+    assert data.tokenizer.decode(data.train.tolist()) == used[:boundary]
+    assert data.tokenizer.decode(data.val.tolist()) == used[boundary:]
+    assert data.tokenizer.vocab_size == len(set(TEXT))
 
 
 @pytest.mark.parametrize(
@@ -37,18 +28,15 @@ def test_truncate_uses_the_first_part_of_the_text(settings):
     [
         (100, 0.08, "one window needs data.block_size [+] 1 = 9"),
         (100, 0.995, "validation text has 1 tokens"),
+        (11, 0.82, None),  # the shortest that work: 9 tokens and 2
     ],
 )
 def test_parts_that_are_too_short_are_refused(settings, length, split, message):
-    config = settings("ab" * (length // 2), train_split=split)
+    config = settings(("ab" * length)[:length], train_split=split)
     data = TextDataset(prepare(config), config)
-    with pytest.raises(DataError, match=message):
+    if message is None:
         data.check_lengths(config.block_size)
-
-
-def test_the_shortest_parts_that_work(settings):
-    """One window of 8 + 1 characters for training, two for validation."""
-    config = settings("ab" * 5 + "a", train_split=0.82)
-    data = TextDataset(prepare(config), config)
-    data.check_lengths(config.block_size)
-    assert (len(data.train), len(data.val)) == (9, 2)
+        assert (len(data.train), len(data.val)) == (9, 2)
+    else:
+        with pytest.raises(DataError, match=message):
+            data.check_lengths(config.block_size)

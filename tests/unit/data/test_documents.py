@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -12,19 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mingpt_ddp.data.dataset import EncodedText, TextDataset
 from mingpt_ddp.data.digests import digest_of
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.bpe import BPETokenizer, train_bpe
-from mingpt_ddp.data.tokenizers.tokenizer import (
-    ByteTokenizer,
-    CharTokenizer,
-    Tokenizer,
-    tokenizer_from_state,
-)
+from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state
 from mingpt_ddp.data.tokenizers.tokenizer_base import END, END_NAME
 from mingpt_ddp.errors import ConfigError
-from tests.unit.data.reading import prepare
+from tests.unit.data.reading import make_directory, make_tar, prepare, tokens_of
 
 NAMES = ["char", "byte", "bpe"]
 FILES = {
@@ -37,15 +30,8 @@ DOCUMENTS = [text for text in FILES.values() if text]
 
 
 def directory(tmp_path: Path) -> Path:
-    (tmp_path / "texts").mkdir(exist_ok=True)
-    for name, text in FILES.items():
-        (tmp_path / "texts" / name).write_text(text, encoding="utf-8", newline="")
-    return tmp_path / "texts"
-
-
-def tokens_of(encoded: EncodedText) -> list[int]:
-    path = Path(encoded.directory) / "tokens.bin"
-    return np.fromfile(path, dtype=encoded.dtype).tolist()
+    files = {name: text.encode() for name, text in FILES.items()}
+    return make_directory(tmp_path / "texts", files)
 
 
 def documents_of(tokens: list[int], tokenizer: Tokenizer) -> list[str]:
@@ -90,9 +76,8 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     texts = {"whole": ["".join(lines)], "two": ["".join(lines[:2]), lines[2]], "three": lines}
     encoded = {}
     for name, documents in texts.items():
-        (tmp_path / name).mkdir()
-        for i, document in enumerate(documents):
-            (tmp_path / name / f"{i}.txt").write_text(document)
+        files = {f"{i}.txt": document.encode() for i, document in enumerate(documents)}
+        make_directory(tmp_path / name, files)
         config = settings(tmp_path / name, tokenizer="byte", end_token=True)
         encoded[name] = prepare(config)
         assert tokens_of(encoded[name]).count(256) == len(documents)
@@ -100,24 +85,10 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
     assert len({text.sha256 for text in encoded.values()}) == 3
     digests = [sha256(line.encode()).hexdigest() for line in lines]
     assert encoded["three"].sha256 == digest_of(digests)  # as that of several files of records
-    with tarfile.open(tmp_path / "three.tar", "w") as archive:
-        archive.add(tmp_path / "three", "three")
+    make_tar(tmp_path / "three.tar", {f"{i}.txt": line.encode() for i, line in enumerate(lines)})
     packed = prepare(replace(config, path=f"tar://**::{tmp_path}/three.tar"))
     assert packed.sha256 == encoded["three"].sha256
     assert packed.tokens_sha256 == encoded["three"].tokens_sha256
-
-
-def test_every_tokenizer_sees_the_same_validation_text(settings, tmp_path):
-    pytest.importorskip("tokenizers")
-    splits = []
-    for name in NAMES:
-        config = settings(directory(tmp_path), tokenizer=name, end_token=True, train_split=0.1)
-        data = TextDataset(prepare(config), config)
-        splits.append(
-            [documents_of(part.tolist(), data.tokenizer) for part in (data.train, data.val)]
-        )
-    assert splits[0] == splits[1] == splits[2]
-    assert len(splits[0][0]) == 2  # the end of a document counts as a character
 
 
 def test_one_text_is_one_document(settings):
@@ -166,36 +137,6 @@ def test_a_given_tokenizer_keeps_its_own_end(names, end, settings, tmp_path):
     assert tokenizer.vocab_size == max(end + 1, given.vocab_size)
     assert documents_of(tokens_of(encoded), tokenizer) == [*DOCUMENTS, ""]
     assert prepare_all(config, tokenizer)[""] == encoded  # it is that of the file
-
-
-@pytest.mark.parametrize(
-    "tokenizer", [CharTokenizer("\nab"), ByteTokenizer()], ids=["char", "byte"]
-)
-def test_a_tokenizer_with_an_end(tokenizer):
-    ended = tokenizer.with_end()
-    assert ended.end == tokenizer.vocab_size == ended.vocab_size - 1
-    assert ended.with_end().state() == ended.state() != tokenizer.state()
-    again = tokenizer_from_state(json.loads(json.dumps(ended.state())))
-    assert (again.end, again.state()) == (ended.end, ended.state())
-    assert ended.decode([*ended.encode("ab"), ended.end, *ended.encode("b")]) == "abb"
-
-
-def test_characters_that_follow_the_end(settings):
-    """A run on other weights adds its characters after theirs."""
-    tokenizer = CharTokenizer(f"a{END}b")
-    assert tokenizer.state() == {"vocabulary": "ab", "end_token": 1}
-    again = tokenizer_from_state(tokenizer.state())
-    assert (again.encode("ab"), again.end) == ([0, 2], 1)
-
-
-@pytest.mark.parametrize("end", ["1", -1, 1.0, [], True])
-def test_ends_that_are_no_ids(end):
-    for state in (
-        {"vocabulary": "ab", "end_token": end},
-        {"tokenizer": {"type": "byte", "end_token": end}},
-    ):
-        with pytest.raises(ValueError, match="the id of the token"):
-            tokenizer_from_state(state)
 
 
 def test_token_ids_have_the_end_of_their_tokenizer(settings, tmp_path):

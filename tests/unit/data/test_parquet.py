@@ -7,12 +7,11 @@ import json
 import logging
 import subprocess
 import sys
-import zipfile
 
 import pytest
 
 from mingpt_ddp.errors import ConfigError, DataError
-from tests.unit.data.reading import prepare, text_of
+from tests.unit.data.reading import make_zip, prepare, text_of
 
 pytestmark = pytest.mark.integration
 pa = pytest.importorskip("pyarrow")
@@ -49,9 +48,7 @@ def test_shards_and_archives(settings, tmp_path, caplog):
     for i in range(3):
         write(tmp_path / f"rows/{i}.parquet", rows.slice(1000 * i, 1000))
     (tmp_path / "rows/README.md").write_text("three shards\n")
-    with zipfile.ZipFile(tmp_path / "x.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in (tmp_path / "rows").iterdir():
-            archive.write(path, path.name)
+    make_zip(tmp_path / "x.zip", {p.name: p.read_bytes() for p in (tmp_path / "rows").iterdir()})
     for path in (f"{tmp_path}/rows", f"{tmp_path}/rows/*.parquet", f"zip://**::{tmp_path}/x.zip"):
         assert text_of(settings("", path=path)) == TEXT
 
@@ -129,26 +126,22 @@ import pyarrow
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.prepare import prepare_all
 
-names = {"cache_dir": sys.argv[2], "column": "text", "tokenizer": "byte", "format": "parquet"}
-encoded = prepare_all(DataConfig(name="a", path=sys.argv[1], **names))
-print(encoded[""].length, pyarrow.default_memory_pool().max_memory() >> 20)
+for path in sys.argv[2:]:
+    names = {"cache_dir": sys.argv[1], "column": "text", "tokenizer": "byte", "format": "parquet"}
+    encoded = prepare_all(DataConfig(name="a", path=path, **names))
+    print(encoded[""].length, pyarrow.default_memory_pool().max_memory() >> 20)
 """
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_memory_does_not_grow_with_the_size_of_rows(repeated, tmp_path):
+def test_memory_does_not_grow_with_the_size_of_rows(tmp_path):
     """Of 120 MiB in rows of 1 MiB, and of 240 MiB that are the same text of 2 MiB."""
-    texts = [300 * "a" + str(i) * (1 << 19) for i in range(10, 130)]
-    if repeated:
-        texts = 120 * ["ab" * (1 << 20)]
-    for name, rows in (("small", texts[:2]), ("large", texts)):
+    other = [300 * "a" + str(i) * (1 << 19) for i in range(10, 130)]
+    repeated = ["ab" * (1 << 20)] * 120
+    names = {"small": other[:2], "other": other, "repeated": repeated}
+    for name, rows in names.items():
         pa.parquet.write_table(pa.table({"text": rows}), tmp_path / name, write_batch_size=8)
-    lengths, peaks = [], []
-    for name in ("small", "large"):
-        words = [str(tmp_path / name), str(tmp_path / "cache")]
-        done = subprocess.run([sys.executable, "-c", PEAK, *words], capture_output=True, check=True)
-        length, peak = map(int, done.stdout.split())
-        lengths.append(length)
-        peaks.append(peak)
-    assert lengths[1] == sum(map(len, texts)) + len(texts)
-    assert peaks[1] < peaks[0] + 100, "MiB"
+    words = [str(tmp_path / name) for name in ("cache", *names)]
+    done = subprocess.run([sys.executable, "-c", PEAK, *words], capture_output=True, check=True)
+    sizes, peaks = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+    assert [*sizes] == [sum(map(len, rows)) + len(rows) for rows in names.values()]
+    assert peaks[-1] < peaks[0] + 100, "MiB"

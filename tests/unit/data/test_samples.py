@@ -8,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.keys.components import DatasetConfig
-from mingpt_ddp.config.keys.schema import GROUPS
-from mingpt_ddp.data import samples
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.data.samples import MAX_BATCH, Datasets, SampleLoader, SampleSplit, build_datasets
 from mingpt_ddp.errors import CodeError, DataError
-from mingpt_ddp.registry import register
 
 N, BATCH = 26, 12  # two steps an epoch; two samples are left over
 
@@ -37,8 +35,8 @@ def config(num_workers: int = 0) -> DatasetConfig:
     return DatasetConfig(name="own", dataset="own", num_workers=num_workers)
 
 
-def make(num_workers: int = 0, seed: int = 1) -> SampleLoader:
-    return SampleLoader(Augmented(), config(num_workers), BATCH, seed, on_gpu=False)
+def make(num_workers: int = 0, seed: int = 1, batch: int = BATCH) -> SampleLoader:
+    return SampleLoader(Augmented(), config(num_workers), batch, seed, on_gpu=False)
 
 
 def steps(
@@ -60,14 +58,22 @@ EXPECTED = steps(make(), range(1, 6))
 
 
 def test_an_epoch_has_every_sample_at_most_once_in_its_own_order():
-    epochs = [
-        torch.cat([EXPECTED[1], EXPECTED[2]])[:, 0].int(),
-        torch.cat([EXPECTED[3], EXPECTED[4]])[:, 0].int(),
-    ]
-    for epoch in epochs:
-        assert len(epoch) == len(epoch.unique()) == 2 * BATCH
+    epochs = [torch.cat([EXPECTED[n], EXPECTED[n + 1]])[:, 0].int() for n in (1, 3)]
+    assert all(len(epoch.unique()) == len(epoch) == 2 * BATCH for epoch in epochs)
     assert not torch.equal(*epochs)
+    assert not torch.equal(steps(make(seed=2), range(1, 2))[1][:, 0], EXPECTED[1][:, 0])
     assert make().steps_per_epoch == 2
+    with pytest.raises(
+        DataError, match=r"26 samples, fewer than trainer.batch_size=27; use a smaller batch"
+    ):
+        make(batch=27)
+
+
+def test_the_order_and_the_augmentation_of_a_seed_never_change():
+    """A resumed run continues those of the version that started it."""
+    assert EXPECTED[1][:6, 0].tolist() == [19, 1, 16, 6, 15, 24]
+    numbers = [0.1132261157, 0.7426297914, 0.1440163332]
+    assert EXPECTED[3][0, 1:].tolist() == pytest.approx(numbers)
 
 
 def test_augmentation_differs_from_sample_to_sample_and_epoch_to_epoch():
@@ -79,42 +85,19 @@ def test_augmentation_differs_from_sample_to_sample_and_epoch_to_epoch():
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_do_not_depend_on_workers_or_ranks(num_workers, world_size):
+    """A loader can begin at any step, as after a kill, fetch it again, and go back, as after a
+    rollback.
+    """
     loader = make(num_workers)
-    found = steps(loader, range(1, 6), world_size)
-    loader.close()
-    assert all(torch.equal(found[n], EXPECTED[n]) for n in EXPECTED)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("first", [2, 4, 5])
-def test_a_loader_can_begin_at_any_step(num_workers, first):
-    """As after a kill in the middle of an epoch; and go back, as after a rollback."""
-    loader = make(num_workers)
-    for start in (first, 1):
-        found = steps(loader, range(start, 6))
+    for first in (1, 4, 2):
+        found = steps(loader, range(first, 6), world_size)
         assert all(torch.equal(found[n], EXPECTED[n]) for n in found)
+    again = steps(loader, range(5, 6), world_size)[5]
     loader.close()
+    assert torch.equal(again, EXPECTED[5])
 
 
-def test_a_step_can_be_fetched_again():
-    loader, plan = make(), BatchPlan(BATCH, BATCH, 1)
-    first, again = (loader.get_batch(3, plan, 0)[0].batch for _ in range(2))
-    assert torch.equal(first, again)
-
-
-def test_another_seed_has_another_order():
-    other = steps(make(seed=2), range(1, 2))[1]
-    assert not torch.equal(other[:, 0], EXPECTED[1][:, 0])
-
-
-def test_too_few_samples():
-    with pytest.raises(
-        DataError, match=r"26 samples, fewer than trainer.batch_size=27; use a smaller batch"
-    ):
-        SampleLoader(Augmented(), config(), 27, 1, on_gpu=False)
-
-
-@pytest.mark.parametrize("n", [1, 2, MAX_BATCH - 1, MAX_BATCH, MAX_BATCH + 1, 5 * MAX_BATCH + 7])
+@pytest.mark.parametrize("n", [1, 2, MAX_BATCH, MAX_BATCH + 1, 5 * MAX_BATCH + 7])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_an_evaluation_has_every_sample_once(n, world_size):
     """Also if their number is no multiple of the ranks, or a rank gets none."""
@@ -133,60 +116,49 @@ def test_an_evaluation_does_not_change_and_may_be_a_part():
     assert indices.max() > 350 and indices.min() < 50
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    """Return a function that registers a dataset as `own` and builds it."""
-    from mingpt_ddp.config import builders
-
-    def build(datasets) -> Datasets:
-        for names in (builders.BUILDERS["dataset"], GROUPS["data"][1]):
-            monkeypatch.setitem(names, "own", None)
-            del names["own"]
-        register("dataset", "own", DatasetConfig)(lambda config: datasets)
-        return build_datasets(config())
-
-    return build
+@pytest.mark.parametrize(
+    ("built", "error", "message"),
+    [
+        (Augmented(), CodeError, "the dataset own must be mingpt_ddp.data.samples.Datasets"),
+        (Datasets(Augmented(), []), DataError, "the val split of data.dataset=own has no samples"),
+    ],
+)
+def test_what_a_builder_returns_is_checked(built, error, message, monkeypatch):
+    monkeypatch.setitem(BUILDERS["dataset"], "own", lambda config: built)
+    with pytest.raises(error, match=message):
+        build_datasets(config())
 
 
-def test_what_a_builder_returns_is_checked(registered):
-    assert len(registered(Datasets(Augmented(), Augmented())).digest()) == 64
-    with pytest.raises(
-        CodeError, match=r"the dataset own must be mingpt_ddp.data.samples.Datasets"
-    ):
-        registered(Augmented())
-    with pytest.raises(DataError, match=r"the val split of data.dataset=own has no samples"):
-        registered(Datasets(Augmented(), []))
+def test_the_digest_is_that_of_the_content_or_of_the_sizes(monkeypatch):
+    given = Datasets(Augmented(), Augmented(), sha256="a" * 64)
+    sizes = [Datasets(Augmented(), Augmented(n)).digest() for n in (26, 25)]
+    assert given.digest() == "a" * 64 and sizes[0] != sizes[1] and len(sizes[0]) == 64
+    monkeypatch.setitem(BUILDERS["dataset"], "own", lambda config: given)
+    assert build_datasets(config()) is given
 
 
-def test_the_digest_is_of_the_content_if_it_is_given():
-    assert Datasets(Augmented(), Augmented(), sha256="a" * 64).digest() == "a" * 64
-    assert (
-        Datasets(Augmented(), Augmented()).digest() != Datasets(Augmented(), Augmented(25)).digest()
-    )
+class Broken(Augmented):
+    """A dataset that raises an error at each sample."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, index: int):
+        raise self.error
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("num_workers", "error", "expected", "message"),
     [
-        (
-            ConnectionResetError(104, "reset by peer"),
-            (RuntimeError, "a DataLoader worker was killed"),
-        ),
-        (EOFError(), (RuntimeError, "a DataLoader worker was killed")),
-        (
-            ConnectionError("Caught ConnectionError in DataLoader worker process 0."),
-            (ConnectionError, "Caught"),
-        ),
+        (1, ConnectionError("theirs"), ConnectionError, "Caught ConnectionError in DataLoader"),
+        # as a process that is killed while it passes a batch on
+        (0, ConnectionResetError(104, "reset"), RuntimeError, "a DataLoader worker was killed"),
+        (0, EOFError(), RuntimeError, "a DataLoader worker was killed"),
     ],
 )
-def test_a_loader_process_that_is_killed_while_it_passes_a_batch_on(error, expected):
+def test_a_loader_process_that_is_killed(num_workers, error, expected, message):
     """As torch says at any other moment, and the log knows then that the trace explains nothing."""
-
-    def batches():
-        yield 1
-        raise error
-
-    found = samples._explained(batches())
-    assert next(found) == 1
-    with pytest.raises(expected[0], match=expected[1]):
-        next(found)
+    split = SampleSplit(Broken(error), config(num_workers), on_gpu=False)
+    with pytest.raises(expected, match=message):
+        next(split.batches(0, 1))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import http.server
 import json
+import multiprocessing
 import os
 import re
-import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mingpt_ddp.config import builders
+from mingpt_ddp.config.builders import register, run_file
 from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
@@ -80,41 +81,42 @@ def test_what_was_read_is_not_read_again(form, settings, tmp_path):
         assert start(config) >= 3
 
 
+CHANGES = {
+    "touched": os.utime,
+    "in place": in_place,
+    "replaced, with its mtime": lambda path: replace_with_times(path),
+    "in place, with its mtime": lambda path: (in_place(path), os.utime(path, ns=(0, 0))),
+}
+
+
 @pytest.mark.usefixtures("later")
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path: os.utime(path),
-        in_place,
-        lambda path: path.with_name("new").write_text(TEXT.lower()) and replace_with_times(path),
-        lambda path: (in_place(path), os.utime(path, ns=(0, 0))),
-    ],
-    ids=["touched", "in place", "replaced, with its mtime", "in place, with its mtime"],
-)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_found(change, settings):
     config = settings(TEXT)
     path = Path(config.path)
     os.utime(path, ns=(0, 0))
     before = prepare_all(config)[""].sha256
     assert start(config) == 0
-    change(path)
+    CHANGES[change](path)
     assert start(config) >= 2
-    assert (prepare_all(config)[""].sha256 == before) == (path.read_text() == TEXT)
+    assert (prepare_all(config)[""].sha256 == before) == (change == "touched")
 
 
 def replace_with_times(path: Path) -> None:
-    """Put the new file in the place of the old one, with its modification time."""
+    """Put a new file in the place of the old one, with its modification time."""
     new = path.with_name("new")
-    times = path.stat().st_mtime_ns
-    os.utime(new, ns=(times, times))
+    new.write_text(TEXT.lower())
+    os.utime(new, ns=(0, 0))
     os.replace(new, path)
 
 
 def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkeypatch):
     """Within two seconds of a write another one might not change its times."""
     config = settings(TEXT)
-    first = prepare_all(config)
     status = os.stat(config.path)
+    now = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: status.st_mtime_ns + 1_000_000_000)
+    first = prepare_all(config)
     assert start(config) == 1
     in_place(Path(config.path))
     real = os.stat
@@ -122,7 +124,6 @@ def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkey
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", same)
         assert prepare_all(config)[""].sha256 != first[""].sha256
-    now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + LATER_NS)
     assert (start(config) >= 1, start(config)) == (True, 0)
 
@@ -180,41 +181,9 @@ def test_the_cache_says_where_tokens_come_from(form, tokenizer, settings, tmp_pa
     assert len(documents) == len(texts) + (form == "splits")
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A web server of one text with an ETag; `loads` counts the downloads."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        content = TEXT.encode()
-        etag = '"1"'
-        loads = 0
-
-        def do_HEAD(self):
-            self.send_response(200)
-            self.send_header("ETag", self.etag)
-            self.send_header("Content-Length", str(len(self.content)))
-            self.end_headers()
-
-        def do_GET(self):
-            Handler.loads += 1
-            self.do_HEAD()
-            self.wfile.write(self.content)
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever, args=(0.02,))
-        thread.start()
-        Handler.url = f"http://127.0.0.1:{web.server_port}/text.txt"
-        yield Handler
-        web.shutdown()
-        thread.join()
-
-
 @pytest.mark.usefixtures("later")
 def test_a_download_is_kept_while_its_etag_is_the_same(settings, server):
+    server.content, server.etag = TEXT.encode(), '"1"'
     config = settings("", path=server.url)
     first = prepare_all(config)
     assert (start(config), server.loads) == (0, 1)
@@ -245,37 +214,34 @@ def own(config):
 """
 
 
+def start_in_process(code: Path, config: DataConfig) -> None:
+    run_file(code, "data.code")
+    prepare_all(config)
+
+
 @pytest.mark.usefixtures("later")
 def test_a_reader_that_names_its_files_is_called_again_once_they_change(
     settings, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     code = tmp_path / "mine.py"
-    config = replace(settings(TEXT), reader="own")
+    config = replace(settings(LINE), reader="own")
 
     def calls(content: str) -> int:
         """Return how often a new process calls the reader."""
         code.write_text(content)
-        monkeypatch.setattr(builders, "_files", {})
-        builders.BUILDERS["data"].pop("own", None)
-        builders._configs("data").pop("own", None)
-        builders.run_file(code, "data.code")
         Path("calls").write_text("")
-        prepare_all(config)
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as process:
+            process.submit(start_in_process, code, config).result()
         return len(Path("calls").read_text())
 
-    try:
-        assert calls(READER) == 2
-        assert calls(READER) == 0
-        assert calls(READER + "# other\n") == 2
-        in_place(Path(config.path))
-        assert calls(READER + "# other\n") == 2
-        unknown = READER.replace(", files=lambda config: [config.path]", "")
-        assert (calls(unknown), calls(unknown)) == (2, 1)
-        with pytest.raises(DataError, match="there is no such file"):
-            calls(READER.replace("[config.path]", "['nowhere']"))
-    finally:
-        builders.BUILDERS["data"].pop("own", None)
-        builders._configs("data").pop("own", None)
+    assert (calls(READER), calls(READER)) == (2, 0)
+    assert calls(READER + "# other\n") == 2
+    in_place(Path(config.path))
+    assert calls(READER + "# other\n") == 2
+    unknown = READER.replace(", files=lambda config: [config.path]", "")
+    assert (calls(unknown), calls(unknown)) == (2, 1)
+    with pytest.raises(DataError, match="there is no such file"):
+        calls(READER.replace("[config.path]", "['nowhere']"))
     with pytest.raises(ValueError, match="only a reader of text has files"):
-        builders.register("model", "own", builders.ModelConfig, files=lambda config: [])
+        register("model", "own", ModelConfig, files=lambda config: [])

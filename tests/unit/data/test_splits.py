@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 from hashlib import sha256
 
-import numpy as np
 import pytest
 
 from mingpt_ddp.data.dataset import RecordedText, TextDataset
@@ -24,7 +23,33 @@ def split_texts(encoded, config) -> list[str]:
     return [data.tokenizer.decode(part.tolist()) for part in (data.train, data.val, data.test)]
 
 
-@pytest.mark.parametrize("name", ["char", "byte", "bpe"])
+NAMES = ["char", "byte", "bpe"]
+
+
+@pytest.mark.parametrize("end_token", [False, True])
+def test_every_tokenizer_sees_the_same_validation_text(end_token, settings, tmp_path):
+    """The end of a document counts as a character."""
+    pytest.importorskip("tokenizers")
+    lines = [f"{i} größer als {i - 1}, sagt sie.\n" for i in range(200)]
+    shards(
+        tmp_path / "lines",
+        {f"{i // 20:02}.txt": "".join(lines[i : i + 20]) for i in range(0, 200, 20)},
+    )
+    decoded = []
+    for name in NAMES:
+        config = settings(tmp_path / "lines", tokenizer=name, end_token=end_token)
+        config = replace(config, test_split=0.05, truncate=0.75)
+        encoded = prepare(config)
+        decoded.append(split_texts(encoded, config))
+        assert prepare(config) == encoded  # from the cache
+    assert decoded[0] == decoded[1] == decoded[2]
+    content = "".join(lines)
+    kept = int((len(content) + 10 * end_token) * 0.75)
+    assert content[:kept].startswith("".join(decoded[0]))
+    assert kept - len("".join(decoded[0])) == 7 * end_token
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_given_splits(name, settings, tmp_path):
     if name == "bpe":
         pytest.importorskip("tokenizers")
@@ -52,16 +77,23 @@ def test_a_share_too_small_for_a_token_is_refused(settings, tmp_path):
     assert not [*(tmp_path / "cache").glob("*-*")]
 
 
-def test_given_splits_of_several_sources(settings, tmp_path):
-    (tmp_path / "a.txt").write_text("ab" * 50)
-    (tmp_path / "b.txt").write_text("bc" * 100)
+def test_several_sources_share_a_vocabulary(settings, tmp_path):
+    """With splits of their own, or given ones; and with a further text to validate on."""
+    for name, text in (("a", "ab" * 50), ("b", "bc" * 100), ("mixed", "abcabc")):
+        (tmp_path / f"{name}.txt").write_text(text)
     sources = [(str(tmp_path / "a.txt"), 1.0), (str(tmp_path / "b.txt"), 3.0)]
-    config = settings("d" * 8, sources=sources)
-    validated = replace(config, split_paths={"val": config.path})
-    assert prepare(validated).parts == [[100, 200], [8], []]
-    tested = replace(config, split_paths={"test": config.path})
-    assert prepare(tested).parts == [[90, 180], [10, 20], [0, 0, 8]]
-    assert prepare(tested).sha256 != prepare(validated).sha256
+    config = settings("d" * 8, sources=sources, val_paths={"mixed": str(tmp_path / "mixed.txt")})
+    encoded = prepare_all(config)
+    assert encoded[""].tokenizer == encoded["mixed"].tokenizer == {"vocabulary": "abc"}
+    assert encoded[""].parts == [[90, 180], [10, 20], [0, 0]] and encoded["mixed"].length == 6
+    (tmp_path / "mixed.txt").write_text("abcd")
+    with pytest.raises(DataError, match=r"data.val_paths.mixed: the model does not know 'd'"):
+        prepare_all(config)
+    validated = prepare(replace(config, split_paths={"val": config.path}))
+    tested = prepare(replace(config, split_paths={"test": config.path}))
+    assert validated.parts == [[100, 200], [8], []]
+    assert tested.parts == [[90, 180], [10, 20], [0, 0, 8]]
+    assert tested.sha256 != validated.sha256
 
 
 def test_mistakes_between_splits_and_further_texts(settings):
@@ -132,21 +164,19 @@ def test_files_named_for_several_splits_are_refused(form, settings, tmp_path, mo
     if form in ("zip", "tar"):
         packed = shutil.make_archive(str(tmp_path / "packed"), form, path)
         config = replace(config, path=f"{form}://**/*.txt::{packed}")
+    words = "name each split, "
     if form == "relative":
         monkeypatch.chdir(tmp_path)
         config = replace(config, path="shards")
-    with pytest.raises(
-        DataError, match=r"named for several splits: .*; name each split, "
-    ) as error:
+        words = (
+            re.escape("name each split, ") + ".*" + re.escape("'data.path=\"shards/**/*train*\"' ")
+        )
+    with pytest.raises(DataError, match=rf"named for several splits: .*; {words}") as error:
         prepare(config)
-    if form == "relative":
-        assert "'data.path=\"shards/**/*train*\"' " in str(error.value)
     typed = words_to_type(error, config)
     encoded = prepare(typed)
-    expected = ["to be \n" + "or not " * 20 + "\n", "is the question", "he asked"]
-    assert [text.rstrip("\n") + "\n" for text in split_texts(encoded, typed)] == [
-        text.rstrip("\n") + "\n" for text in expected
-    ]
+    found = [text.rstrip("\n") for text in split_texts(encoded, typed)]
+    assert found == ["to be \n" + "or not " * 20, "is the question", "he asked"]
     whole = prepare(replace(config, split_paths={}))
     assert whole.parts == [] and whole.sha256 != encoded.sha256
     # A run that has read all of them as one text goes on.
@@ -166,49 +196,32 @@ def test_a_run_whose_splits_were_named_by_files_goes_on_with_the_same_words(sett
 
 
 @pytest.mark.parametrize(
-    ("names", "is_refused"),
+    ("names", "held_out"),
     [
-        (["train-1.txt", "train-2.txt"], False),
-        (["trains.txt", "tests.txt"], False),
-        (["test/1.py", "test/2.py", "model.py"], False),
-        (["train-1.txt", "test-1.txt", "other.txt"], True),
-        (["validation-1.txt", "test-1.txt"], True),
-        (["train.py", "test.py", "test-a.py", "model.py"], True),
-        (["a-TRAIN.txt", "a-Dev.txt", "a-Test.txt"], True),
-        (["train/en/0.txt", "validation/en/0.txt", "validation/en/1.txt", "test/en/0.txt"], True),
-        (["train/stress-test.txt", "dev/0.txt", "dev/a/1.txt", "test/bullet-train.txt"], True),
-        (["fineweb_train_1.txt", "fineweb_train_2.txt", "fineweb_val_0.txt"], True),
+        ("train-1.txt train-2.txt", None),
+        ("trains.txt tests.txt", None),
+        ("test/1.py test/2.py model.py", None),
+        ("train-1.txt test-1.txt other.txt", 0),
+        ("validation-1.txt test-1.txt", 0),  # no file is named train
+        ("train.py test.py test-a.py model.py", 0),
+        ("a-TRAIN.txt a-Dev.txt a-Test.txt", 2),
+        ("train/en/0.txt validation/en/0.txt validation/en/1.txt test/en/0.txt", 3),
+        ("train/stress-test.txt dev/0.txt dev/a/1.txt test/bullet-train.txt", 3),
+        ("fineweb_train_1.txt fineweb_train_2.txt fineweb_val_0.txt", 1),
     ],
-    ids=str,
 )
-def test_names_of_splits(names, is_refused, settings, tmp_path):
-    config = settings(shards(tmp_path / "shards", dict.fromkeys(names, "to be\n")))
-    if not is_refused:
+def test_names_of_splits(names, held_out, settings, tmp_path):
+    """As many files are held out, if there is one to validate on and the words name all."""
+    config = settings(shards(tmp_path / "shards", dict.fromkeys(names.split(), "to be\n")))
+    if held_out is None:
         assert prepare(config).parts == []
         return
     with pytest.raises(DataError, match="named for several splits") as error:
         prepare(config)
-    if 'data.path="..."' in str(error.value):  # no file is named train
-        return
-    typed = words_to_type(error, config)
-    data = TextDataset(prepare(typed), typed)
-    held_out = sum(
-        "train" not in name.split("/")[0].lower() for name in names if name != "model.py"
-    )
-    if "val" in typed.split_paths:
+    if held_out:
+        typed = words_to_type(error, config)
+        data = TextDataset(prepare(typed), typed)
         assert len(data.val) + len(data.test) == held_out * len("to be\n")
-
-
-def test_directories_name_the_splits_of_records_and_of_tokens(settings, tmp_path):
-    lines = "".join(json.dumps({"text": f"to be {i}"}) + "\n" for i in range(9))
-    config = settings(shards(tmp_path / "a", {"train/1.jsonl": lines, "val/1.jsonl": lines[:60]}))
-    (tmp_path / "b").mkdir()
-    for name, count in (("fineweb_train_1.npy", 40), ("fineweb_val_0.npy", 7)):
-        np.save(tmp_path / "b" / name, np.arange(count, dtype=np.uint16))
-    tokens = replace(config, path=str(tmp_path / "b"), format="tokens", vocab_size=50)
-    for each in (config, tokens):
-        with pytest.raises(DataError, match="named for several splits"):
-            prepare(each)
 
 
 def test_other_divisions_of_the_same_files_are_encoded_by_themselves(settings, tmp_path):

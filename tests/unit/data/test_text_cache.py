@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -30,11 +31,18 @@ def config(settings, tmp_path):
     return settings(TEXT, cache_dir=str(tmp_path / "new" / "cache"))
 
 
-def test_a_new_cache_is_taken_back_as_a_whole(config, tmp_path):
+@pytest.mark.parametrize("text", [TEXT, ""])
+def test_a_new_cache_is_taken_back_as_a_whole(text, config, settings, tmp_path):
+    """Also if the text is refused."""
+    config = settings(text, cache_dir=config.cache_dir)
     before = files(tmp_path)
     cache = TextCache(config)
-    prepare(config, cache=cache)
-    assert len(files(tmp_path)) > len(before)
+    if text:
+        prepare(config, cache=cache)
+        assert len(files(tmp_path)) > len(before)
+    else:
+        with pytest.raises(DataError, match="is empty"):
+            prepare(config, cache=cache)
     cache.discard()
     assert files(tmp_path) == before
 
@@ -53,17 +61,10 @@ def test_a_cache_that_was_there_keeps_what_it_had(config, settings):
 def test_what_another_process_has_added_meanwhile_stays(config, settings):
     cache = TextCache(config)
     prepare(config, cache=cache)
-    other = prepare(settings(TEXT + "!", cache_dir=config.cache_dir))
+    other = Path(prepare(settings(TEXT + "!", cache_dir=config.cache_dir)).directory)
     cache.discard()
-    assert files(Path(config.cache_dir)) == sorted(
-        [
-            LOCK,
-            *(
-                f"{Path(other.directory).name}{name}"
-                for name in ("", "/meta.json", "/sources.bin", "/tokens.bin")
-            ),
-        ]
-    )
+    names = ("", "/meta.json", "/sources.bin", "/tokens.bin")
+    assert files(other.parent) == [LOCK, *(f"{other.name}{name}" for name in names)]
 
 
 def test_a_text_that_took_long_to_encode_stays(config, monkeypatch):
@@ -77,7 +78,7 @@ def test_a_text_that_took_long_to_encode_stays(config, monkeypatch):
 def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypatch):
     """A process that waits for the lock must not encode beside one that locks a new file."""
     cache, deleted = TextCache(config), []
-    flock = text_cache.fcntl.flock
+    flock = fcntl.flock
 
     def discarded_meanwhile(lock, operation):
         if not deleted:
@@ -85,7 +86,7 @@ def test_a_lock_that_another_process_has_deleted_is_taken_again(config, monkeypa
         deleted.append(lock.fileno())
         flock(lock, operation)
 
-    monkeypatch.setattr(text_cache.fcntl, "flock", discarded_meanwhile)
+    monkeypatch.setattr(fcntl, "flock", discarded_meanwhile)
     with cache.locked():
         assert len(deleted) == 2
         assert os.path.samestat(os.fstat(deleted[1]), os.stat(cache.root / LOCK))
@@ -97,7 +98,7 @@ def test_starts_without_locks_do_not_disturb_each_other(config, monkeypatch):
     def flock(file, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(text_cache.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with ThreadPoolExecutor() as pool:
         outcomes = [*pool.map(prepare, [config] * 4)]
     assert outcomes == [prepare(config)] * 4
@@ -127,13 +128,3 @@ def test_waiting_for_another_process_is_said_after_a_while(config, monkeypatch, 
     assert caplog.messages[:1] == [
         f"waiting for another process, which encodes a text in data.cache_dir={cache.root}"
     ]
-
-
-def test_a_refused_text_leaves_nothing(config, settings, tmp_path):
-    empty = settings("", cache_dir=config.cache_dir)
-    before = files(tmp_path)
-    cache = TextCache(empty)
-    with pytest.raises(DataError, match="is empty"):
-        prepare(empty, cache=cache)
-    cache.discard()
-    assert files(tmp_path) == before

@@ -59,7 +59,7 @@ def read(example: ModuleType, path: object) -> Datasets:
 def test_classification(example):
     logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]])
     labels = torch.tensor([0, 1, 1])
-    task = object.__new__(example.Classification)
+    task = example.Classification.__new__(example.Classification)
     task.config = SimpleNamespace(task=SimpleNamespace(label_smoothing=0.0))
     metrics = task.metrics(nn.Identity(), (logits, labels))
     expected = pytest.approx(float(F.cross_entropy(logits, labels)))
@@ -72,9 +72,9 @@ def test_classification(example):
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_files(example, tmp_path, zipped):
     content = files()
-    write(
-        tmp_path, {f"{n}.gz": gzip.compress(d) for n, d in content.items()} if zipped else content
-    )
+    if zipped:
+        content = {f"{name}.gz": gzip.compress(data) for name, data in content.items()}
+    write(tmp_path, content)
     datasets = read(example, tmp_path)
     assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [20, 20, 10]
     image, label = datasets.val[3]
@@ -94,71 +94,32 @@ def test_files_of_a_url(example, tmp_path):
         remote.rm("/mnist", recursive=True)
 
 
+IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
+        (f"t10k-{LABELS}", None, f"has no t10k-{LABELS} or t10k-{LABELS}.gz; name"),
+        (f"train-{IMAGES}", b"", f"cannot read .*/train-{IMAGES}: unpack requires a buffer of 4 b"),
+        (f"train-{IMAGES}.gz", b"\x1f\x8bxx", "cannot read .*"),
+        (f"train-{IMAGES}", idx(np.zeros((9, 2, 2), np.uint8))[:-1], "it has 35 of 36 bytes"),
+        (f"train-{IMAGES}", struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3), "it declares 9,9.* by"),
+        (f"train-{LABELS}", b"\0\0\x0d\1" + bytes(8), r"begins with \(0, 13, 1\), not \(0, 8, 1\)"),
         (
-            "t10k-labels-idx1-ubyte",
-            None,
-            "has no t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz; name",
-        ),
-        (
-            "train-images-idx3-ubyte",
-            b"",
-            "cannot read .*/train-images-idx3-ubyte: unpack requires a buffer of 4 bytes",
-        ),
-        ("train-images-idx3-ubyte.gz", b"\x1f\x8bxx", "cannot read .*"),
-        (
-            "train-images-idx3-ubyte",
-            idx(np.zeros((40, 28, 28), np.uint8))[:-1],
-            "it has 31,359 of 31,360 bytes",
-        ),
-        (
-            "train-images-idx3-ubyte",
-            idx(np.zeros((9, 2, 2), np.uint8))[:-1],
-            "it has 35 of 36 bytes",
-        ),
-        (
-            "train-labels-idx1-ubyte",
-            b"\x00\x00\x0d\x01" + bytes(8),
-            r"it begins with \(0, 13, 1\), not \(0, 8, 1\)",
-        ),
-        (
-            "train-labels-idx1-ubyte",
+            f"train-{LABELS}",
             idx(np.zeros((40, 1), np.uint8)),
-            r"it begins with \(0, 8, 2\), not \(0, 8, 1\)",
+            r"begins with \(0, 8, 2\), not \(0, 8",
         ),
-        ("train-labels-idx1-ubyte", idx(np.zeros(40, np.uint8)) + b"x", "it is too long"),
+        (f"train-{LABELS}", idx(np.zeros(40, np.uint8)) + b"x", "it is too long"),
+        (f"train-{LABELS}", idx(np.zeros(39, np.uint8)), "train at .* has 40 images and 39 labels"),
         (
-            "train-labels-idx1-ubyte.gz",
-            gzip.compress(idx(np.zeros(40, np.uint8)) + bytes(1 << 24), mtime=0),
-            "it is too long",
-        ),
-        (
-            "train-labels-idx1-ubyte",
-            idx(np.zeros(39, np.uint8)),
-            "^data error: train at .* has 40 images and 39 labels",
-        ),
-        (
-            "t10k-labels-idx1-ubyte",
+            f"t10k-{LABELS}",
             idx(np.full(10, 10, np.uint8)),
-            "t10k-labels .* has the label 10, not 0 to 9",
+            "t10k-labels .* has the label 10, not 0",
         ),
-        (
-            "t10k-images-idx3-ubyte",
-            idx(np.zeros((10, 9, 9), np.uint8)),
-            r"are \(28, 28\) and \(9, 9\)",
-        ),
-        (
-            "t10k-images-idx3-ubyte",
-            idx(np.zeros((0, 28, 28), np.uint8)),
-            "t10k at .* has 0 images and 10 labels",
-        ),
-        (
-            "train-images-idx3-ubyte",
-            struct.pack(">HBB3I", 0, 8, 3, *[1 << 31] * 3),
-            "it declares 9,9.* bytes",
-        ),
+        (f"t10k-{IMAGES}", idx(np.zeros((10, 9, 9), np.uint8)), r"are \(28, 28\) and \(9, 9\)"),
+        (f"t10k-{IMAGES}", idx(np.zeros((0, 28, 28), np.uint8)), "has 0 images and 10 labels"),
     ],
 )
 def test_invalid_files_are_one_line(example, tmp_path, name, data, message):
@@ -166,45 +127,34 @@ def test_invalid_files_are_one_line(example, tmp_path, name, data, message):
     (tmp_path / name.removesuffix(".gz")).unlink()
     if data is not None:
         (tmp_path / name).write_bytes(data)
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=rf"^data error: .*{message}"):
         read(example, tmp_path)
 
 
-def test_a_compressed_file_is_read_no_further_than_it_declares(example, tmp_path, monkeypatch):
-    """A few kilobytes may hold gigabytes of zeros."""
-    sizes = []
-    monkeypatch.setattr(
-        gzip.GzipFile,
-        "read",
-        lambda file, n=-1, read_all=gzip.GzipFile.read: sizes.append(n) or read_all(file, n),
-    )
-    write(tmp_path, {f"{name}.gz": gzip.compress(data) for name, data in files().items()})
-    read(example, tmp_path)
-    assert max(sizes) == 40 * 28 * 28 + 1 and min(sizes) > 0
+def test_a_compressed_file_is_read_no_further_than_it_declares(example, tmp_path):
+    """A few kilobytes may hold gigabytes of zeros: the damage at their end is not reached."""
+    write(tmp_path, files())
+    name = f"train-{LABELS}"
+    (tmp_path / name).unlink()
+    content = gzip.compress(idx(np.zeros(40, np.uint8)) + bytes(1 << 24), mtime=0)
+    (tmp_path / f"{name}.gz").write_bytes(content[:-9])
+    with pytest.raises(DataError, match="it is too long"):
+        read(example, tmp_path)
 
 
 def test_black_images(example, tmp_path):
-    write(
-        tmp_path,
-        files()
-        | {
-            f"{part}-images-idx3-ubyte": idx(np.zeros((n, 9, 9), np.uint8))
-            for part, n in SIZES.items()
-        },
-    )
+    black = {f"{part}-{IMAGES}": idx(np.zeros((n, 9, 9), np.uint8)) for part, n in SIZES.items()}
+    write(tmp_path, files() | black)
     assert not read(example, tmp_path).train[0][0].any()
 
 
 def test_digits(example):
     pytest.importorskip("sklearn")
     datasets = example.digits(example.DigitsConfig(name="digits", dataset="digits"))
-    assert [len(split) for split in (datasets.train, datasets.val, datasets.test)] == [
-        1297,
-        200,
-        300,
-    ]
+    splits = (datasets.train, datasets.val, datasets.test)
+    assert [len(split) for split in splits] == [1297, 200, 300]
     assert datasets.train[0][0].shape == (1, 8, 8)
-    for split in (datasets.train, datasets.val, datasets.test):
+    for split in splits:
         assert {int(y) for _, y in split} == set(range(10))
         assert all(x.min() >= 0 and x.max() <= 1 for x, _ in split)
 
@@ -226,9 +176,7 @@ def test_a_shift_moves_the_image_and_pads_with_zeros(example):
 def test_the_model_takes_images_alone(example):
     config = from_mapping(configure("experiment=digits_convnet")).model
     for inputs in (64, (10,), (1, 3, 8)):  # a text, vectors, too few pixels
-        with pytest.raises(
-            ConfigError, match=r"convnet needs images \(C, H, W\) of at least 4 x 4"
-        ):
+        with pytest.raises(ConfigError, match=r"convnet needs images \(C, H, W\) of at least 4 x"):
             example.ConvNet(config, 10, inputs)
 
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 import pytest
 import torch
 import yaml
+from tasks import gpt_config
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,19 +26,8 @@ M = TypeVar("M", bound=nn.Module)
 CONF = Path(__file__).resolve().parents[3] / "conf"
 
 
-def config(
-    n_layer: int = 2, n_head: int = 2, n_embd: int = 16, dropout: float = 0.0, bias: bool = True
-) -> GPTConfig:
-    return GPTConfig(
-        name="test",
-        architecture="gpt",
-        n_layer=n_layer,
-        n_head=n_head,
-        n_embd=n_embd,
-        dropout=dropout,
-        bias=bias,
-        activation="gelu_tanh",
-    )
+def config(**changes) -> GPTConfig:
+    return gpt_config(**{"activation": "gelu_tanh", **changes})
 
 
 def randomized(model: M, seed: int = 0) -> M:
@@ -67,21 +57,25 @@ def model(request) -> nn.Module:
 # Causality
 
 
-@pytest.mark.parametrize("position", range(T))
-def test_no_logit_depends_on_a_later_token(model, position):
+def test_no_logit_depends_on_a_later_token(model):
     """Another token at a position changes the logits there, and none before."""
     tokens = random_tokens()
-    other = tokens.clone()
-    other[:, position] = (tokens[:, position] + 1) % V
     with torch.no_grad():
-        change = (model(tokens) - model(other)).abs().amax(dim=(0, 2))  # (T,)
-    assert float(change[:position].sum()) == 0
-    assert float(change[position:].min()) > 1e-4, "a later logit does not depend on the token"
+        plain = model(tokens)
+        for position in range(T):
+            other = tokens.clone()
+            other[:, position] = (tokens[:, position] + 1) % V
+            change = (plain - model(other)).abs().amax(dim=(0, 2))  # (T,)
+            assert float(change[:position].sum()) == 0
+            assert float(change[position:].min()) > 1e-4, "a later logit ignores the token"
 
 
-@pytest.mark.parametrize("pieces", [[T], [1] * T, [5, 1, 1, 9], [1, 15], [8, 8]], ids=str)
+@pytest.mark.parametrize("pieces", [[T], [1] * T, [5, 1, 1, 9], [1, 8, 7]], ids=str)
 def test_the_logits_with_a_cache_equal_those_without(model, pieces):
-    """Also in several pieces, so the cached logits are as causal as the others."""
+    """Also in several pieces, so the cached logits are as causal as the others.
+
+    If a token of a piece saw a later one, the keys of its second layer would be others.
+    """
     tokens = random_tokens()
     with torch.no_grad():
         expected = model(tokens)
@@ -111,23 +105,6 @@ def test_a_step_at_a_position_on_the_device_gives_the_same_logits(model):
                 torch.testing.assert_close(scores, expected[:, position], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("position", range(1, T))
-def test_with_a_cache_no_logit_depends_on_a_later_token(model, position):
-    """Several new tokens at once after cached ones: each attends only to those before it."""
-    tokens = random_tokens()
-    other = tokens.clone()
-    other[:, position] = (tokens[:, position] + 1) % V
-    with torch.no_grad():
-        hidden = []
-        for sequence in (tokens, other):
-            cache = model.new_cache(len(tokens), torch.float32)
-            model.decode(sequence[:, :1], cache, 0)
-            hidden.append(model._hidden(sequence[:, 1:], cache, 1))
-    change = (hidden[0] - hidden[1]).abs().amax(dim=(0, 2))  # (T - 1,), the positions from 1 on
-    assert float(change[: position - 1].sum()) == 0
-    assert float(change[position - 1 :].min()) > 1e-4
-
-
 def test_more_tokens_than_the_context_length_are_refused(model):
     with pytest.raises(ValueError, match="17 tokens exceed the context length of 16"):
         model(random_tokens(length=T + 1))
@@ -138,13 +115,15 @@ def test_more_tokens_than_the_context_length_are_refused(model):
 # Graphs for other programs
 
 
-@pytest.mark.parametrize("model", [config(), NGRAMS], indirect=True, ids=["gpt", "ngrams"])
+@pytest.mark.parametrize("model", [NGRAMS], indirect=True, ids=["ngrams"])
 def test_a_graph_of_torch_export_takes_any_length(model):
-    """And any number of sequences; the graph records no gradients, though they are on."""
+    """And any number of sequences; the graph records no gradients, though they are on.
+
+    ONNX Runtime, below, has that of gpt.
+    """
     sizes = {0: torch.export.Dim("B", min=1), 1: torch.export.Dim("T", min=1, max=T)}
-    program = torch.export.export(
-        model, (random_tokens(length=5),), dynamic_shapes={"tokens": sizes}
-    )
+    example = (random_tokens(length=5),)
+    program = torch.export.export(model, example, dynamic_shapes={"tokens": sizes})
     for batch, length in ((1, 1), (2, 2), (3, 3), (2, T)):
         tokens = random_tokens(batch, length)
         torch.testing.assert_close(program.module()(tokens), model(tokens), atol=1e-6, rtol=0)
@@ -203,7 +182,7 @@ def is_transposed(name: str) -> bool:
     return name.startswith("blocks.") and name.endswith("weight") and "norm" not in name
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gpt2():
     """GPT-2 of the transformers library with random weights."""
     transformers = pytest.importorskip("transformers")
@@ -213,21 +192,7 @@ def gpt2():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("model", [config()], indirect=True)
-def test_gpt2_with_our_weights_has_our_logits(model, gpt2):
-    theirs = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
-    missing, unexpected = gpt2.load_state_dict(theirs, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}, "which is transformer.wte.weight"
-    gpt2.tie_weights()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            gpt2(random_tokens()).logits, model(random_tokens()), atol=1e-4, rtol=1e-5
-        )
-        assert float(model(random_tokens()).std()) > 0.1
-
-
-def test_our_model_with_gpt2_weights_has_its_logits_and_loss(gpt2):
+def test_our_model_and_gpt2_have_each_others_logits_and_loss(gpt2):
     model = build_model(config(), V, T).eval()
     theirs = {k: v.clone() for k, v in gpt2.state_dict().items()}
     names = {name: gpt2_name(name) for name in model.state_dict()}
@@ -239,9 +204,15 @@ def test_our_model_with_gpt2_weights_has_its_logits_and_loss(gpt2):
     with torch.no_grad():
         expected = gpt2(tokens, labels=tokens)
         torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(
-            model(tokens[:, :-1], tokens[:, 1:]), expected.loss, atol=1e-5, rtol=1e-5
-        )
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        torch.testing.assert_close(loss, expected.loss, atol=1e-5, rtol=1e-5)
+        randomized(model)  # with values large enough to matter
+        ours = {gpt2_name(k): v.T if is_transposed(k) else v for k, v in model.state_dict().items()}
+        missing, unexpected = gpt2.load_state_dict(ours, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight"}, "transformer.wte.weight"
+        gpt2.tie_weights()
+        torch.testing.assert_close(gpt2(tokens).logits, model(tokens), atol=1e-4, rtol=1e-5)
+        assert float(model(tokens).std()) > 0.1
 
 
 # Parameters
@@ -274,21 +245,15 @@ def test_gpt2_small_has_its_published_size(name, vocabulary, count):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_every_parameter_is_counted(bias):
+def test_parameters_and_flops_by_hand(bias):
     """For C = 8, L = 3: 12 C^2 + 2 C weights a block (13 C with biases: 3 + 1 + 4 + 1 and 2 + 2 of
-    the norms).
+    the norms). 6 FLOPs for each weight that multiplies (the tied head is one), and 12 L C T for the
+    attention.
     """
     model = build_model(config(n_layer=3, n_embd=8, bias=bias), V, T)
-    block = 12 * 64 + (13 * 8 if bias else 2 * 8)
-    norm = 16 if bias else 8
-    assert count_parameters(model) == 3 * block + norm + (V + T) * 8
-
-
-def test_flops_per_token_by_hand():
-    """6 for each weight that multiplies (the tied head is one), and 12 L C T for the attention."""
-    model = build_model(config(n_layer=3, n_embd=8, bias=False), V, T)
-    weights = 3 * (12 * 64 + 2 * 8) + 8 + V * 8
-    assert model.flops_per_token() == 6 * weights + 12 * 3 * 8 * T == 6 * 2608 + 4608
+    blocks = 3 * (12 * 64 + (13 * 8 if bias else 2 * 8)) + (16 if bias else 8)
+    assert count_parameters(model) == blocks + (V + T) * 8
+    assert model.flops_per_token() == 6 * (blocks + V * 8) + 12 * 3 * 8 * T
 
 
 def test_initial_weights():
@@ -306,16 +271,7 @@ def test_initial_weights():
             assert abs(float(parameter.mean())) < expected / 20, name
 
 
-def test_the_seed_determines_the_weights():
-    def weights(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return torch.cat([p.flatten() for p in build_model(config(), V, T).parameters()])
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
-
-
-@pytest.mark.parametrize("vocabulary", [10, 65, 1000])
+@pytest.mark.parametrize("vocabulary", [10, 1000])
 def test_the_initial_loss_is_that_of_a_uniform_distribution(vocabulary):
     torch.manual_seed(0)
     model = build_model(config(n_layer=4, n_head=4, n_embd=64), vocabulary, 32)
@@ -348,27 +304,23 @@ def test_dropout_is_active_only_in_training():
     assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("part", ["embedding", "attention", "residual"])
-def test_dropout_is_where_gpt2_has_it(part):
+def test_dropout_is_where_gpt2_has_it():
     """Behind the embeddings, on the attention weights and on what each layer adds to the residual
     stream.
     """
-    rate, batch = 0.25, 500
-    model = randomized(build_model(config(n_layer=1, n_embd=16, dropout=rate), V, T)).train()
+    rate = 0.25
+    model = randomized(build_model(config(n_layer=1, dropout=rate), V, T)).train()
     seen: dict[str, Tensor] = {}
-    block = model.blocks[0]
-    block.norm_1.register_forward_pre_hook(lambda _, inputs: seen.update(embedding=inputs[0]))
-    block.norm_2.register_forward_pre_hook(
-        lambda _, inputs: seen.update(residual=inputs[0] - seen["embedding"])
-    )
-    block.attention.proj.register_forward_pre_hook(
-        lambda _, inputs: seen.update(attention=inputs[0])
-    )
+    inputs = {"norm_1": "embedding", "norm_2": "residual", "attention.proj": "attention"}
+    for name, part in inputs.items():
+        layer = model.blocks[0].get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, args, part=part: seen.update({part: args[0]}))
     torch.manual_seed(0)
     with torch.no_grad():
-        model(random_tokens(batch))
-    zero = seen[part] == 0  # (B, T, C)
+        model(random_tokens(batch=500))
+    seen["residual"] = seen["residual"] - seen["embedding"]
+    zero = {part: value == 0 for part, value in seen.items()}  # (B, T, C)
     # the first token attends only to itself: in each head, that weight is dropped or not
-    if part == "attention":
-        zero = zero[:, 0].unflatten(-1, (2, 8)).all(dim=-1)  # (B, H)
-    assert float(zero.float().mean()) == pytest.approx(rate, abs=0.05)
+    zero["attention"] = zero["attention"][:, 0].unflatten(-1, (2, 8)).all(dim=-1)  # (B, H)
+    shares = {part: float(value.float().mean()) for part, value in zero.items()}
+    assert shares == pytest.approx(dict.fromkeys(inputs.values(), rate), abs=0.05)

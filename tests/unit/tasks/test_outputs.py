@@ -23,13 +23,15 @@ class Sparse(nn.Module):
         return {"zeros": (torch.tensor(30), 40)}
 
 
-def test_a_loss_alone_has_no_metrics():
+def test_losses_and_metrics_of_task_and_model():
+    """Several losses are summed; a scalar metric counts as one item."""
     assert outputs_of(LOSS) == Outputs({"loss": LOSS}, {})
-    assert outputs_of({"a": LOSS}).losses.keys() == {"loss", "loss_a"}
-
-
-def test_metrics_of_task_and_model():
-    """A scalar counts as one item."""
+    several = outputs_of({"a": torch.tensor(1.0), "b": torch.tensor(2.5)}).losses
+    assert {name: float(loss) for name, loss in several.items()} == {
+        "loss": 3.5,
+        "loss_a": 1.0,
+        "loss_b": 2.5,
+    }
     outputs = outputs_of((LOSS, {"entropy": torch.tensor(0.5)}), Sparse())
     assert outputs.losses == {"loss": LOSS}
     assert outputs.metrics == {"entropy": (torch.tensor(0.5), 1), "zeros": (torch.tensor(30), 40)}
@@ -45,19 +47,15 @@ def test_a_metric_is_weighted_by_its_counts():
     assert means(sums, steps=1) == {"train/loss": pytest.approx(2.0), "train/accuracy": 7 / 20}
 
 
-def test_ranks_that_compute_the_same_count_once():
-    """Those of a copy of the model, with tensor parallelism."""
-    shares = outputs_of((LOSS, {"accuracy": (3.0, 4)})).shares(8, copies=2)
-    assert (float(shares["sum/accuracy"]), float(shares["count/accuracy"])) == (1.5, 2.0)
-
-
 def test_a_metric_without_items_is_left_out():
     assert means({"loss": 3.0, "sum/hits": 0.0, "count/hits": 0.0}, steps=2) == {"train/loss": 1.5}
 
 
-def test_metrics_keep_no_graph():
+def test_shares_keep_no_graph_and_ranks_that_compute_the_same_count_once():
+    """Those of a copy of the model, with tensor parallelism."""
     weight = torch.ones((), requires_grad=True)
-    shares = outputs_of((weight * 2, {"norm": weight * 3})).shares(1, copies=1)
+    shares = outputs_of((weight * 2, {"accuracy": (weight * 3, 4)})).shares(8, copies=2)
+    assert (float(shares["sum/accuracy"]), float(shares["count/accuracy"])) == (1.5, 2.0)
     assert not any(share.requires_grad for share in shares.values())
 
 
@@ -88,31 +86,19 @@ def test_what_cannot_be_averaged_is_refused(returned, found):
 
 
 @pytest.mark.parametrize(
-    ("returned", "found"),
+    ("returned", "step_metrics", "found"),
     [
-        ((LOSS, None), r"loss\(model, batch\) must return a dictionary of metrics, not NoneType"),
-        ((LOSS, {}, {}), r"loss\(model, batch\) must return the loss or losses, .* not 3 values"),
+        ((LOSS, None), dict, r"loss\(model, batch\) must return a dictionary of .*, not NoneType"),
+        ((LOSS, {}, {}), dict, r"loss\(model, batch\) must return the loss or .* not 3 values"),
+        (LOSS, lambda: None, r"step_metrics\(\) must return a dictionary of .*, not NoneType"),
+        (LOSS, {"load": 0.5}, "step_metrics must be a method of the model"),
     ],
 )
-def test_what_has_no_names_is_refused(returned, found):
+def test_what_has_no_names_is_refused(returned, step_metrics, found):
+    model = Sparse()
+    model.step_metrics = step_metrics
     with pytest.raises(CodeError, match=found):
-        outputs_of(returned)
-
-
-def test_step_metrics_must_be_a_dictionary():
-    model = Sparse()
-    model.step_metrics = lambda: None  # type: ignore[assignment,return-value]
-    with pytest.raises(
-        CodeError, match=r"step_metrics\(\) must return a dictionary of .*, not NoneType"
-    ):
-        outputs_of(LOSS, model)
-
-
-def test_step_metrics_must_be_a_method():
-    model = Sparse()
-    model.step_metrics = {"load": 0.5}  # type: ignore[assignment]
-    with pytest.raises(CodeError, match="step_metrics must be a method of the model"):
-        outputs_of(LOSS, model)
+        outputs_of(returned, model)
 
 
 VALUES = [1, 0.5, True, 10**30, Fraction(1, 4), torch.tensor(2), torch.tensor(True)]
