@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import snapshot_helpers
 import torch
 from counting import Network
 from counting_store import Count
@@ -25,13 +22,9 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
-from mingpt_ddp.training.start import stages
-from mingpt_ddp.training.start.stages import History, build, open_directory, prepare
-from mingpt_ddp.training.trainable import Run
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
 LATE_S = 1.0  # how much later than the others a rank may come
@@ -118,77 +111,6 @@ def rank_zero_value(ranks: Ranks) -> list[Count]:
         assert ranks.runtimes[rank].group.run_on_rank_zero(lambda: value) == value
 
     return ranks.count(work)
-
-
-def small_values(ranks: Ranks) -> list[Count]:
-    """Count an all_gather of a number of each rank."""
-
-    def work(rank: int) -> None:
-        values = ranks.runtimes[rank].group.all_gather(rank)
-        assert values == [*range(ranks.network.world_size)]
-
-    return ranks.count(work)
-
-
-def start(ranks: Ranks) -> list[Count]:
-    """Count the collectives of a start, from the checks before it to the model and its snapshot.
-
-    That is all up to the first step but what torch's DDP does to wrap the model.
-    """
-    silent = mock.patch.object(stages.logs, "to_file", lambda directory, env: None)
-
-    def work(rank: int) -> None:
-        with contextlib.ExitStack() as resources:
-            _start(ranks, rank, resources)
-
-    with silent, quiet():
-        return ranks.count(work)
-
-
-def _start(ranks: Ranks, rank: int, resources: contextlib.ExitStack) -> tuple[History, Run]:
-    history = open_directory(ranks.config, ranks.runtimes[rank], resources)
-    inputs = prepare(ranks.config, ranks.runtimes[rank], history, (), {}, resources)
-    return history, build(inputs, history)
-
-
-def resume(ranks: Ranks) -> list[Count]:
-    """Count the collectives of a start from a snapshot whose state.json has 20 kB."""
-    _leave_snapshot(ranks)
-    return start(ranks)
-
-
-def _leave_snapshot(ranks: Ranks) -> None:
-    """Start once more, and leave a snapshot of step 1."""
-    silent = mock.patch.object(stages.logs, "to_file", lambda directory, env: None)
-
-    def work(rank: int) -> None:
-        with contextlib.ExitStack() as resources:
-            history, run = _start(ranks, rank, resources)
-            if rank == 0:
-                _save(history.store, run)
-
-    with silent, quiet():
-        ranks.count(work)
-
-
-def _save(store: SnapshotStore, run: Run) -> None:
-    for parameter in run.trainable.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    run.trainable.optimizer.step()
-    tensors = run.trainable.tensors()
-    state = {
-        "train_state": asdict(run.state) | {"step": 1},
-        "scaler": run.runtime.scaler.state_dict(),
-        "micro_batch_size": 1,
-        "steps": run.length.steps,
-        **run.task.state(),
-        "config": run.config.to_dict(),
-        "environment": run.runtime.environment(),
-        "more": "",
-    }
-    state["more"] = "x" * (VALUE_BYTES - len(json.dumps(state, indent=1)))
-    snapshot = Snapshot(1, tensors["model"], tensors["optimizer"], state)
-    snapshot_helpers.commit(store, snapshot)
 
 
 @contextlib.contextmanager

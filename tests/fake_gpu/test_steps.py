@@ -21,12 +21,12 @@ TOLERANCE = 0.1  # of a plan
 MICRO = 4
 GPUS = 8  # of a node
 GPT2 = ["model=gpt2", "model.n_layer=2", "data.block_size=1024"]
-CHARACTERS = ["model=gpt_mini", "data.block_size=256"]
+CHARACTERS = ["model=gpt_mini", "model.n_layer=4", "data.block_size=256"]
 WIDE = [*CHARACTERS, "model.n_embd=1024", "model.n_head=16", "data.block_size=64"]
 MODERN = ["model=modern_mini", "model.n_layer=2", "data.block_size=1024"]
-MODERN_CHARACTERS = ["model=modern_mini", "data.block_size=256"]
+MODERN_CHARACTERS = ["model=modern_mini", "model.n_layer=4", "data.block_size=256"]
 RECOMPUTED = "trainer.activation_checkpointing=true"
-SMALL = ["model=gpt_nano", "data.block_size=16"]
+SMALL = ["model=gpt_nano", "model.n_layer=1", "data.block_size=16"]
 
 
 @dataclass(frozen=True)
@@ -64,29 +64,24 @@ class Case:
 PLANNED = {
     "single": Case(GPT2),
     "single, fp32": Case([*GPT2, "trainer.precision=fp32"]),
-    "single, recomputed": Case([*GPT2, RECOMPUTED]),
-    "single, 3 micro-batches": Case(GPT2, passes=3),
     "single, average": Case([*GPT2, "trainer.ema=0.999"]),
     "single, Muon": Case([*GPT2, "optimizer=muon"]),
     "single, modern": Case(MODERN),
     "ddp on 8": Case(GPT2, "ddp", 8),
     "zero1 on 8": Case(GPT2, "zero1", 8),
-    "fsdp on 8": Case(GPT2, "fsdp", 8),
     "fsdp on 64": Case(GPT2, "fsdp", 64),
-    "fsdp on 8, 3 micro-batches": Case(GPT2, "fsdp", 8, passes=3),
+    "fsdp on 8, 2 micro-batches": Case(GPT2, "fsdp", 8, passes=2),
     "hsdp on 64": Case(GPT2, "hsdp", 64),
     "tensor parallel on 8": Case([*GPT2, "model.dropout=0"], "tensor_parallel", 8, parts=4),
     "characters": Case(CHARACTERS),
-    "characters, fp32": Case([*CHARACTERS, "trainer.precision=fp32"]),
     "characters, recomputed": Case([*CHARACTERS, RECOMPUTED]),
     "characters, modern": Case([*MODERN_CHARACTERS, "model.dropout=0.1"]),
     "characters, modern, recomputed, fsdp on 8": Case([*MODERN_CHARACTERS, RECOMPUTED], "fsdp", 8),
     "wide": Case(WIDE),
-    "wide, recomputed, 3 micro-batches": Case([*WIDE, RECOMPUTED], passes=3),
-    "wide, ddp on 8, 3 micro-batches": Case(WIDE, "ddp", 8, passes=3),
-    "wide, zero1 on 8": Case(WIDE, "zero1", 8),
+    "wide, recomputed, 2 micro-batches": Case([*WIDE, RECOMPUTED], passes=2),
+    "wide, ddp on 8, 2 micro-batches": Case(WIDE, "ddp", 8, passes=2),
     "wide, Muon": Case([*WIDE, "optimizer=muon"]),
-    "wide, Muon, ddp on 4": Case([*WIDE, "optimizer=muon"], "ddp", 4),
+    "wide, 6 layers, Muon, ddp on 4": Case([*WIDE, "model.n_layer=6", "optimizer=muon"], "ddp", 4),
 }
 # Settings that could make the host wait for the GPU. Where it does, the key explains it.
 FP16 = "trainer.precision=fp16"
@@ -112,7 +107,7 @@ OTHERS = {
     ),
     "deterministic": Case([*SMALL, "trainer.deterministic=true"], "ddp", 8),
     "label smoothing and average": Case(
-        [*SMALL, "task.label_smoothing=0.1", "trainer.ema=0.99"], "fsdp", 256
+        [*SMALL, "task.label_smoothing=0.1", "trainer.ema=0.99"], "fsdp", 64
     ),
 }
 CASES = {**PLANNED, **OTHERS}
@@ -184,9 +179,8 @@ EVERYTHING = [
 @pytest.mark.parametrize(
     ("ranks", "rank", "overrides", "gpus"),
     [
-        (2, 1, [], [1, 3, 5, 7]),
         (4, 2, EVERYTHING, [2, 6]),
-        (1, 0, EVERYTHING, range(8)),
+        (2, 1, [], [1, 3, 5, 7]),
         (8, 7, [], [7]),
     ],
 )

@@ -19,23 +19,17 @@ LIMIT_S = 40  # also on a slow machine: what grows without bounds takes longer
 LIMIT_MB = 1024
 # No network, no credentials, no GPU, no compiler, one thread.
 ENVIRONMENT = {
-    **{
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": str(ROOT),
-    },
-    **{
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
-        "AWS_ACCESS_KEY_ID": "a",
-    },
-    **{
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_MAX_ATTEMPTS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TERM": "dumb",
-    },
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "PYTHONPATH": str(ROOT),
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+    "AWS_ACCESS_KEY_ID": "a",
+    "AWS_SECRET_ACCESS_KEY": "b",
+    "AWS_MAX_ATTEMPTS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TERM": "dumb",
 }
 # Lines of the log that may precede an error.
 NOTICES = r"not taken from |damaged snapshot .* is ignored|.* was never finished and is ignored|retrying: "  # noqa: E501

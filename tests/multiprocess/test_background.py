@@ -65,7 +65,6 @@ def train(
     lag: int = 0,
     fail: dict[str, list[int]] | None = None,
     hang: tuple[int, int, str] | None = None,
-    replace_at: int | None = None,
 ) -> dict[str, Any]:
     """Train with faulty storage.
 
@@ -76,13 +75,12 @@ def train(
         fail: by rank, the steps whose files cannot be written.
         hang: rank, step and file: in its first snapshot from this step on, the rank writes one
             file, writes the step of the snapshot to `file`, and hangs.
-        replace_at: at this step, a file replaces the directory of the snapshots.
     """
     format.MIN_SHARD_BYTES = part
     manager.QUICK_S = 0.0 if lag else 60.0  # independent of the load of the machine
     rank, current = int(os.environ["RANK"]), {"step": 0}
     step_changed = threading.Condition()
-    report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}
+    report: dict[str, Any] = {"writes": [], "restored": None, "error": None}
 
     def step(self: Trainer, number: int) -> Any:
         if lag:
@@ -90,11 +88,6 @@ def train(
         with step_changed:
             current["step"] = number
             step_changed.notify_all()
-        if number == replace_at:
-            directory = Path(values["run"]["root"]) / values["run"]["name"] / "snapshots"
-            wait_for(lambda: committed(directory.parent), what="a snapshot")
-            directory.rename(directory.with_name("moved"))
-            directory.write_text("not a directory")
         return original_step(self, number)
 
     def write_files(self: SnapshotStore, number: int, contents: Any) -> Any:
@@ -121,11 +114,7 @@ def train(
         report["restored"] = [found.step, digest(tensors)]
         return state
 
-    class CountedBuffer(SafetensorsBuffer):
-        def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-            super().__init__(tensors)
-            report["buffers"] += 1
-
+    class SlowBuffer(SafetensorsBuffer):
         def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
             if lag:
                 time.sleep(0.015)  # for each of two files, while training continues
@@ -134,7 +123,7 @@ def train(
     original_step, original_write_files = Trainer._train, SnapshotStore.write_files
     original_restore = stages.restore
     Trainer._train, SnapshotStore.write_files = step, write_files
-    stages.restore, background.SafetensorsBuffer = restore, CountedBuffer
+    stages.restore, background.SafetensorsBuffer = restore, SlowBuffer
     logs.to_console(read_env())
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
@@ -267,15 +256,6 @@ def test_training_does_not_wait_for_slow_storage(ranks, slow_storage):
     assert second >= first + 7, "two snapshots were written at a time"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_staging_buffers_are_reused(ranks, slow_storage):
-    run, outcomes = slow_storage(ranks)
-    assert len(committed(run)) > 2
-    assert [outcome["buffers"] for outcome in outcomes] == [2] * ranks, (
-        "one buffer each for model and optimizer"
-    )
-
-
 # Failures
 
 
@@ -295,34 +275,6 @@ def test_one_failure_is_reported_and_training_continues(root, synchronous):
         assert "cannot write the snapshot of step 8" in warning
         assert "rank 1: no space is left; training continues (failure 1 of 3 allowed)" in warning
     assert tensor_files(run, STEPS) == tensor_files(synchronous(2), STEPS)
-
-
-def test_failures_in_a_row_end_the_run_on_all_ranks(root):
-    values = settings(root, "always", "snapshot.every_steps=4", "snapshot.max_failures=1")
-    fail = {"1": list(range(8, STEPS + 1))}
-    errors = [
-        outcome["error"]
-        for outcome in run_ranks(2, train, root / "ranks" / "always", values=values, fail=fail)
-    ]
-    assert errors[0] == errors[1]
-    assert "StorageUnusableError" in errors[0]  # the disk is full: a restart would fail too
-    assert "cannot write the snapshot of step 12" in errors[0]
-    assert "rank 1: no space is left, 2 times in a row" in errors[0]
-    assert committed(root / "always") == [4]
-    assert SnapshotStore(str(root / "always" / "snapshots")).read_latest().step == 4
-
-
-def test_a_snapshot_directory_that_disappears(root):
-    """A file replaces the directory of the snapshots."""
-    values = settings(root, "gone", "snapshot.every_steps=4", "snapshot.max_failures=2")
-    (outcome,) = run_ranks(1, train, root / "ranks" / "gone", values=values, replace_at=6)
-    assert "cannot write the snapshot of step 16" in outcome["error"]
-    assert "Not a directory, 3 times in a row" in outcome["error"]
-    run = root / "gone"
-    assert len(warnings(run)) == 2
-    assert sorted(path.parent.name for path in run.glob("moved/*/manifest.json")) == [
-        "step_00000004"
-    ]
 
 
 def test_a_kill_during_a_write_keeps_the_older_snapshot(root, synchronous):

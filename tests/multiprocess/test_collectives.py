@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import DataError, RunError, TrainingError, UserError
-from mingpt_ddp.metrics.meters import Meter
 from multiprocess.ranks import configure, run_ranks
 
 WORLD = 3
@@ -185,7 +183,6 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
     observed: dict[str, Any] = {
         "identity": [rank, runtime.group.world_size, runtime.group.is_rank_zero],
         "heartbeat": [runtime.group.heartbeat, heartbeat_while_blocked(runtime)],
-        "transport": runtime.group.transport,
         "get_or_set": runtime.group.get_or_set("name", lambda: f"of rank {rank}"),
         "threads": gather_in_two_threads(runtime),
         "async": runtime.group.all_gather_async(torch.tensor([rank, 10 * rank]))().tolist(),
@@ -213,18 +210,6 @@ def call_collectives(config: dict[str, Any]) -> dict[str, Any]:
         runtime, DataError("node 2 has no disk"), worker=2, per_node=True
     )
     observed["different nodes"] = [name_nodes(runtime, size) for size in (0, 1000)]
-    meter = Meter(runtime, 1, "tokens")
-    for loss in (1.0, 2.0):
-        meter.record({"loss": torch.tensor(loss * (rank + 1))}, torch.tensor(0.0), 0.0)
-    state = meter.state()
-    resumed = Meter(runtime, 1, "tokens")
-    resumed.load_state(*state)
-    observed["meter"] = [
-        state[0]["loss"],
-        state[1],
-        meter.read()["train/loss"],
-        resumed.read()["train/loss"],
-    ]
     if rank == 1:
         runtime.group.failures.record("out of memory")
     observed["failure"] = vars(runtime.group.failures.first(wait_s=10))
@@ -310,15 +295,6 @@ def test_the_heartbeat_tells_who_waits(observed):
     assert [beat["activity"] for beat in blocked + after] == ["evaluating"] * 2 * WORLD
     assert [beat["waiting"] for beat in blocked] == [True, False, True]
     assert [beat["waiting"] for beat in after] == [False] * WORLD
-    assert [late["count"] - early["count"] for early, late in zip(blocked, after, strict=True)] == [
-        1,
-        2,
-        1,
-    ]
-
-
-def test_the_transport_is_named(observed):
-    assert observed["transport"] == ["shared memory"] * WORLD
 
 
 def test_the_first_value_is_kept(observed):
@@ -365,33 +341,12 @@ def test_preparing_may_take_longer_than_a_collective(observed):
     assert observed["prepared"] == [[0, PREPARING, STARTING]] * WORLD
 
 
-def test_a_meter_sums_over_all_ranks(observed):
-    """Losses 1 + 2 + 3 and 2 + 4 + 6: a sum of 18 over 2 steps, also after a snapshot."""
-    assert observed["meter"] == [[18.0, 2, 9.0, 9.0]] * WORLD
-
-
 def test_every_rank_reports_the_first_failure(observed):
     assert (
         observed["failure"]
         == observed["failure later"]
         == [{"rank": 1, "kind": "", "message": "out of memory"}] * WORLD
     )
-
-
-def successive_jobs(config: dict[str, Any], jobs: int) -> list[float]:
-    sums = []
-    for job in range(jobs):
-        runtime = Runtime(from_mapping(config), read_env(), job)
-        sums.append(float(runtime.group.all_reduce(torch.tensor(runtime.group.rank + 10.0 * job))))
-        runtime.close()
-        del runtime
-    return sums
-
-
-def test_successive_jobs_of_a_sweep(tmp_path):
-    """In the same processes, with a process group per job, at the address in the environment."""
-    results = run_ranks(WORLD, successive_jobs, tmp_path, config=configure(), jobs=5)
-    assert results == [[3.0, 33.0, 63.0, 93.0, 123.0]] * WORLD
 
 
 def in_copies(config: dict[str, Any]) -> dict[str, Any]:
@@ -450,47 +405,3 @@ def one_rank_fails(config: dict[str, Any]) -> bool:
 
 def test_an_error_of_one_rank_is_not_that_of_all(tmp_path):
     assert run_ranks(2, one_rank_fails, tmp_path, config=configure()) == [False, False]
-
-
-def one_process(config: dict[str, Any]) -> dict[str, Any]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        del os.environ[name]
-    runtime = Runtime(from_mapping(config), read_env())
-    observed = {
-        "all_gather": runtime.group.all_gather("x"),
-        "all_reduce": runtime.group.all_reduce(torch.tensor([2.0])).tolist(),
-        "broadcast": is_preserved(runtime.group.broadcast_tensors(tensors())),
-        "rank_zero": call_on_rank_zero(runtime, None),
-        "error": call_on_rank_zero(runtime, DataError("no text")),
-        "async": runtime.group.all_gather_async(torch.tensor([2.0]))().tolist(),
-        "transport": runtime.group.transport,
-        "in copy": [runtime.group.any_in_copy(flag) for flag in (True, False)],
-        "get_or_set": runtime.group.get_or_set("name", lambda: "made"),
-        "failure": [
-            runtime.group.failures.record("no text"),
-            runtime.group.failures.first(wait_s=0),
-        ],
-        "all failed": runtime.group.failures.compare_with_all("no text"),
-        "group": torch.distributed.is_initialized(),
-    }
-    runtime.close()
-    return observed
-
-
-def test_collectives_in_one_process_are_the_identity(tmp_path):
-    assert run_ranks(1, one_process, tmp_path, config=configure()) == [
-        {
-            "all_gather": ["x"],
-            "all_reduce": [2.0],
-            "broadcast": dict.fromkeys(tensors(), True),
-            "rank_zero": ["value", "done on rank 0"],
-            "error": ["DataError", "data error: no text"],
-            "async": [[2.0]],
-            "transport": "none",
-            "in copy": [True, False],
-            "get_or_set": "made",
-            "failure": [None, None],
-            "all failed": True,
-            "group": False,
-        }
-    ]

@@ -24,12 +24,10 @@ from launching import TINY
 from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.distributed.device.device import device_of_rank
-from mingpt_ddp.distributed.env import DistEnv, read_env
+from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.group import shared_memory
 from mingpt_ddp.distributed.group.shared_memory import SharedMemoryGroup, connect_local_ranks
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.models import GPT
 from mingpt_ddp.training.run import train_run
 from multiprocess.ranks import Ranks, configure, run_ranks
@@ -371,26 +369,3 @@ def test_another_user_cannot_impersonate_a_rank():
         first, second = pool.map(connect, range(2))
     first.send_all(b"x")
     assert second.recv_all(1) == {0: b"x"}
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (
-            ["ddp.comm_hook=powersgd"],
-            "ddp.comm_hook=powersgd must be one of none, fp16, bf16$",
-        ),
-        (
-            ["ddp.comm_hook=bf61"],
-            "ddp.comm_hook=bf61 must be one of none, fp16, bf16; did you mean bf16\\?$",
-        ),
-        (["+ddp.powersgd_rank=4"], "ddp.powersgd_rank is not a key"),
-        (["ddp.comm_hook=bf16", "ddp.backend=mpi"], "ddp.comm_hook=bf16 needs 16-bit all-reduce"),
-        (["ddp.bucket_cap_mb=0"], "ddp.bucket_cap_mb=0 must be greater than 0"),
-        (["ddp.bucket_cap_mb=auto"], "ddp.bucket_cap_mb='auto' must be a number"),
-    ],
-)
-def test_invalid_settings_are_refused(options, error):
-    with pytest.raises(ConfigError, match=error):
-        config = from_mapping(configure(*options))
-        device_of_rank(config.trainer, config.ddp, DistEnv())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,88 +30,39 @@ def store() -> Iterator[TCPStore]:
     )
 
 
-def sum_over_ranks(config: dict[str, Any], attempt: int, marks: str, forever: bool) -> list[float]:
-    """All-reduce over the ranks, and write the sum to a file, once or `forever`, until this rank is
-    killed.
-    """
+def sum_over_ranks(config: dict[str, Any], attempt: int) -> list[float]:
+    """Return the sums over the ranks of their number from 1, and of 100 for each attempt."""
     runtime = Runtime(from_mapping(config), read_env())
-    while True:
-        total: list[float] = runtime.group.all_reduce(
-            torch.tensor([runtime.group.rank + 1.0, 100.0 * attempt])
-        ).tolist()
-        Path(marks, f"{attempt}-{runtime.group.rank}").write_text(str(total))
-        if not forever:
-            runtime.close()
-            return total
+    values = torch.tensor([runtime.group.rank + 1.0, 100.0 * attempt])
+    total: list[float] = runtime.group.all_reduce(values).tolist()
+    runtime.close()
+    return total
 
 
-def all_ranks_summed(marks: Path, attempt: int):
-    """Whether each rank has summed over the ranks of this attempt and no other."""
-    expected = str([6.0, 300.0 * attempt])
-    paths = [marks / f"{attempt}-{rank}" for rank in range(WORLD)]
-    return lambda: all(path.exists() and path.read_text() == expected for path in paths)
-
-
-def test_six_restarts_after_a_kill_during_a_collective(tmp_path, store):
-    """Each attempt is killed in an all-reduce: another rank first each time, then the others, as an
-    agent does.
-    """
-    arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
-    for attempt in range(1, 7):
-        with Ranks(
-            WORLD,
-            sum_over_ranks,
-            tmp_path / f"{attempt}",
-            attempt=attempt,
-            forever=True,
-            **arguments,
-        ) as ranks:
-            wait_for(all_ranks_summed(tmp_path, attempt))
-            ranks.kill(attempt % WORLD)
-    with Ranks(
-        WORLD, sum_over_ranks, tmp_path / "last", attempt=7, forever=False, **arguments
-    ) as ranks:
-        assert ranks.results() == [[6.0, 2100.0]] * WORLD
-
-
-@pytest.mark.parametrize("killed", [[0], [1], [2], [0, 1], [1, 2], [0, 2]], ids=str)
+@pytest.mark.parametrize("killed", [[0], [1], [0, 2], [1, 2]], ids=str)
 def test_a_restart_after_ranks_were_killed_in_the_rendezvous(tmp_path, store, killed):
     """They had set their hello key, or made or confirmed a proposal, and were killed before the
     others joined.
     """
-    arguments = {"config": configure(), "marks": str(tmp_path), "port": store.port, "agent": True}
-    with Ranks(
-        WORLD,
-        sum_over_ranks,
-        tmp_path / "killed",
-        only=killed,
-        attempt=1,
-        forever=False,
-        **arguments,
-    ) as ranks:
+    arguments = {"config": configure(), "port": store.port, "agent": True}
+    early = {**arguments, "only": killed, "attempt": 1}
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "killed", **early) as ranks:
         keys = [f"mingpt_ddp/0/hello/{rank}" for rank in killed if rank > 0]
         wait_for(lambda: store.check(keys) if keys else True)
         time.sleep(0.2)  # enough for the next step of the handshake
         ranks.kill(*killed)
-    with Ranks(
-        WORLD, sum_over_ranks, tmp_path / "new", attempt=2, forever=False, **arguments
-    ) as ranks:
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "new", attempt=2, **arguments) as ranks:
         assert ranks.results() == [[6.0, 600.0]] * WORLD
 
 
 @pytest.mark.parametrize("last", [0, 2])
 def test_a_rank_may_join_late(tmp_path, last):
     """Also the one that hosts the store if there is no agent."""
-    port, marks = (
-        free_port(),
-        {"config": configure(), "marks": str(tmp_path), "attempt": 1, "forever": False},
-    )
+    arguments = {"config": configure(), "attempt": 1, "port": free_port()}
     early = [rank for rank in range(WORLD) if rank != last]
-    with Ranks(WORLD, sum_over_ranks, tmp_path / "early", port=port, only=early, **marks) as first:
+    with Ranks(WORLD, sum_over_ranks, tmp_path / "early", only=early, **arguments) as first:
         time.sleep(0.5)
-        with Ranks(
-            WORLD, sum_over_ranks, tmp_path / "late", port=port, only=[last], **marks
-        ) as second:
+        with Ranks(WORLD, sum_over_ranks, tmp_path / "late", only=[last], **arguments) as second:
             assert second.results() == [[6.0, 300.0]]
         assert first.results() == [[6.0, 300.0]] * 2
 
@@ -125,24 +75,11 @@ def try_to_join(config: dict[str, Any]) -> str:
     return "joined"
 
 
-def test_a_missing_rank_is_named(tmp_path, store):
-    """Rank 0 knows that rank 1 has joined, and must not report it as missing."""
-    config = configure("ddp.timeout_s=6")  # within which the other process starts
-    with Ranks(
-        WORLD, try_to_join, tmp_path, port=store.port, agent=True, only=[0, 1], config=config
-    ) as ranks:
-        rank_0, rank_1 = ranks.results()
-    assert rank_0.startswith(
-        "run error: rank 2 did not join in time; start all ranks, or raise ddp.timeout_s"
-    )
-    assert rank_1.startswith("run error: ")
-
-
 @pytest.mark.parametrize("duplicate", [0, 1])
 def test_a_duplicate_rank_is_named(tmp_path, store, duplicate):
     """As on two machines with the same RANK; the process that joins last cannot detect it."""
     options = {"port": store.port, "agent": True, "only": [duplicate]}
-    patient, hasty = configure("ddp.timeout_s=10"), configure("ddp.timeout_s=3")
+    patient, hasty = configure("ddp.timeout_s=20"), configure("ddp.timeout_s=3")
     with Ranks(WORLD, try_to_join, tmp_path / "one", **options, config=patient) as one:
         wait_for(lambda: store.check([f"mingpt_ddp/0/hello/{duplicate}"]))
         with Ranks(WORLD, try_to_join, tmp_path / "other", **options, config=hasty) as other:

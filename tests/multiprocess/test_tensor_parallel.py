@@ -23,7 +23,6 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.distributed.strategies.tensor_split import gather
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
-from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state
 from mingpt_ddp.storage.run_directory import read_result, run_name
 from mingpt_ddp.tasks import build_task
@@ -219,6 +218,7 @@ def test_the_training_loss_counts_each_copy_once(runs):
         (["model.dropout=0.0", "model.n_head=3"], "=2 must divide model.n_head=3"),
         (["model.dropout=0.0"], "=2 must divide the number of ranks, 1"),
         (["ddp.comm_hook=fp16"], "=2 needs ddp.comm_hook=none"),
+        (["model.dropout=0.0", "trainer.compile=true"], "=1"),
         (["ddp.backend=mpi"], "=2 needs ddp.backend=auto, gloo or nccl, not mpi"),
     ],
 )
@@ -232,27 +232,6 @@ def test_what_cannot_be_split_is_refused(overrides, reason):
         )
 
 
-def test_compiling_is_refused():
-    options = [
-        "model=gpt_nano",
-        "model.n_head=4",
-        "model.dropout=0.0",
-        "trainer.compile=true",
-        "ddp.tensor_parallel=2",
-    ]
-    with pytest.raises(ConfigError, match=r"trainer.compile=true needs ddp.tensor_parallel=1"):
-        Runtime(from_mapping(configure(*options)), read_env())
-
-
 def test_the_key_renames_no_run():
     one, two = (from_mapping(configure(f"ddp.tensor_parallel={n}")) for n in (1, 2))
     assert run_name(one) == run_name(two)
-
-
-def test_the_whole_model_is_the_same_architecture():
-    """Names and shapes of the snapshots above are those that a model of one rank has."""
-    config = from_mapping(configure(*MODEL)).model
-    assert build_model(config, 5, 16).state_dict()["blocks.0.attention.qkv.weight"].shape == (
-        72,
-        24,
-    )

@@ -14,8 +14,6 @@ import safetensors.torch
 import torch
 from launching import TINY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
-from tensorboard.plugins.hparams import metadata as hparams
 from torch import Tensor
 
 from mingpt_ddp.config.config import from_mapping
@@ -240,26 +238,6 @@ def test_every_precision_learns(runs, precision):
         runs / precision / "snapshots" / "step_00000060" / "model.safetensors"
     )
     assert {tensor.dtype for tensor in weight.values()} == {torch.float32}
-
-
-def test_the_hparams_tab_shows_every_run_once(runs):
-    """As the TensorBoard plugin reads the directory of a sweep: settings and objective, from rank
-    zero only.
-    """
-    events = EventMultiplexer().AddRunsFromDirectory(str(runs)).Reload()
-    found = events.PluginRunToTagToContent(hparams.PLUGIN_NAME)
-    assert sorted(found) == sorted(f"{precision}/tensorboard/rank0" for precision in PRECISIONS)
-    for precision in PRECISIONS:
-        board = f"{precision}/tensorboard/rank0"
-        start = hparams.parse_session_start_info_plugin_data(
-            found[board][hparams.SESSION_START_INFO_TAG]
-        )
-        assert start.hparams["trainer.precision"].string_value == precision
-        assert start.hparams["optimizer.lr"].number_value == 1e-2
-        experiment = hparams.parse_experiment_plugin_data(found[board][hparams.EXPERIMENT_TAG])
-        assert [info.name.tag for info in experiment.metric_infos] == ["val/loss"]
-        result = json.loads((runs / precision / "result.json").read_text())
-        assert logged(runs / precision, "val/loss")[-1] == pytest.approx(result["val_loss"])
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -1,8 +1,8 @@
 """Bad input gives one line that says what to fix, exit code 2, and nothing is written.
 
 All cases run in one process, from the entry point of the program to `os._exit`
-(`tests/one_process.py`). Those that train, and a few of each kind of error, run as users launch
-them, alone and under torchrun: they show the exit code.
+(`tests/one_process.py`). Those that train, and one that a worker finds, run as users launch them.
+tests/contract/test_commands.py does that for other errors, also under torchrun.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from launching import (
     call,
     environment,
     python_main,
-    torchrun,
 )
 from torch.distributed import is_mpi_available
 
@@ -74,6 +73,17 @@ register("model", "mine", Mine)
 """,
 }
 TEXT = "To be, or not to be, that is the question.\n" * 100
+SMALL_RUN = [
+    "data=text_file",
+    "data.path=good.txt",
+    "data.block_size=8",
+    "model=gpt_nano",
+    "model.n_layer=1",
+    "trainer.batch_size=2",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=1",
+    "trainer.sample_every=null",
+]
 
 
 @dataclass
@@ -427,9 +437,16 @@ def test_hydra_info_prints_the_configuration(args, program, cwd):
 # Files that cannot be written, in an existing directory
 
 
-@pytest.mark.parametrize("name", ["main.rank0.log", "config.yaml", "result.json", ".hydra"])
-@pytest.mark.parametrize("kind", ["pipe", "other"])
-def test_a_path_of_another_kind_instead_of_a_file(name, kind, cwd):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("pipe", "main.rank0.log"),
+        ("pipe", "result.json"),
+        ("other", "config.yaml"),
+        ("other", ".hydra"),
+    ],
+)
+def test_a_path_of_another_kind_instead_of_a_file(kind, name, cwd):
     run = cwd / "outputs" / "x"
     run.mkdir(parents=True)
     if kind == "pipe":
@@ -438,12 +455,8 @@ def test_a_path_of_another_kind_instead_of_a_file(name, kind, cwd):
         (run / name).write_text("a file")
     else:
         (run / name).mkdir()
-    args = (
-        "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 "
-        "trainer.max_epochs=null run.name=x"
-    )
-    outcome = run_alone(shlex.split(args), cwd)
-    if kind == "pipe" and name in ("config.yaml", "result.json"):  # it is replaced
+    outcome = run_alone([*SMALL_RUN, "run.name=x"], cwd)
+    if (kind, name) == ("pipe", "result.json"):  # it is replaced
         assert outcome.code == 0, outcome.text
     else:
         assert outcome.code == 2, outcome.text
@@ -461,8 +474,7 @@ def test_a_sweep_is_not_mixed_with_a_run(program, cwd):
         file.write_text("{}")
     outcome = program(["-m", "run.name=run", "run.seed=1,2", "trainer.max_steps=1"], cwd)
     check(outcome, "config error: run.name=run names a single run, not a sweep; choose another")
-    args = "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 run.name=sweep"
-    outcome = run_alone([*args.split(), "trainer.max_epochs=null"], cwd)
+    outcome = run_alone([*SMALL_RUN, "run.name=sweep"], cwd)
     assert outcome.code == 2, outcome.text
     assert outcome.lines[-1] == (
         "run error: outputs/sweep is the directory of a sweep; choose another run.name"
@@ -485,11 +497,7 @@ def test_a_link_where_a_sweep_writes_is_refused(name, program, cwd):
 
 def test_a_valid_run_is_distinguished(cwd):
     """The same call with valid input trains and writes a run, so the checks above can fail."""
-    args = (
-        "data=text_file data.path=good.txt model=gpt_nano trainer.max_steps=1 "
-        "trainer.max_epochs=null run.name=x"
-    )
-    outcome = run_alone(shlex.split(args), cwd)
+    outcome = run_alone([*SMALL_RUN, "run.name=x"], cwd)
     assert outcome.code == 0, outcome.text
     assert outcome.written == {"outputs", "cache"}
 
@@ -497,31 +505,9 @@ def test_a_valid_run_is_distinguished(cwd):
 # Launched as users do
 
 
-@pytest.mark.parametrize(
-    ("args", "expected"),
-    [
-        (
-            ["ddp.nproc_per_node=2", "trainer.device=cuda"],  # a worker finds it
-            "config error: trainer.device=cuda, but torch sees no GPU here",
-        ),
-        (["data=text_file", "data.path=empty.txt"], "data error: data.path=empty.txt is empty"),
-    ],
-)
-def test_python_main(args, expected, cwd):
-    check(run_alone(args, cwd), expected)
-
-
-def test_torchrun(cwd):
-    """Both ranks have the same error; rank zero reports it once, and the agent exits with 1."""
-    done = call([*torchrun(2), "trainer.batch_size=1", "trainer.device=cpu"], cwd)
-    errors = [line for line in done.stdout.splitlines() if re.search(r"\w error: ", line)]
-    assert len(errors) == 1, done.stdout
-    assert errors[0].startswith(
-        "config error: trainer.batch_size=1 in micro-batches of 1 occupies 1 of 2 ranks; use at "
-        "most 1, or"
-    )
-    assert done.returncode == 1
-    assert not (cwd / "outputs").exists()
+def test_an_error_that_a_local_worker_finds(cwd):
+    outcome = run_alone(["ddp.nproc_per_node=2", "trainer.device=cuda"], cwd)
+    check(outcome, "config error: trainer.device=cuda, but torch sees no GPU here")
 
 
 @pytest.mark.parametrize(("args", "expected"), SWEEPS)
