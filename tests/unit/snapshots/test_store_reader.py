@@ -118,7 +118,7 @@ def test_a_storage_that_does_not_respond_is_not_damage(store, monkeypatch):
 
 def test_a_disk_that_fails_is_an_error_of_the_url_or_damage(store, monkeypatch):
     def refuse(*_: Any) -> Any:
-        raise OSError("bad\n sector")
+        raise OSError("bad sector")
 
     monkeypatch.setattr(store.storage, "chunks", refuse)
     with pytest.raises(CorruptSnapshotError, match=rf"^{MANIFEST} cannot be read: bad sector$"):
