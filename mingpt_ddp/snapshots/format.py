@@ -42,7 +42,6 @@ HOOKS = "hooks"
 TENSOR_KINDS = (*WEIGHT_KINDS, HOOKS)  # hooks: only with hooks that have state
 OUR_KINDS = (*TENSOR_KINDS, "state", "manifest")
 MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 MAX_STATE_BYTES = 1 << 24  # fits a vocabulary of all of Unicode
 MAX_MANIFEST_BYTES = 1 << 22  # fits 10,000 shards
 MAX_JSON_DEPTH = 20

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig, OmegaConf
+from launching import TINY
+from multiprocess.ranks import configure
+from omegaconf import OmegaConf
 
 import mingpt_ddp
-from mingpt_ddp.cli.application import application_words
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
-from mingpt_ddp.config.config import Config, from_mapping, to_plain
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.storage.run_directory import run_name
 
@@ -30,49 +32,23 @@ rate: 1e-3
 optimizer:
   lr: ${rate}
 """
-IN_A_NODE = AT_THE_TOP.replace("mingpt_ddp\n", "mingpt_ddp@gpt\n").replace(
-    "optimizer:\n  lr", "gpt:\n  optimizer:\n    lr"
-)
-CHANGES = ("model=modern_nano", "run.seed=7", "snapshot.every_minutes=1e-5", "run.name=${.root}")
 
 
-def compose_own(directory: Path, text: str, *words: str) -> DictConfig:
-    """Compose the configuration of an application."""
-    (directory / "app.yaml").write_text(text)
-    with initialize_config_dir(str(directory), **VERSION_BASE):
-        return compose("app", list(words))
-
-
-def compose_ours(*words: str) -> Config:
-    """Compose the configuration of a command line, with --config-dir as a search path."""
-    overrides = [
-        f"hydra.searchpath=[{word.partition('=')[2]}]" if word.startswith("--") else word
-        for word in words
-    ]
-    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
-        return from_mapping(to_plain(compose("config", overrides)))
-
-
-def test_the_same_settings_are_the_same_run(tmp_path):
-    ours = compose_ours("model=modern_nano", "run.seed=7", "optimizer.lr=1e-3")
-    in_node = [f"gpt.{word}" for word in CHANGES[1:]]
-    for text, words in (
-        (AT_THE_TOP, CHANGES),
-        (IN_A_NODE, ["model@gpt.model=modern_nano", *in_node]),
-    ):
-        directory = tmp_path / str(len(words[0]))
-        directory.mkdir()
-        cfg = compose_own(tmp_path, text, *words)
-        before = OmegaConf.to_yaml(cfg)
-        part = cfg if text is AT_THE_TOP else cfg.gpt
-        part.snapshot.path = "a 1e-3 'ü'"
-        config = compose_ours(*application_words(part, directory))
-        part.snapshot.path = None
-        assert OmegaConf.to_yaml(cfg) == before
-        assert config.snapshot.path == "a 1e-3 'ü'"
-        assert (config.run.name, config.snapshot.every_minutes) == ("outputs", 1e-5)
-        assert config.digest() == ours.digest() and config.data == ours.data
-        assert run_name(ours).startswith("python_docs-modern_nano-")
+def test_the_same_settings_are_the_same_run(tmp_path, monkeypatch):
+    """e2e/test_api.py trains with groups in a node of the application."""
+    (tmp_path / "app.yaml").write_text(AT_THE_TOP)
+    with initialize_config_dir(str(tmp_path), **VERSION_BASE):
+        cfg = compose("app", [*TINY, "trainer.device=cpu", "snapshot.every_minutes=1e-5"])
+    before = OmegaConf.to_yaml(cfg)
+    monkeypatch.chdir(tmp_path)
+    result = mingpt_ddp.train(cfg)
+    assert OmegaConf.to_yaml(cfg) == before
+    run = Path(result["run"])
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
+    expected = configure(*TINY, "optimizer.lr=1e-3")
+    assert recorded["snapshot"]["every_minutes"] == 1e-5
+    assert recorded["optimizer"] == expected["optimizer"]
+    assert run.name == run_name(from_mapping(expected))
 
 
 @pytest.mark.parametrize(

@@ -100,11 +100,3 @@ def test_a_hostile_state_is_refused_in_one_line(config, call):
     recorded("honest", 4)
     for runs in (["hostile", "honest"], ["honest", "hostile"]):
         assert "the snapshot of hostile cannot be evaluated: " in refusal(call(*runs))
-
-
-def test_a_text_with_other_characters_leaves_no_cache(call):
-    recorded("run", 8)
-    Path("other.txt").write_text("xyz" * 100)
-    expected = "data error: the model does not know 'x', 'y', 'z'"
-    assert refusal(call("run", "data.path=other.txt")).startswith(expected)
-    assert not Path("cache").exists()

@@ -45,58 +45,38 @@ def test_a_command_that_describes_itself_imports_no_heavy_library(door, option):
 
 
 @pytest.mark.parametrize(
-    "words", [["list"], ["verify"], ["prune", "keep_last=1"]], ids=lambda words: words[0]
+    "words",
+    ["snapshots list", "snapshots verify", "snapshots prune keep_last=1", "report format=json"],
 )
-def test_snapshots_are_managed_without_torch(words, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(FORMAT_2, run)
-    name, *keys = words
-    assert heavy_imports("mingpt_ddp.snapshots", name, str(run), *keys) == (0, [])
+def test_snapshots_and_tables_need_no_torch(words, tmp_path):
+    shutil.copytree(FORMAT_2, tmp_path / "run")
+    name, *words = words.split()
+    assert heavy_imports(f"mingpt_ddp.{name}", *words, str(tmp_path / "run")) == (0, [])
 
 
-def test_a_table_of_runs_needs_no_torch(tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(FORMAT_2, run)
-    assert heavy_imports("mingpt_ddp.report", str(run), "format=json") == (0, [])
+@pytest.mark.parametrize(
+    "words", ["model.n_head=5", "data.path=nosuch.txt", "model.n_head=5 ddp.nproc_per_node=2"]
+)
+def test_an_error_of_the_configuration_comes_before_torch(words):
+    assert heavy_imports("mingpt_ddp", *words.split()) == (2, [])
 
 
-@pytest.mark.parametrize("workers", [[], ["ddp.nproc_per_node=2"]], ids=["alone", "on workers"])
-@pytest.mark.parametrize("word", ["model=gpt3", "model.n_head=5", "data.path=nosuch.txt"])
-def test_an_error_of_the_configuration_comes_before_torch(word, workers):
-    assert heavy_imports("mingpt_ddp", word, *workers) == (2, [])
+TINY_RUN = [
+    "model=gpt_nano",
+    "data.truncate=0.01",
+    "trainer.max_steps=1",
+    "trainer.batch_size=2",
+    "snapshot.every_steps=null",
+    "trainer.device=cpu",
+]
 
 
 def test_a_launcher_leaves_torch_to_its_workers(tmp_path):
-    words = [
-        "model=gpt_nano",
-        "data.truncate=0.01",
-        "trainer.max_steps=1",
-        "trainer.batch_size=2",
-        "ddp.nproc_per_node=2",
-        "trainer.device=cpu",
-        f"run.root={tmp_path}",
-    ]
+    words = [*TINY_RUN, "ddp.nproc_per_node=2", f"run.root={tmp_path}"]
     assert heavy_imports("mingpt_ddp", *words) == (0, [])
 
 
 def test_a_run_imports_nothing_that_a_report_or_a_search_needs(tmp_path):
-    words = [
-        "model=gpt_nano",
-        "data.truncate=0.01",
-        "trainer.max_steps=1",
-        "trainer.batch_size=2",
-        "snapshot.every_steps=null",
-        "trainer.device=cpu",
-        f"run.root={tmp_path}",
-    ]
-    code, imported = heavy_imports("mingpt_ddp", *words)
+    code, imported = heavy_imports("mingpt_ddp", *TINY_RUN, f"run.root={tmp_path}")
     assert code == 0
     assert "torch" in imported and not {"scipy", "plotly", "optuna"} & {*imported}
-
-
-def test_the_fork_server_starts_before_hydra_is_imported():
-    code = "import sys, mingpt_ddp.cli.commands.train; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not {"hydra", "pydantic", *HEAVY}.intersection(done.stdout.split())

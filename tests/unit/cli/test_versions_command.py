@@ -1,25 +1,24 @@
-"""`mingpt-ddp versions A B`: what is refused, and which files a version has."""
+"""`mingpt-ddp versions A B`: what is refused, which files a version has, which job counts."""
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from fake_runs import fake_run
+from launching import ROOT
 from multiprocess.ranks import configure
 from snapshot_helpers import filled
 from tools import call_tool
 
-from mingpt_ddp.cli import code_version, version_job
-from mingpt_ddp.cli.code_version import find_commit
 from mingpt_ddp.cli.commands import versions as tool
-from mingpt_ddp.errors import ConfigError
+from mingpt_ddp.storage.code_identity import hash_package
 
 SEEDS = "run.seed=1,2"
 USER = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
@@ -43,10 +42,6 @@ def project(tmp_path, monkeypatch) -> Path:
         git("add", ".")
         git("commit", "-qm", str(number))
     return project
-
-
-def find_version(name: str, words: list[str]) -> code_version.Version:
-    return code_version.find_version(name, find_commit(name), words)
 
 
 @pytest.fixture
@@ -104,115 +99,22 @@ def test_refused_in_one_line_before_anything_is_written(words, message, project,
     assert not (project / "outputs").exists() and not list(project.rglob("versions-*"))
 
 
-def test_the_same_files_elsewhere_are_the_same_code(project, tmp_path):
-    """A commit that changes other files alone is compared, not refused; by a link, too."""
-    (tmp_path / "link").symlink_to(project)
-    Path("notes.md").write_text("a note")
-    git("add", ".")
-    git("commit", "-qm", "3")
-    words = ["--config-dir=recipe", f"model.code={tmp_path}/link/recipe/mine.py"]
-    before, after, changed = (find_version(name, words) for name in ("HEAD~1", "HEAD", "HEAD~2"))
-    assert before.code.record["files"] == after.code.record["files"]
-    assert before.code.record["files"] != changed.code.record["files"]
-
-
-def test_a_commit_has_a_directory_of_its_own_that_is_reused(project):
-    words = [
-        "--config-dir=recipe",
-        "-cd",
-        "recipe",
-        f"model.code='{project}/recipe/mine.py'",
-        "data.path=recipe/text.txt",
-        "task.code=mine.py",
-        'model.code="/elsewhere/mine.py"',
-    ]
-    found = find_version("HEAD~1", words)
-    there = found.directory
-    assert (there / "recipe" / "mine.py").read_text() == "x = 1\n"
-    own = [f"--config-dir={there}/recipe", "-cd", f"{there}/recipe"]
-    assert found.words == [*own, f'model.code="{there}/recipe/mine.py"', *words[4:]]
-    assert not found.has_package
-    (there / "left").touch()
-    assert find_version("HEAD~1", words) == found and (there / "left").exists()
-    (there / "recipe" / "mine.py").write_text("x = 3\n")
-    git("worktree", "prune")
-    assert find_version(git("rev-parse", "HEAD~1"), words).code == found.code
-    assert not (there / "left").exists()
-
-    here = find_version(".", words)
-    assert here.directory == project and here.code.record["commits"]["project"] == git(
-        "rev-parse", "HEAD"
-    )
-    here.check_unchanged()
-    Path("recipe/new.py").write_text("y = 1\n")
-    line = r"run error: version \. has changed since the start \(recipe/new.py\); compare"
-    with pytest.raises(code_version.RunError, match=line):
-        here.check_unchanged()
-    found.check_unchanged()
-    changed = find_version(".", words)
-    assert changed.code.record["files"] != here.code.record["files"]
-    Path("recipe/mine.py").write_text("x = 4\n")
-    assert find_version(".", words).code.patch
-
-
-def test_no_filter_runs_as_git_writes_the_files_of_a_commit(project):
-    """As that of git-lfs: a commit that differs from its files would be written each time."""
-    Path(".gitattributes").write_text("*.py filter=f\n")
-    git("add", ".")
-    git("commit", "-qm", "3")
-    git("config", "filter.f.smudge", "tr x y")
-    found = find_version("HEAD", ["--config-dir=recipe"])
-    assert (found.directory / "recipe" / "mine.py").read_text() == "x = 2\n"
-    commit = found.directory.name
-    assert found.code.record["commits"][commit] == commit, "nothing differs from it"
-
-
-def test_why_git_says_nothing_is_in_the_line(project, tmp_path, monkeypatch):
-    program = tmp_path / "git"
-    program.write_text("#!/bin/sh\nexit 128\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    what = f"HEAD is no commit or branch of {project}, and no directory: "
-    with pytest.raises(ConfigError, match=f"{what}.* exit status 128"):
-        find_commit("HEAD")
-    program.unlink()
-    with pytest.raises(ConfigError, match=f"{what}.* No such file or directory: 'git'"):
-        find_commit("HEAD")
-    assert find_commit(".") == "" and not find_version(".", ["--config-dir=recipe"]).code.patch
-
-
-def test_a_worktree_that_a_killed_git_has_left_locked_is_written_anew(project):
-    words = ["--config-dir=recipe"]
-    found = find_version("HEAD", words)
-    git("worktree", "lock", str(found.directory))
-    shutil.rmtree(found.directory)
-    assert find_version("HEAD", words) == found
-
-
-def test_a_job_refuses_the_package_of_another_directory(tmp_path, monkeypatch, capsys):
-    """As where a hook of the interpreter imports it first: here it is imported already."""
-    (tmp_path / "mingpt_ddp").mkdir()
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "argv", ["version_job.py", str(tmp_path), "--help"])
-    with pytest.raises(SystemExit, match="2"):
-        version_job.main()
-    found = Path(version_job.__file__).parents[1]
-    line = f"run error: mingpt_ddp is imported from {found}, not from {tmp_path}/mingpt_ddp\n"
-    assert capsys.readouterr().err == line
-
-
-# A package that copies a run instead of training one.
+# A package that copies a run instead of training one, and notes the words and files that it gets.
 COPIES = """
-import pathlib, shutil, sys
-template = pathlib.Path({template!r})
+import json, pathlib, shutil, sys
+template, here = pathlib.Path({template!r}), pathlib.Path(__file__).parents[1]
 if (template / "error").exists():
     sys.exit("config error: why")
 if "--cfg" in sys.argv:
     print((template / "config.yaml").read_text())
 else:
-    words = dict(word.split("=", 1) for word in sys.argv[1:])
+    words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     root, name = (words[key].strip("\\"'") for key in ("run.root", "run.name"))
     shutil.copytree(template, pathlib.Path(root, name))
+    seen = sys.argv[1:], str(here), (here / "recipe" / "mine.py").read_text()
+    pathlib.Path(root, name, "seen.json").write_text(json.dumps(seen))
+    if (template / "edits").exists():
+        pathlib.Path("recipe/new.py").touch()
 """
 
 
@@ -237,8 +139,8 @@ def copied(project, tmp_path) -> Path:
 def compare(copied, call):
     """Return a function that compares HEAD with the code here; it returns where the runs are."""
 
-    def compare() -> Path:
-        code, out, err = call("HEAD", ".", "run.seed=1", "require=same_bits")
+    def compare(*words: str) -> Path:
+        code, out, err = call("HEAD", ".", "run.seed=1", "require=same_bits", *words)
         if code:
             raise RuntimeError(err)
         return Path(out.splitlines()[-1].removeprefix("the runs are in "))
@@ -246,10 +148,71 @@ def compare(copied, call):
     return compare
 
 
-def last_line(compare) -> str:
+def last_line(compare, *words: str) -> str:
     with pytest.raises(RuntimeError) as raised:
-        compare()
+        compare(*words)
     return str(raised.value).splitlines()[-1]
+
+
+def test_each_version_trains_with_its_own_files(compare, project):
+    """A commit has a directory of its own, which is reused. No filter runs as git writes it: a
+    commit that differs from its files would be written each time.
+    """
+    Path(".gitattributes").write_text("*.py filter=f\n")
+    git("add", ".")
+    git("commit", "-qm", "a filter")
+    git("config", "filter.f.smudge", "tr x y")
+    Path("recipe/mine.py").write_text("x = 3\n")
+    others = ["data.path=recipe/text.txt", "task.code=mine.py", 'model.code="/elsewhere/mine.py"']
+    words = ["--config-dir=recipe", "-cd", "recipe", f"model.code='{project}/recipe/mine.py'"]
+
+    def seen() -> list[tuple[list[str], Path, str]]:
+        """Return the words without the last three, the directory and the file of each version."""
+        found = [json.loads(path.read_text()) for path in sorted(runs.glob("*/seen.json"))]
+        return [(words[:-3], Path(where), text) for words, where, text in found]
+
+    runs = compare(*words, *others)
+    [(before, there, theirs), (after, here, ours)] = seen()
+    assert (theirs, ours, here) == ("x = 2\n", "x = 3\n", project)
+    for found, directory in ((before, there), (after, here)):
+        own = [f"--config-dir={directory}/recipe", "-cd", f"{directory}/recipe"]
+        assert found == [*own, f'model.code="{directory}/recipe/mine.py"', *others]
+    (there / "left").touch()
+    compare(*words)
+    assert (there / "left").exists()
+    (there / "recipe" / "mine.py").write_text("x = 4\n")
+    assert compare(*words, *others) == runs
+    assert not (there / "left").exists()
+    git("worktree", "lock", str(there))  # as a killed git leaves it
+    shutil.rmtree(there)
+    compare(*words)
+    assert (there / "recipe" / "mine.py").read_text() == "x = 2\n"
+
+
+def test_files_that_change_meanwhile_are_named(compare, copied):
+    (copied / "edits").touch()
+    line = r"run error: version \. has changed since the start \(recipe/new.py\); compare"
+    assert re.match(line, last_line(compare, "--config-dir=recipe"))
+
+
+def test_a_package_that_is_imported_before_is_refused(compare, tmp_path, monkeypatch):
+    """As a hook of the interpreter does."""
+    hook = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import mingpt_ddp"
+    (tmp_path / "sitecustomize.py").write_text(hook)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    expected = f"version HEAD: run error: mingpt_ddp is imported from {ROOT}/mingpt_ddp, not from "
+    assert last_line(compare).startswith(expected)
+
+
+def test_why_git_says_nothing_is_in_the_line(project, call, tmp_path, monkeypatch):
+    program = tmp_path / "git"
+    program.write_text("#!/bin/sh\nexit 128\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    what = f"config error: HEAD is no commit or branch of {project}, and no directory: "
+    assert re.match(f"{what}.* exit status 128", call("HEAD", ".", SEEDS)[2])
+    program.unlink()
+    assert re.match(f"{what}.* No such file or directory: 'git'", call("HEAD", ".", SEEDS)[2])
 
 
 def test_an_error_of_a_version_is_one_line_that_names_it(compare, copied):
@@ -288,7 +251,7 @@ def test_a_complete_job_counts_if_its_version_has_trained_it(files, more, named,
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "shared.py").write_text("a library\n")
     hashes = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
-    package = find_version("HEAD", []).code.record["package"]
+    package = {"sha256": hash_package(Path("mingpt_ddp")), "commit": None}
     runs = compare()
     file = runs / "1-HEAD,run.seed=1" / "result.json"
     result = json.loads(file.read_text())

@@ -39,8 +39,7 @@ class Print(Callback):
     [
         pytest.param([MAIN, *TOY, "-m", "run.seed=1,2"], id="sweep", marks=pytest.mark.core),
         pytest.param([MAIN, *SEARCH], id="search by local ranks, with a callback"),
-        pytest.param([MAIN, *TOY], id="run"),
-        pytest.param([MAIN, "--cfg", "job"], id="configuration"),
+        pytest.param(["-m", "mingpt_ddp.plan", *TOY], id="plan"),
     ],
 )
 def test_hydra_warns_of_nothing(command, tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from fake_runs import fake_run
 
-from mingpt_ddp.cli.commands.replay import write_config
 from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
     PLACES,
@@ -210,22 +209,3 @@ def test_marks_agree_between_the_classes_that_have_a_key():
                 marks = field.metadata["json_schema_extra"], same.metadata["json_schema_extra"]
                 assert marks[0]["changes"] == marks[1]["changes"], (cls, field.name)
                 assert enters_name(field) == enters_name(same), (cls, field.name)
-
-
-def test_a_replay_takes_what_decides_the_bits(tmp_path):
-    values = values_of()
-    for key in (
-        "trainer.log_every",
-        "tracker.mlflow",
-        "snapshot.every_minutes",
-        "trainer.patience",
-    ):
-        values = with_value(values, key, 7)
-    for key in ("trainer.compile", "trainer.ema", "ddp.bucket_cap_mb"):
-        values = with_value(values, key, 0.5)
-    write_config(tmp_path / "recorded", values)
-    kept = yaml.safe_load((tmp_path / "recorded" / "config.yaml").read_text())
-    assert kept["trainer"]["compile"] == kept["trainer"]["ema"] == 0.5
-    assert kept["ddp"]["bucket_cap_mb"] == 0.5
-    assert {*kept["trainer"]} & {"log_every", "patience", "eval_every"} == set()
-    assert (kept["tracker"], kept["snapshot"]) == ({}, {})

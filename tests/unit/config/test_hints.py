@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 
-from mingpt_ddp.config.compose.hydra_utils import check_options
-from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.hints import NANOGPT, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
@@ -88,45 +86,3 @@ def test_a_value_of_another_program(value, meant):
         build(TrainerConfig, {"precision": value}, "trainer")
     hint = f"; did you mean {meant}?" if meant else ""
     assert str(refused.value).endswith(f"={value!r} must be 'auto', 'fp32', 'bf16' or 'fp16'{hint}")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max-iters", "3"], "--max-iters is not an option; did you mean trainer.max_steps?"),
-        (["--max_iters=3"], "--max_iters is not an option; did you mean trainer.max_steps?"),
-        (
-            ["--trainer.epochs", "3"],
-            "--trainer.epochs is not an option; did you mean trainer.max_epochs?",
-        ),
-        (["--optimizer.lr", "1e-3"], "--optimizer.lr is not an option; write optimizer.lr=1e-3"),
-        (["--trainer.compile"], "--trainer.compile is not an option; write trainer.compile=VALUE"),
-    ],
-)
-def test_spellings_of_other_command_lines(words, message):
-    with pytest.raises(ConfigError) as refused:
-        check_options(words)
-    assert str(refused.value).startswith(f"config error: {message}")
-
-
-def test_the_options_of_hydra():
-    check_options([])
-    check_options(["--config-dir=mine", "--multi", "-i", "--cfg", "job", "run.name="])
-
-
-def test_a_key_that_was_added_to_a_group():
-    with pytest.raises(
-        ConfigError, match=r"trainer.grad_clip is not a key; did you mean trainer.grad_norm_clip\?"
-    ):
-        from_mapping({"run": {}, "model": {}, "trainer": {"grad_clip": 1}} | _rest())
-
-
-def _rest() -> dict:
-    model = {"name": "x", "architecture": "gpt", "n_layer": 1, "n_head": 1, "n_embd": 1}
-    return {
-        "model": model,
-        "optimizer": {"name": "adamw"},
-        "data": {"path": "x"},
-        "ddp": {},
-        "snapshot": {},
-    }

@@ -6,10 +6,8 @@ import dataclasses
 import importlib.util
 
 import pytest
-from launching import ROOT
+from launching import ROOT, call, python_main
 
-from mingpt_ddp import __version__
-from mingpt_ddp.config.compose.hydra_utils import answer
 from mingpt_ddp.config.keys.schema import GROUPS
 
 spec = importlib.util.spec_from_file_location(
@@ -24,8 +22,8 @@ def test_files_are_up_to_date(path):
     assert path.read_text() == reference.FILES[path](), "run: python scripts/config_reference.py"
 
 
-def test_help_has_every_key_with_unit_default_and_meaning():
-    lines = answer(["experiment=demo", "--help"]).splitlines()
+def test_help_has_every_key_with_unit_default_and_meaning(tmp_path):
+    lines = call([*python_main(), "experiment=demo", "--help"], tmp_path).stdout.splitlines()
     for group, (_, classes) in GROUPS.items():
         for field in (field for cls in classes.values() for field in dataclasses.fields(cls)):
             (line, *_) = [line for line in lines if line.startswith(f"  {group}.{field.name}=")]
@@ -41,8 +39,3 @@ def test_help_has_every_key_with_unit_default_and_meaning():
     assert (
         "  model      gpt2 gpt_micro gpt_mini gpt_nano modern_micro modern_mini modern_nano"
     ) in lines
-
-
-def test_version():
-    assert answer(["--version"]) == f"mingpt_ddp {__version__}"
-    assert answer(["model=gpt_nano", "-m"]) is None

@@ -93,11 +93,6 @@ def test_much_output_does_not_block_a_worker():
     assert set(line) == {"x"}
 
 
-def test_without_a_judge_there_is_no_reporter(monkeypatch):
-    monkeypatch.delenv("MINGPT_DDP_REPORTS", raising=False)
-    assert reporter() is None
-
-
 def evaluate_much(ends: WorkerEnds) -> None:
     ends.open()
     reporter()(1, {f"loss of a label {i:020d}": 1.0 for i in range(30_000)})

@@ -6,22 +6,16 @@ import asyncio
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 
 import pytest
-from launching import wait_for
 
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, USER_ERROR
-from mingpt_ddp.distributed.launch import process_watch
-from mingpt_ddp.distributed.launch import workers as workers_module
 from mingpt_ddp.distributed.launch.launcher import run_with_restarts
-from mingpt_ddp.distributed.launch.process_watch import ProcessWatch
 from mingpt_ddp.distributed.launch.workers import SignalForwarder, join_workers, shared_environ
 from mingpt_ddp.interrupts import SIGNALS
 
@@ -70,15 +64,13 @@ def test_the_exit_code_of_attempts(before, attempts, preempted_code, expected, t
     assert not remaining, "fewer attempts than expected"
 
 
-@pytest.mark.parametrize("local", [True, False])
 @pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
-def test_local_workers_use_the_loopback_interface(name, local, monkeypatch):
+def test_local_workers_use_the_loopback_interface(name, monkeypatch):
     monkeypatch.delenv(name, raising=False)
-    assert shared_environ(2, local).get(name) == (
-        ("lo0" if sys.platform == "darwin" else "lo") if local else None
-    )
+    assert shared_environ(2, True)[name] == ("lo0" if sys.platform == "darwin" else "lo")
+    assert name not in shared_environ(2, False)
     monkeypatch.setenv(name, "eth0")
-    assert shared_environ(2, local)[name] == "eth0", "the setting of the user was overwritten"
+    assert shared_environ(2, True)[name] == "eth0", "the setting of the user was overwritten"
 
 
 def test_workers_share_the_cores(monkeypatch):
@@ -97,9 +89,6 @@ def finish(ending: str, seconds: float, ready: Barrier) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if ending == "ignores SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    elif ending == "ignores signals":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
     elif ending == "exits at SIGTERM":
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     ready.wait()
@@ -184,17 +173,6 @@ def test_the_root_cause_of_several_failures(endings, cause):
         assert asyncio.run(join_workers(workers, 60, 0)) == cause
 
 
-def test_signals_are_forwarded(start_and_join):
-    before = signal.getsignal(signal.SIGUSR1)
-    [worker] = processes(("0", 60))
-    forwarder = SignalForwarder()
-    with forwarder.installed(), forwarder.started([worker]):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGUSR1, "rank 0")
-    assert forwarder.received == [signal.SIGUSR1]
-    assert signal.getsignal(signal.SIGUSR1) is before
-
-
 def test_their_store_is_watched_like_a_worker():
     workers = processes(("ignores SIGTERM", 60), ("0", 60))
     [store] = processes(("killed", 0.3))
@@ -203,61 +181,6 @@ def test_their_store_is_watched_like_a_worker():
         ended = asyncio.run(join_workers(workers, 60, 0, store))
     assert ended == (-signal.SIGKILL, "the store")
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL] * 2
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_stopped_worker_is_killed_as_soon_as_another_fails():
-    workers = processes(("0", 60), ("1", 0.5))
-    with SignalForwarder().started(workers):
-        os.kill(workers[0].pid, signal.SIGSTOP)
-        assert asyncio.run(join_workers(workers, 60, 0)) == (1, "rank 1")
-    assert workers[0].exitcode == -signal.SIGKILL
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_a_process_that_stays_stopped_is_killed(log_lines, monkeypatch):
-    monkeypatch.setattr(process_watch, "MARGIN_S", 0.0)
-    workers = processes(("0", 60), ("0", 2))
-    forwarder = SignalForwarder()
-    with ProcessWatch(forwarder, 1.0, 60.0) as watch, forwarder.started(workers):
-        watch.workers = workers
-        os.kill(workers[0].pid, signal.SIGSTOP)
-        assert asyncio.run(join_workers(workers, 60, 0)) == (-signal.SIGKILL, "rank 0")
-    assert re.fullmatch("ERROR error: rank 0 has been stopped for \\d+ s", log_lines[0])
-
-
-def ignores(pid: int, number: int) -> bool:
-    """Return whether a process ignores a signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(re.search(r"SigIgn:\t(\w+)", status)[1], 16) >> (number - 1) & 1)
-
-
-LATE = "has not ended in time after a signal"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize(
-    ("signals", "grace_s", "why"),
-    [
-        ([signal.SIGTERM], 0.5, LATE),
-        ([signal.SIGTERM], 0.5, "is stopped"),
-        ([signal.SIGINT, signal.SIGINT], 60.0, LATE),
-    ],
-)
-def test_what_does_not_end_after_a_signal_is_killed(signals, grace_s, why, log_lines, monkeypatch):
-    monkeypatch.setattr(workers_module, "INTERRUPT_S", 0.5)
-    [worker] = processes(("ignores signals", 60))
-    forwarder = SignalForwarder()
-    watch = ProcessWatch(forwarder, 60.0, grace_s)
-    with forwarder.installed(), watch, forwarder.started([worker]):
-        watch.workers = [worker]
-        wait_for(lambda: ignores(worker.pid, signal.SIGINT))  # which it does last
-        if why == "is stopped":
-            os.kill(worker.pid, signal.SIGSTOP)
-        for number in signals:
-            os.kill(os.getpid(), number)
-        assert asyncio.run(join_workers([worker], 60, 0)) == (-signal.SIGKILL, "rank 0")
-    assert log_lines == [f"ERROR error: rank 0 {why} and is killed"]
 
 
 def test_signals_that_are_ignored_stay_so():

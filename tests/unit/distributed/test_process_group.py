@@ -3,8 +3,7 @@
 import pytest
 
 from mingpt_ddp.config.keys.schema import DDPConfig
-from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.group.process_group import ProcessGroup, check_ranks, name_backends
+from mingpt_ddp.distributed.group.process_group import check_ranks, name_backends
 from mingpt_ddp.errors import ConfigError
 
 
@@ -28,13 +27,3 @@ def test_a_copy_of_the_model_has_as_many_ranks_as_asked():
     check_ranks(DDPConfig(tensor_parallel=2), 4)
     with pytest.raises(ConfigError, match="tensor_parallel=2 must divide the number of ranks, 3"):
         check_ranks(DDPConfig(tensor_parallel=2), 3)
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_rank_waits_while_it_reads(before):
-    """Afterwards it does what it did before; in a backward pass it goes on waiting."""
-    group = ProcessGroup(DistEnv(), DDPConfig(), job=0)
-    group.set_activity("evaluating", waiting=before)
-    with group.waiting():
-        assert group.heartbeat == {"count": 2, "activity": "evaluating", "waiting": True}
-    assert group.heartbeat == {"count": 3, "activity": "evaluating", "waiting": before}

@@ -19,7 +19,7 @@ from counting import TICKS, Network
 from counting_store import Count
 from torch.distributed import PrefixStore, TCPStore
 
-SIZES = [2, 8, 64]
+SIZES = [2, 64]
 MAX_TICK_BYTES = 1024  # of the heartbeats of a rank, on average
 # By part: the messages and the bytes of a rank other than zero, on any number of ranks, and those
 # of rank zero for each of the others.

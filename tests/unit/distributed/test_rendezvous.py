@@ -11,8 +11,8 @@ from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.errors import JoinError
 
 
-@pytest.mark.parametrize("limit_s", [0.8, 4.8, 480.0])
-@pytest.mark.parametrize("later_s", [-0.5, -0.2, -0.05, 0.0, 0.05, 0.1, 0.2, 0.24, 0.5])
+@pytest.mark.parametrize("limit_s", [0.8, 480.0])
+@pytest.mark.parametrize("later_s", [-0.5, -0.05, 0.0, 0.05, 0.2, 0.5])
 def test_a_rank_that_has_joined_is_not_missing(later_s, limit_s):
     """Even if its time ends while rank zero, which begins so much earlier, waits for its answer."""
     network = Network(3)

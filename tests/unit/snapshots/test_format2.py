@@ -20,7 +20,7 @@ from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.snapshots.format import MANIFEST, MODEL, OPTIMIZER, STATE, encode_manifest
+from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, encode_manifest
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
@@ -31,6 +31,7 @@ from mingpt_ddp.training.saves.resume import check_state, restore
 from mingpt_ddp.training.train_state import TrainState
 from mingpt_ddp.training.trainable import build_trainable
 
+OPTIMIZER = "optimizer.safetensors"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEWEST = Path("run", "snapshots", f"step_{STEPS:08d}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from hydra import compose, initialize_config_dir
 from tasks import text_task
 
@@ -33,7 +31,6 @@ from mingpt_ddp.snapshots.format import (
     MAX_MANIFEST_BYTES,
     MAX_STATE_BYTES,
     MODEL,
-    OPTIMIZER,
     STATE,
     CorruptSnapshotError,
     directory_name,
@@ -48,6 +45,7 @@ from mingpt_ddp.snapshots.tensor_index import decode
 from mingpt_ddp.snapshots.write.retention import prune
 from mingpt_ddp.training.saves.resume import check_state
 
+OPTIMIZER = "optimizer.safetensors"
 ROOT = Path(__file__).resolve().parents[3]
 VOCABULARY = "\n abc\x1b]0;x\x07\x9b"
 LIMIT = 6 << 30  # bytes of address space, including those of torch
@@ -179,9 +177,8 @@ def test_a_valid_snapshot_is_accepted(tmp_path, valid_files):
         "model-00001-of-00002.safetensors",
     ],
 )
-@pytest.mark.parametrize("replaced", [MODEL, STATE])
-def test_a_manifest_with_other_names_is_refused(name, replaced, tmp_path, valid_files):
-    listed = {name if n == replaced else n: {"bytes": 1, "sha256": "0" * 64} for n in valid_files}
+def test_a_manifest_with_other_names_is_refused(name, tmp_path, valid_files):
+    listed = {name if n == MODEL else n: {"bytes": 1, "sha256": "0" * 64} for n in valid_files}
     write_snapshot(tmp_path, valid_files, encode_manifest(8, listed))
     store = SnapshotStore(str(tmp_path))
     with pytest.raises(CorruptSnapshotError, match="does not describe"):
@@ -251,7 +248,7 @@ def test_numbers_that_json_does_not_allow(number, tmp_path, valid_files):
         load_json(number)
 
 
-@pytest.mark.parametrize("depth", [25, 900, 100_000])
+@pytest.mark.parametrize("depth", [25, 100_000])
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
 def test_deeply_nested_json(opening, closing, depth, tmp_path, valid_files):
     nested = opening * depth + b"1" + closing * depth
@@ -263,13 +260,6 @@ def test_deeply_nested_json(opening, closing, depth, tmp_path, valid_files):
     assert "manifest.json is damaged" in refusal(
         write_snapshot(tmp_path / "b", valid_files, nested)
     )
-
-
-def test_a_giant_number(tmp_path, valid_files):
-    state = valid_files[STATE].replace(b'"step": 8', b'"step": ' + b"9" * 100_000)
-    write_snapshot(tmp_path, {**valid_files, STATE: state})
-    # older versions of Python read it
-    assert inspect(SnapshotStore(str(tmp_path)), 8).status in ("damaged", "whole")
 
 
 @pytest.mark.parametrize(
@@ -306,18 +296,13 @@ def header(text: bytes, data: bytes = b"") -> bytes:
         (1 << 24).to_bytes(8, "little") + b"{}",
         header(b"{"),
         header(b'{"a":' * 10_000 + b"1" + b"}" * 10_000),
-        header(
-            b'{"w":{"dtype":"F32","shape":[1000000000,1000000000],"data_offsets":[0,4]}}', b"\0" * 4
-        ),
         header(b'{"w":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'),
-        header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,99]}}', b"\0" * 4),
-        header(b'{"w":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"\0" * 4),
-        header(b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}', b"\0" * 4),
         header(b'{"w":{"dtype":"\\u001b[2J","shape":[1],"data_offsets":[0,4]}}', b"\0" * 4),
         pickle.dumps({"w": 1}),
     ],
 )
 def test_forged_tensors_are_refused(content, tmp_path, valid_files):
+    """test_pieces.py has more headers."""
     with pytest.raises(ValueError):
         decode({MODEL: content})
     message = refusal(write_snapshot(tmp_path, {**valid_files, MODEL: content}))
@@ -349,38 +334,8 @@ def test_a_configuration_of_another_model_is_refused(tmp_path, valid_files):
 # Memory
 
 
-def test_no_config_value_makes_the_model_larger_than_its_tensors(
-    tmp_path, valid_files, sample_limited
-):
-    forged = [
-        with_config(valid_files, "model", n_layer=10**9),
-        with_config(valid_files, "model", n_layer=2**62),
-        with_config(valid_files, "model", n_embd=12 * 10**8),
-        with_config(valid_files, "model", n_embd=2**62, n_head=1),
-        with_config(valid_files, "data", block_size=10**12),
-        with_config(valid_files, "model", name="x" * 10**7),
-        {
-            **valid_files,
-            STATE: json.dumps(
-                {**json.loads(valid_files[STATE]), "vocabulary": "a" * 10**7}
-            ).encode(),
-        },
-    ]
-    lines = sample_limited(
-        *(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged))
-    )
-    assert len(lines) == len(forged)
-    assert all(
-        line.startswith(
-            ("snapshot error: the snapshot's ", "snapshot error: the snapshot has an invalid state")
-        )
-        and len(line) < 1000
-        for line in lines
-    ), lines
-
-
 def modern_files(valid_files: dict[str, bytes], **values: object) -> dict[str, bytes]:
-    """Return the files of a valid snapshot of the modern decoder, with other values in its configuration."""  # noqa: E501
+    """Return the files of a snapshot of the modern decoder, with values in its configuration."""
     config = {
         "name": "modern",
         "architecture": "modern",
@@ -399,22 +354,35 @@ def modern_files(valid_files: dict[str, bytes], **values: object) -> dict[str, b
     }
 
 
-def test_no_config_value_makes_the_modern_decoder_larger_than_its_tensors(
+def test_no_config_value_makes_the_model_larger_than_its_tensors(
     tmp_path, valid_files, sample_limited
 ):
-    valid = modern_files(valid_files)
     forged = [
-        modern_files(valid_files, n_embd=10_000, n_layer=10),
+        with_config(valid_files, "model", n_layer=10**9),
+        with_config(valid_files, "model", n_embd=12 * 10**8),
         modern_files(valid_files, n_embd=10_000),
         modern_files(valid_files, n_layer=1_000),
+        with_config(valid_files, "data", block_size=10**12),
+        with_config(valid_files, "model", name="x" * 10**7),
+        {
+            **valid_files,
+            STATE: json.dumps(
+                {**json.loads(valid_files[STATE]), "vocabulary": "a" * 10**7}
+            ).encode(),
+        },
     ]
-    contexts = [with_config(valid, "data", block_size=size) for size in (8, 10**8, 10**30)]
-    lines = sample_limited(
-        *(write_snapshot(tmp_path / str(i), files) for i, files in enumerate(forged + contexts))
-    )
-    assert [line[:31] for line in lines] == ["snapshot error: the snapshot's "] * 3 + [
-        "accepted"
-    ] * 3, lines
+    long_context = with_config(modern_files(valid_files), "data", block_size=10**30)
+    urls = [write_snapshot(tmp_path / str(i), f) for i, f in enumerate([long_context, *forged])]
+    accepted, *lines = sample_limited(*urls)
+    assert accepted == "accepted"
+    assert len(lines) == len(forged)
+    assert all(
+        line.startswith(
+            ("snapshot error: the snapshot's ", "snapshot error: the snapshot has an invalid state")
+        )
+        and len(line) < 1000
+        for line in lines
+    ), lines
 
 
 def sparse(path: Path, size: int) -> None:
@@ -450,8 +418,10 @@ def test_giant_files_are_not_read(tmp_path, valid_files, sample_limited):
         assert part in line
 
 
-@pytest.mark.parametrize("name", [MODEL, OPTIMIZER])
-@pytest.mark.parametrize("begins", ["with zeros", "with ones", "as written"])
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [(MODEL, "with zeros"), (MODEL, "with ones"), (OPTIMIZER, "as written")],
+)
 def test_a_giant_file_is_not_read_to_its_end(name, begins, tmp_path, valid_files):
     """Its size is the one in the manifest; the header has another."""
     url = write_snapshot(tmp_path, valid_files)
@@ -478,19 +448,8 @@ def test_json_of_many_small_values_is_limited(tmp_path, valid_files, sample_limi
     assert all(line.startswith("snapshot error: ") for line in sample_limited(*urls))
 
 
-def test_a_yaml_bomb_is_refused(tmp_path, sample_limited):
-    """Ten times ten times ten ... keys from a few lines, by merging."""
-    lines = ["a0: &a0 {k: 1}"]
-    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
-    (tmp_path / "config.yaml").write_text("\n".join(lines))
-    assert "no whole snapshot" in sample_limited(str(tmp_path))[0]
-    assert yaml.safe_load("\n".join(lines[:3]))["a2"] == {"k": 1}, (
-        "the limit is not what refuses it"
-    )
-
-
 def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
-    """Neither for sampling nor for export nor to resume from it; the name of the file is only data."""  # noqa: E501
+    """Neither to sample, to export nor to resume: the name of the file is only data."""
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'was here')!r}, 'w')")
     for group, key in (("model", "architecture"), ("optimizer", "name"), ("data", "reader")):
@@ -512,8 +471,18 @@ def test_code_that_a_snapshot_names_is_never_run(tmp_path, valid_files):
 # Links and special files
 
 
-@pytest.mark.parametrize("name", [MODEL, STATE, MANIFEST])
-@pytest.mark.parametrize("target", ["/dev/zero", "loop", "nowhere", "/", "pipe"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        (MODEL, "/dev/zero"),
+        (MODEL, "loop"),
+        (MODEL, "nowhere"),
+        (STATE, "/"),
+        (STATE, "pipe"),
+        (MANIFEST, "/dev/zero"),
+        (MANIFEST, "pipe"),
+    ],
+)
 def test_links_to_what_is_not_a_file(name, target, tmp_path, valid_files):
     url = write_snapshot(tmp_path, valid_files)
     path = Path(url) / name
@@ -597,20 +566,6 @@ def test_a_pipe_gets_the_text_as_it_is(tmp_path, valid_files, monkeypatch):
     os.close(writing)
     with open(reading, "rb") as pipe:
         assert pipe.read().startswith(b"a\x1b]0;x\x07")
-
-
-@pytest.mark.parametrize(("stream", "code"), [("stdin", 2), ("stdout", 0)])
-def test_a_closed_stream(stream, code, tmp_path, valid_files, monkeypatch, capsys):
-    url = write_snapshot(tmp_path, valid_files)
-    argv = ["sample.py", f"snapshot={url}", "prompt=-", "max_new_tokens=1"]
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a"))
-    monkeypatch.setattr(sys, stream, None)
-    with pytest.raises(SystemExit) as left:
-        sample_module.main()
-    assert left.value.code == code
-    reason = "prompt=- needs UTF-8 text on standard input: closed"
-    assert (reason in capsys.readouterr().err) is (code == 2)
 
 
 @pytest.mark.parametrize("key", ["\x1b[2J", "\x9b2J", "k" * 50_000])

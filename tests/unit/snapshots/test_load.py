@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from snapshot_helpers import commit, small_snapshot
 
-from mingpt_ddp.errors import SnapshotError, StorageUnavailableError
+from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
 from mingpt_ddp.snapshots.read.load import find_steps, load, refuse_other_location
 from mingpt_ddp.snapshots.store import SnapshotStore
@@ -182,18 +182,3 @@ def test_a_recorded_url_that_cannot_be_opened_is_one_line(path, reason, tmp_path
     with pytest.raises(SnapshotError) as error:
         load(str(run))
     assert str(error.value) == f"snapshot error: cannot list snapshots: URL={path}/run: {reason}"
-
-
-def test_a_server_that_does_not_respond_is_asked_once(tmp_path, monkeypatch):
-    """Every question takes a minute."""
-    asked = []
-
-    def unavailable(store):
-        asked.append(store.url)
-        raise StorageUnavailableError("no response in time")
-
-    monkeypatch.setattr(SnapshotStore, "steps", unavailable)
-    for look in (load, find_steps):
-        with pytest.raises(StorageUnavailableError):
-            look(str(tmp_path))
-    assert asked == [f"{tmp_path}/snapshots"] * 2

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from launching import wait_for
 from tasks import ENCODED, text_task, trainable
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
@@ -25,6 +24,7 @@ from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training.saves.resume import check_state, restore, snapshot_state
 from mingpt_ddp.training.train_state import TrainState
 
@@ -91,7 +91,7 @@ def test_a_changed_key_is_named_with_both_values(key, value, config):
     elsewhere = with_value(with_value(config, key, value), "run.resume", "outputs/other")
     with pytest.raises(
         SnapshotError,
-        match=r"restore them, or write run.init_from=outputs/other to start from its weights alone$",  # noqa: E501
+        match=r"or write run.init_from=outputs/other to start from its weights alone$",
     ):
         check_state(8, state_of(config), text_task(elsewhere))
 
@@ -194,16 +194,14 @@ def test_keys_of_other_versions_are_ignored(config):
     assert restored == expected
 
 
-@pytest.mark.parametrize("wall", [-50.0, 0.0, 60.0, 1e12])
-@pytest.mark.parametrize("stall", [0.0, 70.0])
-@pytest.mark.parametrize("wasted", [-5183989.0, 0.0, 30.0])
-def test_goodput_is_a_share(wall, stall, wasted):
+@pytest.mark.parametrize(("wall", "wasted"), [(-50.0, 30.0), (60.0, -5183989.0), (1e12, 0.0)])
+def test_goodput_is_a_share(wall, wasted):
     """Also if a clock went back during a run."""
-    goodput = TrainState(wall_seconds=wall, stall_seconds=stall, wasted_seconds=wasted).goodput
-    assert 0 <= goodput <= 1
-    assert TrainState(
-        wall_seconds=90, stall_seconds=10, wasted_seconds=10
-    ).goodput == pytest.approx(0.8)
+    assert (
+        0 <= TrainState(wall_seconds=wall, stall_seconds=70.0, wasted_seconds=wasted).goodput <= 1
+    )
+    state = TrainState(wall_seconds=90, stall_seconds=10, wasted_seconds=10)
+    assert state.goodput == pytest.approx(0.8)
 
 
 # Saved and restored in one process
@@ -236,18 +234,6 @@ def save(
 
 def load_latest(manager: SnapshotManager) -> Snapshot | None:
     return manager.load_latest(partial(check_state, task=text_task(manager.config)))
-
-
-def test_a_new_run_finds_nothing(tmp_path, config):
-    assert load_latest(manager_at(tmp_path / "new", config)) is None
-
-
-def test_last_and_best_are_kept(tmp_path, config):
-    manager = manager_at(tmp_path, config)
-    model, optim = build(config)
-    for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
-        save(manager, TrainState(step=step, best_step=best), model, optim)
-    assert manager.store.steps() == [2, 4, 5]
 
 
 def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
@@ -295,30 +281,9 @@ def test_a_failure_that_no_restart_mends_is_told_from_one_that_may_pass(
     error = OSError("broken")
     error.errno = code
 
-    def fail(step, contents):
+    def fail(storage, name, content):
         raise error
 
-    monkeypatch.setattr(manager.store, "write_files", fail)
+    monkeypatch.setattr(Storage, "write", fail)
     with pytest.raises(expected, match=r"cannot write the snapshot of step 2: .*: broken; older"):
         save(manager, TrainState(step=2), model, optim)
-
-
-def test_retention_of_a_committed_step_sends_heartbeats(config, tmp_path, monkeypatch):
-    """An object store may take longer than the watchdog."""
-    model, optim = build(config)
-    manager = manager_at(tmp_path, config)
-    for step in (1, 2, 3):
-        save(manager, TrainState(step=step, best_step=1), model, optim)
-    store = manager.store
-    assert store.steps() == [1, 2, 3]
-    clear = store.clear
-
-    def clear_slowly(step: int) -> None:
-        wait_for(lambda: heartbeats() >= before + 2, what="two heartbeats")
-        clear(step)
-
-    monkeypatch.setattr(store, "clear", clear_slowly)
-    heartbeats = lambda: manager.runtime.group.heartbeat["count"]  # noqa: E731
-    before = heartbeats()
-    save(manager, TrainState(step=3, best_step=3), model, optim)
-    assert store.steps() == [2, 3]

@@ -20,11 +20,9 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
-from mingpt_ddp.training import trainable
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.run import train_run
 from mingpt_ddp.training.start.dry_run import Trial, check_parts, check_resumes_exactly
-from mingpt_ddp.training.start.hook_effects import Effect, refuse_other_effects
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
 LIMITS = ["trainer.max_steps=12", "snapshot.every_steps=4", "trainer.eval_every=4"]
@@ -272,7 +270,7 @@ def test_what_would_not_resume_exactly_is_refused(hook, message, runtime):
     assert "\n" not in str(caught.value)
 
 
-def preflight(runtime: Runtime) -> list[Effect]:
+def preflight(runtime: Runtime) -> None:
     """Take the trial steps of a task with a metric `accuracy`, as rank zero does before a run."""
     task: Any = text_task(CONFIG)
     loss, metrics = task.loss, task.metrics
@@ -282,58 +280,4 @@ def preflight(runtime: Runtime) -> list[Effect]:
     batch = [MicroBatch(index, (tokens, tokens.roll(-1, 1))) for index in range(2)]
     loader: Any = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
     trial = Trial(runtime, task, loader)
-    return check_resumes_exactly(trial, batch, check_parts(trial, batch))
-
-
-def test_a_hook_is_not_blamed_for_the_optimizer(runtime, monkeypatch):
-    """It gets other weights when the step is repeated."""
-
-    def looks(step: int, weights: dict[str, Tensor]) -> Any:
-        return {"norm": sum(weight.norm() for weight in weights.values())}
-
-    class Counts(torch.optim.SGD):
-        calls = 0
-
-        def step(self, closure: Any = None) -> None:
-            self.calls += 1
-            self.param_groups[0]["lr"] = 0.1 * self.calls
-            super().step(closure)
-
-    monkeypatch.setitem(BUILDERS["action"], "update mine.looks", looks)
-    monkeypatch.setattr(
-        trainable, "build_optimizer", lambda model, config: Counts(model.parameters(), lr=0.1)
-    )
-    with pytest.raises(CodeError, match="the optimizer adamw would not resume exactly: its step"):
-        preflight(runtime)
-
-
-def test_state_needs_all_weights(runtime, monkeypatch):
-    monkeypatch.setitem(BUILDERS["action"], "gradients mine.hook", Noted)
-    monkeypatch.setattr(runtime.strategy, "holds_all_weights", False)
-    with pytest.raises(ConfigError, match="has state, which needs all weights on every rank"):
-        preflight(runtime)
-
-
-EFFECT = Effect(
-    label="hook", step=1, metrics=["a", "b"], sha256="0", sha256_of_metrics="each rank has its own"
-)
-BEFORE = EFFECT | {"label": "", "metrics": []}
-
-
-@pytest.mark.parametrize(
-    ("before", "change", "message"),
-    [
-        ({}, {"metrics": ["a", "c"]}, "hook has other metrics on rank 1 than on rank 0: b, c;"),
-        ({}, {"sha256": "1"}, "hook leaves other values on rank 1 than on rank 0; all ranks must"),
-        ({"sha256": "1"}, {"sha256": "1"}, None),  # a machine of another kind
-        ({"sha256": "1"}, {"metrics": ["a"]}, "hook has other metrics on rank 1 than on rank 0"),
-    ],
-)
-def test_what_differs_between_ranks_is_refused(before, change, message):
-    refuse_other_effects([[BEFORE, EFFECT], [BEFORE, EFFECT]])
-    differing: Any = [[BEFORE, EFFECT], [BEFORE | before, EFFECT | change]]
-    if message is None:
-        refuse_other_effects(differing)
-        return
-    with pytest.raises(CodeError, match=message):
-        refuse_other_effects(differing)
+    check_resumes_exactly(trial, batch, check_parts(trial, batch))

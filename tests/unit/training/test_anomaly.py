@@ -3,74 +3,70 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from multiprocess.ranks import configure
+from tasks import text_task
 
+from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.training.anomaly import EMA_DECAY, AnomalyPolicy
+from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.train_state import TrainState
+from mingpt_ddp.training.trainable import Run
+
+CONFIG = from_mapping(configure("model=gpt_nano", "trainer.device=cpu"))
 
 
 def policy(
     state: TrainState | None = None, spike_factor: float | None = None, scaled: bool = False
 ) -> AnomalyPolicy:
-    trainer = SimpleNamespace(spike_factor=spike_factor, on_nonfinite="stop")
-    scaler = SimpleNamespace(is_enabled=lambda: scaled)
-    runtime = SimpleNamespace(scaler=scaler, device=torch.device("cpu"))
-    config = SimpleNamespace(trainer=trainer)
+    """Return the policy of a run whose other parts it does not need."""
+    config = replace(CONFIG, trainer=replace(CONFIG.trainer, spike_factor=spike_factor))
+    runtime = Runtime(config, DistEnv())
+    runtime.scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    none: Any = None
+    length = RunLength(config, 10, state or TrainState())
+    task = text_task(config)
     return AnomalyPolicy(
-        SimpleNamespace(config=config, runtime=runtime, state=state or TrainState())
+        Run(runtime, task, none, Path("run"), none, length, none, {}, {}, is_complete=False)
     )
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm"),
-    [(math.nan, 1.0), (math.inf, 1.0), (-math.inf, 1.0), (1.0, math.nan), (1.0, math.inf)],
+    ("loss", "norm", "scaled", "found"),
+    [
+        (math.nan, 1.0, False, "loss nan and gradient norm 1.0"),
+        (-math.inf, 1.0, False, "loss -inf and gradient norm 1.0"),
+        (1.0, math.nan, False, "loss 1.0 and gradient norm nan"),
+        (1e30, 1e30, False, None),
+        # an overflow of scaled gradients is none; a loss is never scaled
+        (1.0, math.inf, True, None),
+        (math.nan, 1.0, True, "loss nan and gradient norm 1.0"),
+    ],
 )
-def test_nonfinite_loss_or_norm(loss, norm):
-    assert policy().find_anomaly(loss, norm) == f"loss {loss} and gradient norm {norm}"
+def test_what_is_an_anomaly(loss, norm, scaled, found):
+    assert policy(scaled=scaled).find_anomaly(loss, norm) == found
 
 
-def test_large_finite_values():
-    assert policy().find_anomaly(1e30, 1e30) is None
-
-
-def test_an_overflow_of_scaled_gradients_is_not_an_anomaly():
-    """But a loss is never scaled."""
-    assert policy(scaled=True).find_anomaly(1.0, math.inf) is None
-    assert policy(scaled=True).find_anomaly(1.0, math.nan) is None
-    assert policy(scaled=True).find_anomaly(math.nan, 1.0) is not None
-
-
-def test_a_loss_spike():
-    anomaly_policy = policy(spike_factor=2)
-    assert anomaly_policy.find_anomaly(1e9, 1.0) is None, "there is no average to compare with yet"
-    anomaly_policy.on_step_accepted(1, 3.0)
-    assert anomaly_policy.run.state.loss_ema == 3.0
-    assert anomaly_policy.find_anomaly(6.0, 1.0) is None
-    assert (
-        anomaly_policy.find_anomaly(6.001, 1.0)
-        == "loss 6.0010, more than 2 times the average of 3.0000"
-    )
-
-
-def test_the_average_decays():
-    state = TrainState()
-    anomaly_policy = policy(state, spike_factor=2)
-    anomaly_policy.on_step_accepted(1, 3.0)
-    anomaly_policy.on_step_accepted(2, 1.0)
-    assert state.loss_ema == pytest.approx(3 * EMA_DECAY + 1 - EMA_DECAY)
-    for step in range(3, 1000):
-        anomaly_policy.on_step_accepted(step, 1.0)
-    assert state.loss_ema == pytest.approx(1.0)
-
-
-def test_without_a_factor_there_is_no_average():
-    """Snapshots without the option do not change."""
-    state = TrainState()
-    policy(state).on_step_accepted(1, 3.0)
-    assert state.loss_ema is None
+def test_a_spike_is_above_the_decaying_average():
+    """Without a factor there is none: snapshots do not change."""
+    spikes = policy(spike_factor=2)
+    assert spikes.find_anomaly(1e9, 1.0) is None, "there is no average to compare with yet"
+    spikes.on_step_accepted(1, 3.0)
+    assert spikes.find_anomaly(6.0, 1.0) is None
+    message = "loss 6.0010, more than 2 times the average of 3.0000"
+    assert spikes.find_anomaly(6.001, 1.0) == message
+    spikes.on_step_accepted(2, 1.0)
+    assert spikes.run.state.loss_ema == pytest.approx(3 * EMA_DECAY + 1 - EMA_DECAY)
+    without = policy()
+    without.on_step_accepted(1, 3.0)
+    assert without.run.state.loss_ema is None
 
 
 @pytest.mark.parametrize(("step", "skips"), [(8, 3), (10, 0)])

@@ -14,7 +14,7 @@ from tasks import text_task
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mingpt_ddp.config import builders, user_code
+from mingpt_ddp.config import builders
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.optimizer_config import AdamWConfig
@@ -22,7 +22,6 @@ from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.strategies.fsdp import check_no_scalars
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
@@ -383,31 +382,6 @@ class NeedsGradients(PlainSGD):
 def test_a_missing_gradient_is_named_before_the_optimizer_meets_it(preflight):
     with pytest.raises(ConfigError, match=r"spare.weight, spare.bias .* have no gradient"):
         preflight(Unused, NeedsGradients, ranks=2)
-
-
-class Scaled(Plain):
-    def __init__(self, *arguments) -> None:
-        super().__init__(*arguments)
-        self.temperature = nn.Parameter(torch.ones(()))
-
-    def hidden(self, tokens):
-        return super().hidden(tokens) * self.temperature
-
-
-def test_a_scalar_is_refused_where_the_weights_are_split(preflight, runtime, monkeypatch):
-    def check_model(model: nn.Module) -> None:
-        check_no_scalars("fsdp", {name: p.dim() for name, p in model.named_parameters()})
-
-    preflight(Scaled)
-    monkeypatch.setattr(runtime.strategy, "check_model", check_model)
-    with pytest.raises(
-        ConfigError, match=r"cannot split temperature, a scalar; give it one element, or use zero1"
-    ):
-        preflight(Scaled)
-
-
-def test_built_in_models_and_optimizers_are_not_checked(config):
-    assert not user_code.uses_user_code(config)
 
 
 @pytest.mark.parametrize(

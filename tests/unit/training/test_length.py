@@ -14,7 +14,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics import meters
 from mingpt_ddp.metrics.meters import Meter
-from mingpt_ddp.training.length import RunLength, StepTimer, check_minutes, known_length
+from mingpt_ddp.training.length import RunLength, StepTimer, known_length
 from mingpt_ddp.training.train_state import TrainState
 
 MINUTE = ["trainer.max_epochs=null", "trainer.max_minutes=1", "optimizer.warmup_steps=30"]
@@ -171,30 +171,8 @@ def test_a_snapshot_beyond_the_warmup_has_the_time_of_its_steps(state, steps):
     assert (length.known_steps or length.reckon(state.step)) == steps
 
 
-def test_a_gpu_is_waited_for_where_the_timing_begins_and_decides(monkeypatch):
-    """Its queue would else make the steps before look shorter."""
-    waited = []
-    clock = Clock(monkeypatch, *CONSTANT)
-    monkeypatch.setattr(clock.meter, "clock", lambda waits: waited.append(waits) or clock.seconds)
-    clock.train(25, step_s=0.1)
-    assert [step for step, waits in enumerate(waited, 1) if waits] == [2, 20]
-
-
 def test_a_loop_that_times_no_steps_refuses_minutes():
     with pytest.raises(ConfigError, match=r"trainer.max_minutes needs timed steps; set trainer.ma"):
         known_length(config_of(*MINUTE), 10)
     assert known_length(config_of(*MINUTE), 10, step_seconds=0.1).steps == 600
     assert known_length(config_of("trainer.max_epochs=3"), 10).steps == 30
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["optimizer.warmup_steps=19", "optimizer.schedule_steps=100"],
-        ["optimizer.warmup_steps=0", "optimizer.schedule=constant"],
-        ["optimizer.weight_decay_schedule=cosine", "optimizer.schedule_steps=100"],
-        ["optimizer.warmup_steps=20", "optimizer.weight_decay_schedule=lr"],
-    ],
-)
-def test_what_needs_no_length_early_may_have_minutes(overrides):
-    check_minutes(config_of(*MINUTE, *overrides))

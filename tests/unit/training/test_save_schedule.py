@@ -1,5 +1,5 @@
-"""Young's snapshot interval by hand; test_availability.py simulates it. And what counts as a stall
-of training on a device that works behind the host.
+"""When a snapshot is due, by Young's interval too, which test_availability.py simulates. And what
+counts as a stall of training on a device that works behind the host.
 """
 
 from __future__ import annotations
@@ -21,23 +21,17 @@ from mingpt_ddp.training.saves import save_schedule
 from mingpt_ddp.training.saves.save_schedule import (
     SaveSchedule,
     automatic_interval,
-    young_interval,
 )
 from mingpt_ddp.training.train_state import TrainState
 
 DAY = 86_400.0  # seconds
 
 
-def test_young_by_hand():
-    """sqrt(2 * 2 * 100)."""
-    assert young_interval(2, 100) == 20
-
-
 @pytest.mark.parametrize(
     ("cost", "mtbf", "durable", "expected"),
     [
+        (2, 10_000, 1, 200),  # Young: sqrt(2 * 2 * 10,000)
         (0, 1000, 7, 7),
-        (2, 10_000, 60, 200),
         (2, 100, 60, 60),  # the asynchronous write takes longer than Young's interval
         (8, 100, 10, 80),  # training goes on, however often it fails
     ],

@@ -9,9 +9,7 @@ import json
 import re
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,24 +18,18 @@ from multiprocess.ranks import configure
 from tasks import text_task
 
 from mingpt_ddp.config.config import from_mapping
-from mingpt_ddp.distributed.env import process_start_time
+from mingpt_ddp.distributed.env import DistEnv, process_start_time
+from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.training import result
+from mingpt_ddp.snapshots.format import MANIFEST, STATE, encode_manifest
+from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records
-from mingpt_ddp.training.start.start_log import log_changes, log_load, log_start, long_metrics
-from mingpt_ddp.training.train_state import TrainState
+from mingpt_ddp.training.start.start_log import log_load, log_start, long_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAME = "gpt-adamw"
-ENVIRONMENT = {
-    "torch": "2.9.0",
-    "device": "some CPU (AVX2)",
-    "threads": 2,
-    "transport": "gloo",
-    "comm_hook": "none",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +51,6 @@ def test_a_limit_below_the_snapshot(log_lines):
     assert unused == (
         "WARNING the run is complete, so it was not trained with trainer.max_steps: 4 -> 2"
     )
-
-
-def test_a_complete_run_again(log_lines):
-    train(NAME, STEPS)
-    assert lines_with(log_lines, "complete") == [
-        "INFO complete: the newest snapshot is from the last step, 4"
-    ]
 
 
 # What a resume changes
@@ -90,6 +75,27 @@ def test_a_resume_says_what_has_changed_and_how_many_steps_are_left(log_lines, c
     ]
 
 
+@pytest.mark.parametrize(
+    ("recorded", "cells"),
+    [
+        ({"torch": "1.0", "added_later": 1}, ["torch"]),
+        ({"torch": "a\nb" + "x" * 10**6}, ["torch"]),
+        ("text", []),
+    ],
+    ids=["torch", "hostile", "another type"],
+)
+def test_changes_of_the_environment_are_named_in_short_cells(recorded, cells, log_lines):
+    store = SnapshotStore("run/snapshots")
+    state = json.loads(store.storage.read(f"step_{STEPS:08d}/{STATE}")) | {"environment": recorded}
+    files = store.files(STEPS) | store.write_files(STEPS, {STATE: json.dumps(state).encode()})
+    store.write_files(STEPS, {MANIFEST: encode_manifest(STEPS, files)})
+    train(NAME, STEPS + 1)
+    (table,) = lines_with(log_lines, "changed")
+    keys = [row.split()[0] for row in table.splitlines()[2:]]
+    assert [key for key in keys if "." not in key and key != "steps"] == cells
+    assert len(table) < 1000
+
+
 def test_settings_of_a_run_without_a_snapshot_are_compared_with_its_last_start(log_lines):
     shutil.rmtree("run/snapshots")
     train(NAME, STEPS + 1)
@@ -98,64 +104,37 @@ def test_settings_of_a_run_without_a_snapshot_are_compared_with_its_last_start(l
     assert ["trainer.max_steps", "4", "5"] in [row.split() for row in table.splitlines()]
 
 
-def table_of(lines: list[str], recorded: object, **now: object) -> list[str]:
-    """Return the rows of the table if the snapshot has recorded one environment and the run has
-    another.
-    """
-    config = configuration(NAME, STEPS)
-    run = SimpleNamespace(
-        config=config,
-        runtime=SimpleNamespace(environment=lambda: {**ENVIRONMENT, **now}),
-        length=RunLength(config, 45),
-        state=TrainState(),
-    )
-    log_changes({"config": config.to_dict(), "environment": recorded, "steps": STEPS}, run)
-    return [row for line in lines for row in line.splitlines()[2:]]
-
-
-def test_changes_of_the_environment_are_named(log_lines):
-    now = {"torch": "2.13.0", "transport": "shared memory", "comm_hook": "bf16"}
-    rows = table_of(log_lines, ENVIRONMENT, **now)
-    assert [" ".join(row.split()) for row in rows] == [
-        f"{key} {ENVIRONMENT[key]} {value}" for key, value in now.items()
-    ]
-
-
 @pytest.mark.parametrize(
-    "recorded",
-    [ENVIRONMENT, {**ENVIRONMENT, "added_later": 1}, {"torch": "2.9.0"}, {}, None, "text"],
-)
-def test_nothing_is_logged_without_changes(recorded, log_lines):
-    assert table_of(log_lines, recorded) == [] and log_lines == []
-
-
-def test_an_untrusted_value_is_one_short_cell(log_lines):
-    assert len(table_of(log_lines, {**ENVIRONMENT, "torch": "a\nb" + "x" * 10**6})) == 1
-    assert len(log_lines[0]) < 500
-
-
-# The learning rate
-
-
-@pytest.mark.parametrize(
-    ("steps", "schedule_steps", "warns"), [(60, None, True), (100, None, False), (60, 500, False)]
-)
-def test_a_warmup_that_never_ends_is_named(steps, schedule_steps, warns, log_lines):
-    base = configuration(NAME, steps)
-    config = replace(
-        base, optimizer=replace(base.optimizer, warmup_steps=100, schedule_steps=schedule_steps)
-    )
-    runtime = SimpleNamespace(
-        group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
-    )
-    log_start(runtime, text_task(config), torch.nn.Linear(1, 1), Path("run"), RunLength(config, 45))
-    expected = [
+    ("words", "line", "is_logged"),
+    [
+        ("optimizer.lr=3e-4", "INFO optimizer adamw: lr 0.0003", True),
         (
+            "optimizer=muon",
+            "INFO optimizer muon: lr 0.04, embedding_lr 0.1, head_lr 0.02, vector_lr 0.1",
+            True,
+        ),
+        (
+            "optimizer.warmup_steps=100",
             "WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach "
-            "optimizer.lr"
-        )
-    ]
-    assert lines_with(log_lines, "warm-up") == (expected if warns else [])
+            "optimizer.lr",
+            True,
+        ),
+        (
+            "optimizer.warmup_steps=100 optimizer.schedule_steps=500",
+            "WARNING the warm-up takes 100 of 60 steps; lower optimizer.warmup_steps to reach "
+            "optimizer.lr",
+            False,
+        ),
+    ],
+)
+def test_the_rates_of_the_optimizer_are_named(words, line, is_logged, log_lines, tmp_path):
+    """Muon's rate is of another size than AdamW's."""
+    limits = ["trainer.max_steps=60", "trainer.max_epochs=null", "trainer.device=cpu"]
+    config = from_mapping(configure("model=gpt_nano", *limits, *words.split()))
+    runtime = Runtime(config, DistEnv())
+    model = torch.nn.Linear(2, 2)
+    log_start(runtime, text_task(config), model, tmp_path, RunLength(config, 45))
+    assert (line in log_lines) == is_logged
 
 
 # Deleted snapshots
@@ -182,32 +161,19 @@ def test_a_new_run_reports_no_deleted_snapshots(log_lines):
     assert lines_with(log_lines, "WARNING", "no snapshot") == []
 
 
-# The end
-
-
-@pytest.mark.parametrize("least_s", [0.0, 1e6])  # the run began with this process, perhaps long ago
-def test_goodput_is_logged_only_for_long_runs(least_s, log_lines, monkeypatch):
-    monkeypatch.setattr(result, "MIN_GOODPUT_S", least_s)
-    train(NAME, STEPS + 1)
-    lines = lines_with(log_lines, "goodput")
-    assert len(lines) == (least_s == 0)
-    pattern = r"INFO goodput \d+\.\d%: starts, pauses, snapshots and repeated steps took .+ of .+"
-    assert all(re.fullmatch(pattern, line) for line in lines)
-
-
 # Clocks
 
 
-@pytest.mark.parametrize("has_snapshot", [True, False])
-def test_goodput_counts_from_the_first_start(has_snapshot, monkeypatch, cwd):
-    """Also if the run was off for a day, or its first attempt was killed before a snapshot."""
-    if not has_snapshot:
-        shutil.rmtree("run/snapshots")
+def test_goodput_counts_from_the_first_start(monkeypatch, cwd, log_lines):
+    """Also if the run was off for a day."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 86_400)
     train(NAME, MORE_STEPS)
     result = json.loads((cwd / "run" / "result.json").read_text())
     assert 0 < result["goodput"] <= result["wall_seconds"] / 86_400
+    (line,) = lines_with(log_lines, "goodput")
+    pattern = r"INFO goodput \d+\.\d%: starts, pauses, snapshots and repeated steps took .+ of .+"
+    assert re.fullmatch(pattern, line)
     monkeypatch.setattr(time, "time", lambda: real() + 7 * 86_400)
     train(NAME, MORE_STEPS)  # it is complete
     again = json.loads((cwd / "run" / "result.json").read_text())
@@ -237,6 +203,7 @@ STAGES = ("processes", "rendezvous", "run directory", "data", "model and snapsho
 
 
 def test_the_stages_of_a_start_add_up(log_lines):
+    """A short run logs no goodput."""
     train(NAME, MORE_STEPS)
     (whole,) = lines_with(log_lines, "the first step was done after")
     (line,) = lines_with(log_lines, "of these:")
@@ -263,50 +230,17 @@ def test_the_process_start_time_does_not_depend_on_the_clock(monkeypatch):
     assert process_start_time() == pytest.approx(begin, abs=60)  # s: another clock is years off
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["optimizer=adamw", "optimizer.lr=3e-4"], "INFO optimizer adamw: lr 0.0003"),
-        (
-            ["optimizer=muon"],
-            "INFO optimizer muon: lr 0.04, embedding_lr 0.1, head_lr 0.02, vector_lr 0.1",
-        ),
-    ],
-)
-def test_the_optimizer_and_its_rates_are_named(words, expected, log_lines, tmp_path):
-    """Muon's rate is of another size than AdamW's."""
-    config = from_mapping(configure("model=gpt_nano", "trainer.device=cpu", *words))
-    task = SimpleNamespace(config=config, data_notes=list, describe_data=lambda: "data")
-    runtime = SimpleNamespace(
-        group=SimpleNamespace(world_size=1), device=torch.device("cpu"), precision="fp32"
-    )
-    log_start(runtime, task, torch.nn.Linear(2, 2), tmp_path, RunLength(config, 45))
-    assert expected in log_lines
-
-
-# Records that could not be read again
-
-
-def test_a_configuration_that_could_not_be_read_again(cwd):
-    """It is refused before anything is written."""
+def test_a_state_that_could_not_be_read_again_is_refused(cwd):
+    """Before anything is written; e2e/test_many_texts.py has a configuration that is too long."""
     before = sorted(cwd.rglob("*"))
-    config = configuration(NAME, MORE_STEPS)
-    texts = [[f"/texts/{i}.txt", 1.0] for i in range(40_000)]
-    with pytest.raises(ConfigError, match=r"could not be read again: it has more than 100,000"):
-        check_records(SimpleNamespace(config=with_sources(config, texts)), {})
-    task = SimpleNamespace(config=config, state=lambda: {"vocabulary": "😀" * 1_320_000})
-    with pytest.raises(ConfigError, match=r"state.json would begin with 15,8[\d,]+ bytes"):
+    task = text_task(configuration(NAME, MORE_STEPS))
+    task.state = lambda: {"vocabulary": "x" * 15_900_000}
+    with pytest.raises(ConfigError, match=r"state.json would begin with 15,9[\d,]+ bytes"):
         check_records(task, {})
     check_records(task, {}, is_new=False)  # there is one, which can be read
-    with pytest.raises(ConfigError, match=r"could not be read again: it has [\d,]+ bytes"):
-        check_records(task, {"overrides.yaml": "- " + "x" * (1 << 22)})
     task.state = lambda: {"vocabulary": "".join(map(chr, range(32, 0xD800)))}
     check_records(task, {"overrides.yaml": "- a=1"})
     assert sorted(cwd.rglob("*")) == before
-
-
-def with_sources(config, sources):
-    return replace(config, data=replace(config.data, sources=sources))
 
 
 def test_more_steps_than_metrics_have_room_for(log_lines):

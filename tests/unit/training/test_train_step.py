@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch
 from mingpt_ddp.data.rng import derive_seed, seed_everything
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
-from mingpt_ddp.distributed.strategies.base import Strategy
 from mingpt_ddp.optim.lr_schedule import get_lr, weight_decay_factor
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.train_step import TrainStep
@@ -103,22 +101,6 @@ def test_a_step_averages_its_micro_batches():
     assert model.scores.weight.grad is None
 
 
-def test_a_pass_that_only_others_need_changes_nothing(monkeypatch):
-    """Its scale is 0: neither the gradients nor the losses contain it."""
-    alone, padded = Table(), Table()
-    step = take_step(step_of(alone), 1)
-    original = Strategy.micro_batches
-
-    def pad(strategy: Strategy, batch: list[MicroBatch], plan: BatchPlan) -> list[MicroBatch]:
-        first, last = original(strategy, batch, plan)
-        return [first, replace(last, is_last=False), replace(last, scale=0.0)]
-
-    monkeypatch.setattr(Strategy, "micro_batches", pad)
-    again = take_step(step_of(padded), 1)
-    assert torch.equal(alone.scores.weight, padded.scores.weight)
-    assert torch.equal(step.losses["loss"], again.losses["loss"])
-
-
 def test_a_discarded_step_leaves_weights_optimizer_and_average_as_they_are():
     model = Table()
     before = model.scores.weight.detach().clone()
@@ -184,36 +166,6 @@ def test_a_diagnosis_names_the_loss_or_the_gradient():
         model.scores.weight[0] = float("nan")
     assert train_step.diagnose(1) == "rank 0: the loss of micro-batch 0"
     assert model.scores.weight.grad is None
-
-
-def test_a_diagnosis_names_the_first_three_ranks(monkeypatch):
-    train_step = step_of(Table())
-    found = ["", "the loss", "a gradient", "", "the loss", "the loss"]
-    monkeypatch.setattr(train_step.runtime.group, "all_gather", lambda own: found)
-    assert train_step.diagnose(1) == "rank 1: the loss; rank 2: a gradient; rank 4: the loss"
-
-
-def test_a_discarded_step_has_the_buffers_of_rank_zero(monkeypatch):
-    """The forward passes have changed them."""
-    train_step = step_of(Table())
-    sent: list[nn.Module] = []
-    monkeypatch.setattr(train_step.strategy, "broadcast_buffers", sent.append)
-    train_step.passes(2)
-    train_step.clip()
-    train_step.discard()
-    assert sent == [train_step.model]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "holds_all_weights", "expected"),
-    [([], True, False), ([], False, True), (["ddp.sync_batchnorm=true"], True, True)],
-)
-def test_passes_that_are_collectives_wait(monkeypatch, overrides, holds_all_weights, expected):
-    """Of sharded and split models, and of synchronized batch normalization."""
-    train_step = step_of(Table(), *overrides)
-    monkeypatch.setattr(train_step.strategy, "holds_all_weights", holds_all_weights)
-    with train_step.phase("forward", 2):
-        assert train_step.runtime.group.heartbeat["waiting"] is expected
 
 
 def test_an_update_has_random_numbers_of_its_own(monkeypatch):
@@ -317,11 +269,6 @@ def test_a_step_clips_each_value():
     assert torch.equal(norm, whole.norm())  # the norm before
     assert torch.equal(model.scores.weight.grad, whole.clamp(-0.01, 0.01))
     assert whole.abs().max() > 0.01
-
-
-@pytest.mark.parametrize("limit", [1.0, None])
-def test_a_model_without_gradients(limit):
-    assert clip(nn.Linear(1, 1), limit) == 0
 
 
 def test_the_seed_equals_that_of_torch():

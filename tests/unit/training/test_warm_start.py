@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mingpt_ddp.cli.commands.evaluate import EvaluateConfig, evaluate
 from mingpt_ddp.cli.commands.export import ExportConfig, export
-from mingpt_ddp.config.config import from_mapping, named_values
+from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.keys.model_config import GPTConfig
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import DistEnv
@@ -25,11 +25,10 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError, UserError
 from mingpt_ddp.models import build_model
 from mingpt_ddp.models.gpt import GPT
-from mingpt_ddp.planning.plan import make_plan
 from mingpt_ddp.snapshots.read.initial_weights import read_initial_weights
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.transformers_format.model_files import NAMES
-from mingpt_ddp.storage.run_directory import read_result, run_name
+from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.training.run import train_run
 
 # A step that changes nothing: what a run starts from is in its snapshot.
@@ -176,18 +175,16 @@ def tokenizer_json(vocabulary: str) -> str:
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        *(("source", kind) for kind in ("run", "safetensors", "hf")),
-        pytest.param("source", "snapshot", marks=pytest.mark.slow),
-        pytest.param("modern", "run", marks=pytest.mark.slow),
+        ("source", "run"),
+        ("source", "safetensors"),
+        ("source", "hf"),
         ("modern", "hf"),
     ],
 )
 def test_weights_sizes_and_characters_are_those_of_the_source(model, kind, texts, request):
     """Of everything. Added characters get rows of the run's own seed."""
     source = request.getfixturevalue(model)
-    url = {"run": source, "snapshot": source / "snapshots" / "step_00000002"}.get(
-        kind, source.parent / kind
-    )
+    url = source if kind == "run" else source.parent / kind
     if not url.exists():
         export(ExportConfig(str(source), str(url), format=kind))  # type: ignore[arg-type]
     other = [*OTHER_SIZES, "trainer.batch_size=4", "optimizer=sgd"]
@@ -340,16 +337,6 @@ def test_typed_sizes_that_weights_allow(source, tmp_path, texts):
     torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
-def test_the_name_depends_on_the_source_only_if_there_is_one():
-    plain = from_mapping(configure(*TINY))
-    assert "init" not in json.dumps(named_values(plain.to_dict()))
-    names = {
-        run_name(from_mapping(configure(*TINY, *words)))
-        for words in ([], ["run.init_from=a"], ["run.init_from=b"])
-    }
-    assert len(names) == 3
-
-
 @pytest.mark.parametrize(
     "words", [["data.tokenizer=byte"], ["data.tokenizer=bpe", "data.vocab_size=280"]]
 )
@@ -388,7 +375,7 @@ def bad_weight(kind: str, tensor: Tensor) -> Tensor:
     if kind == "booleans":
         return tensor > 0
     values = tensor.double() if kind == "beyond fp32" else tensor.clone()
-    values.view(-1)[3] = {"nan": math.nan, "infinite": -math.inf, "beyond fp32": 1e300}[kind]
+    values.view(-1)[3] = {"nan": math.nan, "beyond fp32": 1e300}[kind]
     return values
 
 
@@ -396,11 +383,8 @@ def bad_weight(kind: str, tensor: Tensor) -> Tensor:
     ("form", "kind"),
     [
         ("gpt2", "nan"),
-        ("gpt2", "infinite"),
         ("gpt2", "beyond fp32"),
-        ("gpt2", "whole numbers"),
         ("gpt2", "booleans"),
-        ("export", "nan"),
         ("export", "whole numbers"),
     ],
 )
@@ -432,9 +416,10 @@ def test_weights_without_a_tokenizer_are_named(texts, tmp_path, log_lines):
 @pytest.mark.parametrize(
     "values",
     [
-        *({"model_type": "mingpt_modern", "block_size": size} for size in ("32", [32], True)),
+        {"model_type": "mingpt_modern", "block_size": "32"},
+        {"model_type": "mingpt_modern", "block_size": True},
         {"model_type": "mingpt_modern", "vocab_size": {"a": 1}},
-        *({"data": 1, "model": model} for model in ([1], 5)),  # a task of samples
+        {"data": 1, "model": [1]},  # a task of samples
         {"vocabulary": "a\ud800", "model": {"architecture": "gpt"}, "block_size": 8},
     ],
 )
@@ -516,24 +501,11 @@ def test_settings_that_gpt_does_not_compute_are_refused(changed, message, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "changed", [{"n_embd": 24}, {"n_layer": 10_000_000}, {"n_layer": 3}, {"vocab_size": 10**12}]
+    "changed", [{"n_embd": 24}, {"n_layer": 10_000_000}, {"vocab_size": 10**12}]
 )
 def test_a_configuration_of_other_weights_is_refused(changed, texts, tmp_path):
     write_gpt2(tmp_path / "gpt2", small_gpt2(40), **changed)
     refused(tmp_path, texts / "first.txt", tmp_path / "gpt2", "do not fit the model|n_layer")
-
-
-def test_a_plan_refuses_them_too(texts, tmp_path):
-    write_gpt2(tmp_path / "gpt2", small_gpt2(40), n_layer=3)
-    words = [
-        *TINY,
-        "trainer.device=cpu",
-        f"data.path={texts / 'first.txt'}",
-        f"run.root={tmp_path}",
-    ]
-    config = from_mapping(configure(*words, f"run.init_from={tmp_path / 'gpt2'}"))
-    with pytest.raises(SnapshotError, match="do not fit the model"):
-        make_plan(config)
 
 
 def test_names_that_are_not_of_gpt2_are_refused(tmp_path):

@@ -57,10 +57,6 @@ def test_shared_weights_and_buffers():
     assert int(state["2.num_batches_tracked"]) == 1
 
 
-def test_without_a_decay_nothing_is_kept():
-    assert WeightAverage(nn.Linear(1, 1), None).state() == {}
-
-
 def train(root: Path, *overrides: str) -> None:
     settings = [
         *TINY,
