@@ -81,7 +81,7 @@ def measure(trainer: Any, steps: int, blocks: int) -> dict[str, list[list[float]
 def worker_main(plan: dict[str, Any]) -> None:
     """Run one rank: the package's train command, with `fit` patched to measure."""
     from mingpt_ddp.cli.commands import train as launch
-    from mingpt_ddp.storage.run_directory import RunStatus
+    from mingpt_ddp.config.job import RunStatus
     from mingpt_ddp.training import trainer
 
     def fit(self: Any) -> Any:

@@ -1,7 +1,7 @@
 """All measurements that need a GPU, in parts that go on where an earlier call of them stopped.
 
 0  look first: where the host waits for the GPU in a step, an evaluation, staging, decoding and
-   logging; a profiled run; the memory that `python -m mingpt_ddp.plan` expects against the peak
+   logging; a profiled run; the memory that `python -m mingpt_ddp plan` expects against the peak
 1  the tests marked gpu: quick ones, then bf16 in two parts, then the others
 2  the same bits after kill -9 of a worker, with trainer.compile=true and
    trainer.deterministic=true, and their cost

@@ -123,7 +123,7 @@ def finished(command: list[str], part: Part) -> str:
 def memory(
     part: Part, name: str, words: list[str], figures: dict[str, Any], rows: list[list[str]]
 ) -> None:
-    """Compare the peak of some steps with what `mingpt_ddp.plan` expects of the same steps."""
+    """Compare the peak of some steps with what `plan` expects of the same steps."""
     shape = TINY_STEPS if part.dry else GPT2_STEPS
     precision = "fp32" if part.dry else "bf16"
     words = [
@@ -175,9 +175,9 @@ def peak_bytes(device: str, words: list[str]) -> int | None:
 
 
 def planned_bytes(part: Part, words: list[str]) -> int | None:
-    """Return the peak of one rank that `mingpt_ddp.plan` expects on this GPU, if it knows it."""
+    """Return the peak of one rank that `plan` expects on this GPU, if it knows it."""
     gpu = "h200" if "H200" in part.facts.get("device", "") else "h100"
-    command = [sys.executable, "-m", "mingpt_ddp.plan", *words, f"device={gpu}", "format=json"]
+    command = [sys.executable, "-m", "mingpt_ddp", "plan", *words, f"device={gpu}", "format=json"]
     command = ["env", f"PYTHONPATH={ROOT}", *command]
     try:
         output = finished(command, part)

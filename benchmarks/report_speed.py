@@ -80,7 +80,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         write_runs(Path(scratch))
         for what, (name, *words) in questions.items():
-            command = [sys.executable, "-m", "mingpt_ddp.report", str(Path(scratch, name)), *words]
+            command = [
+                sys.executable,
+                "-m",
+                "mingpt_ddp",
+                "report",
+                str(Path(scratch, name)),
+                *words,
+            ]
             ways = {each: partial(timed, command, path) for each, path in checkouts.items()}
             measured = alternate(what, ways, options.repetitions)
             results[what] = {}

@@ -1,7 +1,7 @@
 """Check that this checkout trains to the same bits as another one of the project.
 
 Run it before and after a change of the code, to show that every strategy, precision and anomaly
-policy, and a killed run, have kept their bits. `python -m mingpt_ddp.versions ...
+policy, and a killed run, have kept their bits. `python -m mingpt_ddp versions ...
 require=same_bits` checks one configuration; `versions.py` compares the speed.
 
 Both train short runs of tiny models in the same Python environment, with one thread per rank. Of

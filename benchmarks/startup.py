@@ -67,10 +67,10 @@ FLOORS = {"floor: torchrun": (TORCHRUN, FLOOR_OF_TWO), "floor: python": ([sys.ex
 DONE = "the first step"  # prefix of the line
 WITHOUT_TORCH: dict[str, tuple[list[str], int]] = {  # and the exit code; {run}: a run directory
     "`main.py --help`": ([MAIN, "--help"], 0),
-    "`plan --help`": (["-m", "mingpt_ddp.plan", "--help"], 0),
-    "`plan --version`": (["-m", "mingpt_ddp.plan", "--version"], 0),
-    "`report RUN`": (["-m", "mingpt_ddp.report", "{run}"], 0),
-    "`snapshots list RUN`": (["-m", "mingpt_ddp.snapshots", "list", "{run}"], 0),
+    "`plan --help`": (["-m", "mingpt_ddp", "plan", "--help"], 0),
+    "`plan --version`": (["-m", "mingpt_ddp", "plan", "--version"], 0),
+    "`report RUN`": (["-m", "mingpt_ddp", "report", "{run}"], 0),
+    "`snapshots list RUN`": (["-m", "mingpt_ddp", "snapshots", "list", "{run}"], 0),
     "`main.py trainer.max_epoch=5`, an error": ([MAIN, "trainer.max_epoch=5"], 2),
     "the same with `ddp.nproc_per_node=2`": (
         [MAIN, "trainer.max_epoch=5", "ddp.nproc_per_node=2"],

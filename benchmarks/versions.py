@@ -1,7 +1,7 @@
 """Compare the speed of this checkout with that of another revision.
 
 Run it before and after a change of the code, to show that sampling, starts and recoveries have kept
-their speed. `python -m mingpt_ddp.versions` compares the speed of training itself, and
+their speed. `python -m mingpt_ddp versions` compares the speed of training itself, and
 `same_weights.py` the bits.
 
 Both checkouts run the same commands alternately, A, B, A, B ..., in the same Python environment and

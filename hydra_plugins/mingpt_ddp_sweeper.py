@@ -29,6 +29,10 @@ class JobSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run all jobs. `Preflight` has parsed their overrides, so `arguments` is not used."""
+        from mingpt_ddp.sweeps.preflight import started_sweep
         from mingpt_ddp.sweeps.sweeper import run_jobs
 
-        run_jobs(self.hydra_context, self.task_function, self.config, self.max_batch_size)
+        sweep = started_sweep()
+        assert sweep is not None, "the callback of this package was replaced"
+        task = self.task_function
+        run_jobs(sweep, self.hydra_context, task, self.config, self.max_batch_size)

@@ -1,5 +1,5 @@
-"""`python -m mingpt_ddp` and `torchrun -m mingpt_ddp`: the same as main.py."""
+"""`python -m mingpt_ddp COMMAND`, and without a command what main.py does."""
 
-from mingpt_ddp.cli.commands.train import main
+from mingpt_ddp.cli.main import main
 
-main()
+main(trains_by_default=True)

@@ -38,6 +38,10 @@ class DataError(UserError):
     kind = "data error"
 
 
+class ChangedTextError(DataError):
+    """The text has changed since a job of the sweep was complete: no other job would compare."""
+
+
 class SnapshotError(UserError):
     """A snapshot is missing, damaged or incompatible."""
 
@@ -134,7 +138,7 @@ def duration(seconds: float) -> str:
 def command(name: str = "train") -> str:
     """Return what a user types to start a command, as this process was started.
 
-    That is `mingpt-ddp NAME`, `python main.py` in a checkout, or else `python -m mingpt_ddp.NAME`.
+    That is `mingpt-ddp NAME`, `python main.py` in a checkout, or else `python -m mingpt_ddp NAME`.
     sys.argv[0] says how; `multiprocessing` sets that of its parent in a worker.
     """
     program = Path(sys.argv[0])
@@ -142,12 +146,13 @@ def command(name: str = "train") -> str:
         return f"mingpt-ddp {name}"
     if name == "train" and program.resolve() == MAIN:
         return f"python {shlex.quote(str(program))}"
-    return f"python -m mingpt_ddp.{name}".removesuffix(".train")
+    return f"python -m mingpt_ddp {name}".removesuffix(" train")
 
 
 def with_commands(text: str) -> str:
-    """Write each `python -m mingpt_ddp.NAME` in a help text as `command` does."""
-    return re.sub(r"python -m mingpt_ddp\b\.?(\w*)", lambda m: command(m[1] or "train"), text)
+    """Write each `python -m mingpt_ddp NAME` in a help text as `command` does."""
+    pattern = r"python -m mingpt_ddp\b(?: ([a-z_]+)(?![\w.]*=))?"
+    return re.sub(pattern, lambda match: command(match[1] or "train"), text)
 
 
 # Control characters except newline and tab, separators of lines and paragraphs, and characters that

@@ -32,11 +32,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py")]
-COMMANDS += [
-    f"mingpt_ddp.{name}" for name in ("sample", "evaluate", "snapshots", "report", "again", "plan")
-]
-COMMANDS += ["torch.distributed.run"]
+COMMANDS = [str(ROOT / "main.py"), str(ROOT / "sample.py"), "mingpt_ddp", "torch.distributed.run"]
 PRELOADED = [
     "mingpt_ddp.cli.train_job",
     "mingpt_ddp.training.run",
@@ -327,7 +323,7 @@ def run(request: dict[str, Any]) -> None:
     interrupt_commands()
     if argv[0] == "-m":
         sys.path[:0] = [request["cwd"], str(ROOT)]
-        sys.modules.pop(argv[1], None)  # preloaded, of which runpy would warn
+        sys.modules.pop(f"{argv[1]}.__main__", None)  # preloaded, of which runpy would warn
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(argv[0]).parent))

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
@@ -75,7 +76,7 @@ def train(name: str, steps: int) -> dict[str, float]:
     """Train in the working directory; return the training loss by step of the whole run."""
     config = configuration(name, steps)
     runtime = Runtime(config, DistEnv())
-    train_run(config, runtime, {})
+    train_run(Job(config), runtime)
     runtime.close()
     return {
         str(step): loss for step, loss in read_history(Path("run", METRICS)).series("train_loss")

@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 def tool(name: str, *words: str) -> list[str]:
     """Return a command other than training."""
-    return [sys.executable, "-m", f"mingpt_ddp.{name}", *words]
+    return [sys.executable, "-m", "mingpt_ddp", name, *words]
 
 
 def succeed(command: list[str], cwd: Path, **extra: str) -> str:

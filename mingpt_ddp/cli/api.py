@@ -6,6 +6,7 @@ docs/python.md shows their use.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import signal
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from torch import nn
 
+    from mingpt_ddp.config.job import Outcome
     from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer
 
 
 def train(
-    overrides: Iterable[str] | DictConfig = (), nproc: int | Literal["gpu"] | None = None
+    overrides: Iterable[str] | DictConfig = (),
+    nproc: int | Literal["gpu"] | None = None,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Train as the train command does, in processes of its own, and print what it prints.
 
@@ -37,6 +41,7 @@ def train(
             configuration of another Hydra application, or its node that holds the groups.
         nproc: local processes that train together; None: as `ddp.nproc_per_node` says, by default
             one.
+        quiet: print nothing.
 
     Returns:
         The content of result.json, and the run directory as `run`.
@@ -46,23 +51,23 @@ def train(
     """
     from omegaconf import DictConfig
 
-    from mingpt_ddp.cli.application import application_words
+    from mingpt_ddp.cli.application import application_job
     from mingpt_ddp.errors import ConfigError
     from mingpt_ddp.storage.run_directory import read_result
 
-    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
-        if isinstance(overrides, DictConfig):
-            words = application_words(overrides, Path(name))
-        else:
-            words = _words(overrides, "train")
+    if isinstance(overrides, DictConfig):
+        outcome = _start([], application_job(overrides, nproc), quiet)
+    else:
+        words = _words(overrides, "train")
         if {"-m", "--multirun"} & {*words}:
             raise ConfigError("train runs one job; start a sweep with mingpt_ddp.sweep")
-        [directory] = _train(words, nproc)["directories"]
-    return {"run": directory, **read_result(Path(directory))}
+        outcome = _start([*words, *_nproc_words(nproc)], None, quiet)
+    [directory] = outcome.directories
+    return {"run": str(directory), **read_result(directory)}
 
 
 def sweep(
-    overrides: Iterable[str], nproc: int | Literal["gpu"] | None = None
+    overrides: Iterable[str], nproc: int | Literal["gpu"] | None = None, quiet: bool = False
 ) -> list[dict[str, Any]]:
     """Run the jobs of a sweep or a search as the train command does with `-m`, and print the same.
 
@@ -72,6 +77,7 @@ def sweep(
     Args:
         overrides: as on the command line: `key=a,b`, the space of a search, options of Hydra.
         nproc: local processes that train each job together, as in `train`.
+        quiet: print nothing.
 
     Returns:
         The `rows` of the jobs that the table at the end of the sweep shows: all jobs in the sweep's
@@ -83,8 +89,9 @@ def sweep(
     """
     from mingpt_ddp.results.report_json import job_rows
 
-    report = _train(["-m", *_words(overrides, "sweep")], nproc)
-    return job_rows([*map(Path, report["directories"])], report["metric"])
+    words = _words(overrides, "sweep")
+    outcome = _start(["-m", *words, *_nproc_words(nproc)], None, quiet)
+    return job_rows([*outcome.directories], outcome.metric)
 
 
 @contextlib.contextmanager
@@ -93,7 +100,7 @@ def one_line_errors() -> Iterator[None]:
 
     Hydra would print a traceback, and exit with code 1.
     """
-    from mingpt_ddp.distributed.exit import cli_errors
+    from mingpt_ddp.distributed.root_cause import cli_errors
 
     with cli_errors():
         yield
@@ -114,84 +121,79 @@ def _words(overrides: Iterable[str], function: str) -> list[str]:
     return words
 
 
-def _train(words: list[str], nproc: int | Literal["gpu"] | None) -> dict[str, Any]:
-    """Run the train command, and return what it reports: `directories`, and the `metric`."""
-    from mingpt_ddp.distributed.env import REPORT_FILE
-    from mingpt_ddp.distributed.launch.fork_server import import_path
-    from mingpt_ddp.errors import RunError
-    from mingpt_ddp.storage.yaml_and_json import read_json
-
-    if nproc is not None:
-        words = [*words, f"ddp.nproc_per_node={nproc}"]
-    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as name:
-        file = Path(name, "report.json")
-        environ = {**os.environ, "PYTHONPATH": import_path(), REPORT_FILE: str(file)}
-        code, last = run_process([sys.executable, "-m", "mingpt_ddp", *words], environ)
-        report = read_json(file)
-    if code != 0:
-        raise error_of(report, last or f"training ended with exit code {code}")
-    if "directories" not in report:  # --help
-        raise RunError("these arguments do not train")
-    return report
+def _nproc_words(nproc: int | str | None) -> list[str]:
+    return [] if nproc is None else [f"ddp.nproc_per_node={nproc}"]
 
 
-def run_process(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
-    """Train with a command and print its output; return its exit code and its last line.
+def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
+    """Run the train command, print its output, and return how it has ended.
 
-    An error is not printed, for `error_of`. End the command if this function is ended.
+    Args:
+        job: what to train as JSON, instead of words.
+
+    Raises:
+        UserError: it has failed.
     """
-    from mingpt_ddp.distributed.env import CALLER
+    from mingpt_ddp.config.job import Outcome
+    from mingpt_ddp.distributed.env import SHOWS_PROGRESS, Caller
+    from mingpt_ddp.distributed.launch.fork_server import import_path
+    from mingpt_ddp.errors import RunError, UserError
 
-    last = ""
-    held = ""  # a line that may be the error to raise, until it is known
-    # In a session of its own: Ctrl-C on the terminal arrives once, from here.
-    with subprocess.Popen(
-        command,
-        env={**environ, CALLER: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-    ) as process:
-        try:
-            for line in process.stdout or ():
-                print(held, end="")
-                held = line if "error: " in line else ""
-                if not held:
-                    print(line, end="", flush=True)
-                last = line.strip() or last
-        except BaseException:
-            process.send_signal(signal.SIGINT)  # saves
-            with contextlib.suppress(OSError):
-                print(held, end="")
-                print(process.communicate()[0], end="", flush=True)
-            raise
-        finally:
-            if process.poll() is None and sys.exc_info()[0]:
-                process.kill()
-    if process.returncode == 0:
-        print(held, end="", flush=True)
-    return process.returncode, last
-
-
-def error_of(report: dict[str, Any], line: str) -> Exception:
-    """Return the error that training has reported, or its last line if that is another."""
-    from mingpt_ddp.errors import UserError, unpack_error
-
-    if "error" in report:
-        error = unpack_error(report["error"])
-        if str(error) in line:  # else it is of an attempt before a restart
-            error.args = (_in_python(report["error"]["message"]),)
-            return error
-    return UserError(_in_python(line.partition("error: ")[2] or line))
+    told, tells = os.pipe()
+    scratch = tempfile.TemporaryDirectory(prefix="mingpt_ddp-")
+    file = Path(scratch.name, "job.json")
+    file.write_text(job or "")
+    caller = Caller(os.getpid(), tells, None if job is None else str(file))
+    environ = {**os.environ, "PYTHONPATH": import_path(), **caller.environ()}
+    if _is_notebook():
+        environ[SHOWS_PROGRESS] = "1"
+    with scratch, os.fdopen(told) as stream:
+        # In a session of its own: Ctrl-C on the terminal arrives once, from here.
+        with subprocess.Popen(
+            [sys.executable, "-m", "mingpt_ddp", *words],
+            env={**environ, "PYTHONUNBUFFERED": "1"},
+            pass_fds=(tells,),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
+            stderr=subprocess.DEVNULL if quiet else subprocess.STDOUT,
+        ) as process:
+            os.close(tells)
+            _print_output_of(process)
+        text = stream.read()
+    if not text:  # a signal or a crash has ended it
+        raise UserError(f"training ended with exit code {process.returncode}")
+    outcome = Outcome.from_json(text)
+    if outcome.error is not None:
+        raise outcome.error
+    if process.returncode != 0:
+        raise UserError(f"training ended with exit code {process.returncode}")
+    if not outcome.directories:  # --help
+        raise RunError("these arguments do not train")
+    return outcome
 
 
-def _in_python(message: str) -> str:
-    """Write the call that starts a sweep instead of Hydra's option."""
-    message = message.replace("add -m to train", "call mingpt_ddp.sweep([...]) to train")
-    return message.replace("--multirun", "mingpt_ddp.sweep([...])")
+def _print_output_of(process: subprocess.Popen[bytes]) -> None:
+    """Print what a process writes until it has ended. End it if this function is ended."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    pipe = process.stdout
+    try:
+        while pipe is not None and (content := os.read(pipe.fileno(), 1 << 16)):
+            print(decoder.decode(content), end="", flush=True)
+        process.wait()
+    except BaseException:
+        process.send_signal(signal.SIGINT)  # saves
+        with contextlib.suppress(OSError):
+            print(decoder.decode(process.communicate()[0] or b""), end="", flush=True)
+        raise
+    finally:
+        if process.poll() is None:
+            process.kill()
+
+
+def _is_notebook() -> bool:
+    """Return True if standard output is shown in a notebook, which understands carriage returns."""
+    return type(sys.stdout).__module__.startswith("ipykernel.")
 
 
 @dataclass(frozen=True)

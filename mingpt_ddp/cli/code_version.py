@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mingpt_ddp.cli import version_job
-from mingpt_ddp.cli.api import run_process
 from mingpt_ddp.config.compose.hydra_utils import FLAGS_WITH_VALUE, hydra_value
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.download import user_cache
 from mingpt_ddp.distributed.launch.fork_server import import_path
 from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.linux import die_with_parent
 from mingpt_ddp.results.formats import cut
 from mingpt_ddp.storage.code_identity import (
     PACKAGE,
@@ -84,14 +85,31 @@ class Version:
         return done.stdout
 
     def train(self, words: list[str]) -> None:
-        """Train with more words.
+        """Train with more words, and print nothing.
 
         Raises:
             UserError: it has failed.
         """
-        code, last = run_process([*self._command, *words], self._environment)
-        if code != 0:
-            raise self._error(last, code)
+        with subprocess.Popen(
+            [*self._command, *words],
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C arrives once, from here
+            preexec_fn=die_with_parent,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+        ) as process:
+            try:
+                errors = process.communicate()[1]
+            except BaseException:
+                process.send_signal(signal.SIGINT)  # saves
+                process.communicate()
+                raise
+        if process.returncode != 0:
+            # Another version of the package tells its error in its last line only.
+            raise self._error(errors.strip().rpartition("\n")[2], process.returncode)
 
     def _error(self, last: str, code: int) -> UserError:
         """Return the error of a process of this version: its last line, of any kind."""

@@ -3,43 +3,40 @@
 The only module that reads RANK, WORLD_SIZE, MASTER_ADDR, OMPI_COMM_WORLD_RANK etc.
 """
 
-import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
-from mingpt_ddp.errors import ConfigError, UserError, pack_error
+from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.linux import read_stat
 
 T = TypeVar("T")
 STARTED_AT = "MINGPT_DDP_STARTED_AT"  # set for the workers of `ddp.nproc_per_node`
-# Set by `mingpt_ddp.train` and `sweep`: their process id, with which training ends, and the file
-# from which they read what it reports.
-CALLER = "MINGPT_DDP_CALLER"
-REPORT_FILE = "MINGPT_DDP_REPORT_FILE"
+# Set if standard error is shown where a carriage return begins the line again, as in a notebook.
+SHOWS_PROGRESS = "MINGPT_DDP_SHOWS_PROGRESS"
+CALLER = "MINGPT_DDP_CALLER"  # set by `mingpt_ddp.train` and `sweep`: a Caller as JSON
 
 
-def report_directories(directories: Iterable[Path], metric: str | None = None) -> None:
-    """Report the paths of runs, or of a sweep, to `mingpt_ddp.train` and `sweep`.
+@dataclass(frozen=True)
+class Caller:
+    """The process that has started this one from Python."""
 
-    Args:
-        metric: Metric by which a sweep ranks its jobs. None is the default.
-    """
-    _report(directories=[str(directory.absolute()) for directory in directories], metric=metric)
+    pid: int  # this process ends with it
+    outcome: int | None = None  # descriptor to which this process writes how it has ended
+    job: str | None = None  # file with the job as JSON; None: the command line has the words
+
+    def environ(self) -> dict[str, str]:
+        """Return the environment variable that tells another process of its caller."""
+        return {CALLER: json.dumps(asdict(self))}
 
 
-def report_error(error: UserError) -> None:
-    """Report the error with which training ends to `mingpt_ddp.train` and `sweep`."""
-    _report(error=pack_error(error))
-
-
-def _report(**report: Any) -> None:
-    with contextlib.suppress(KeyError, OSError):  # not called by them, or they have ended
-        Path(os.environ[REPORT_FILE]).write_text(json.dumps(report))
+def take_caller() -> Caller | None:
+    """Return the caller of this process, and hide it from the processes that this one starts."""
+    text = os.environ.pop(CALLER, None)
+    return None if text is None else Caller(**json.loads(text))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Logging: the console, a log file per global rank, and progress bars."""
 
 import contextlib
-import io
 import logging
 import os
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.env import SHOWS_PROGRESS, DistEnv
 from mingpt_ddp.errors import RunError, printable, reason
 
 ROOT = "mingpt_ddp"
@@ -36,13 +35,6 @@ class Console(logging.Handler):
                 text = printable(text)
             tqdm.write(text, file=sys.stderr)
             sys.stderr.flush()
-
-
-def escape_what_streams_cannot_encode() -> None:
-    """Escape characters that a stream cannot encode, instead of raising UnicodeEncodeError."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # not None, and not the stream of a notebook
-            stream.reconfigure(errors="backslashreplace")
 
 
 def to_console(env: DistEnv) -> None:
@@ -97,15 +89,18 @@ def progress_bar(env: DistEnv, total: int | None, name: str, unit: str, initial:
         total: Number of units at the end. None if that is not known yet.
         initial: Number of units that were done before.
     """
+    is_notebook = SHOWS_PROGRESS in os.environ
     bar = tqdm(
         total=total,
         initial=initial,
         desc=name,
         unit=unit,
         unit_scale=total is not None and total > 10**6,
-        dynamic_ncols=True,
+        dynamic_ncols=not is_notebook,
+        ncols=100 if is_notebook else None,
+        mininterval=1.0 if is_notebook else 0.1,  # seconds
         file=sys.stderr,
-        disable=not env.is_rank_zero or not _is_sized_terminal(),
+        disable=not env.is_rank_zero or not (is_notebook or _is_sized_terminal()),
         leave=False,
     )
     _bars.add(bar)

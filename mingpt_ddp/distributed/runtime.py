@@ -20,8 +20,8 @@ from mingpt_ddp.distributed.device.device import (
 )
 from mingpt_ddp.distributed.device.machine import canonical_threads
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import ProcessExit
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
+from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.distributed.strategies import build_strategy, check_strategy
 from mingpt_ddp.distributed.strategies.single import SingleStrategy, for_one_rank
 from mingpt_ddp.distributed.strategies.tensor_split import check_tensor_parallel

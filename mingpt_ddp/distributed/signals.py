@@ -4,7 +4,7 @@ import signal
 import time
 from types import FrameType
 
-from mingpt_ddp.distributed.exit import ProcessExit
+from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.interrupts import handle
 
 

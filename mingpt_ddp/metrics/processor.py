@@ -2,6 +2,7 @@
 
 import logging
 import math
+from pathlib import Path
 from typing import TypeAlias
 
 import yaml
@@ -19,7 +20,6 @@ from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.metrics.stragglers import slowest_rank
 from mingpt_ddp.metrics.trackers.sending import Sender
 from mingpt_ddp.metrics.trackers.tensorboard import TensorBoardLogger
-from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)
@@ -54,18 +54,20 @@ class MetricsProcessor:
         model: nn.Module,
         start: int,
         times: StartTimes,
+        directory: Path,
     ) -> None:
         """
         Args:
             model: The model, not wrapped. MFU is logged if it has `flops_per_token()`.
             start: Number of steps done so far.
             times: Times of the start of this attempt.
+            directory: The run directory.
         """
         self.runtime = runtime
         self.task = task
         self.start = start
         self.steps_per_epoch = loader.steps_per_epoch
-        directory = self._directory = run_directory(task.config)
+        self._directory = directory
         env = runtime.group.env
         self.tensorboard = TensorBoardLogger(
             directory / "tensorboard" / f"rank{env.rank}", task.config.tracker.tensorboard

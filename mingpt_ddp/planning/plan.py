@@ -7,7 +7,6 @@ times some steps (measured.py); a plan for other GPUs needs neither them nor mem
 import math
 import os
 import shutil
-from collections.abc import Container
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.data.dataloader import Loader, SupportsResidence
 from mingpt_ddp.distributed.device.compile import allows_compile, should_compile
@@ -33,7 +33,6 @@ from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.measured import Measured, measure
 from mingpt_ddp.planning.sizes import Sizes, gpu_precision, sizes_of
 from mingpt_ddp.planning.strategies import STRATEGIES, Devices, Footprint
-from mingpt_ddp.storage.run_directory import run_directory
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
 from mingpt_ddp.training.length import check_minutes, known_length
@@ -45,21 +44,20 @@ WORLD_SIZES = (1, 2, 4, 8)
 
 
 def make_plan(
-    config: Config,
+    job: Job,
     machine: Machine | None = None,
-    typed: Container[str] = (),
     vocab_size: int | None = None,
 ) -> dict[str, Any]:
     """Return the plan of a run. This writes nothing but the cache of the data.
 
     Args:
         machine: GPUs to plan for. None for this machine, where one rank times some steps.
-        typed: Keys from the command line.
         vocab_size: Replaces the size of the text's own vocabulary.
 
     Raises:
         UserError: Training would refuse the configuration, or a user's code needs values.
     """
+    config = job.config
     group = ProcessGroup(DistEnv(), for_one_rank(config.ddp), job=0)
     runtime = None
     if machine is None:
@@ -67,7 +65,7 @@ def make_plan(
         devices = _here(config, runtime)
     else:
         devices = _gpus(config, machine)
-    warm = _warm_start(config, typed, group)
+    warm = _warm_start(job, group)
     batch = divide_batch(warm.config, devices.ranks)
     config = with_batch_size(warm.config, batch.copies, None)
     task = build_task(_alone(config) if runtime else config, group, warm.state)
@@ -84,7 +82,7 @@ def make_plan(
     sizes = _sizes(task, devices.precision, may_use_memory=machine is None)
     items = length.steps * loader.items_per_step
     plan: dict[str, Any] = {
-        "run": str(run_directory(config)),
+        "run": str(job.directory),
         "data": task.describe_data() + (f"; {vocab_size:,} outputs" if vocab_size else ""),
         "device": f"{devices.ranks} x {devices.name} in {devices.precision}",
         "memory_bytes": devices.memory,
@@ -104,7 +102,7 @@ def make_plan(
         },
         "batch": {**asdict(batch), "items": loader.items_per_step},
         "strategies": _strategies(config, sizes, devices, loader),
-        "snapshots": _snapshots(config, sizes, length.steps),
+        "snapshots": _snapshots(config, sizes, length.steps, job.directory),
         "world_sizes": [ranks_row(warm.config, ranks) for ranks in WORLD_SIZES],
         "measured": None,
     }
@@ -160,13 +158,14 @@ def _alone(config: Config) -> Config:
     return replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
 
 
-def _warm_start(config: Config, typed: Container[str], group: ProcessGroup) -> WarmStart:
+def _warm_start(job: Job, group: ProcessGroup) -> WarmStart:
     """Find the weights that the run would start from, if not from random ones."""
+    config = job.config
     newest = None
     if config.run.init_from is not None:
-        directory = run_directory(config)
+        directory = job.directory
         newest = newest_snapshot(snapshot_store(config, directory), directory, config.run.source)
-    return warm_start(config, newest and newest.state, typed, group)
+    return warm_start(config, newest and newest.state, job.command_line_keys, group)
 
 
 def _sizes(task: Task, precision: str, may_use_memory: bool) -> Sizes:
@@ -224,18 +223,18 @@ def _with_strategy(config: Config, name: str, ranks_per_node: int) -> Config:
     return replace(config, ddp=replace(config.ddp, strategy=key, tensor_parallel=parts))
 
 
-def _snapshots(config: Config, sizes: Sizes, steps: int) -> dict[str, Any]:
+def _snapshots(config: Config, sizes: Sizes, steps: int, directory: Path) -> dict[str, Any]:
     """Return the size of a snapshot, and the size of all snapshots that stay on the disk."""
     snapshot = config.snapshot
     size = sizes.snapshot_bytes(config.trainer.ema is not None)
     milestones = steps // snapshot.keep_every if snapshot.keep_every else 0
     kept = snapshot.keep_last + milestones + snapshot.keep_best
-    location = snapshot.path or str(run_directory(config))
+    location = snapshot.path or str(directory)
     free = None
     if "://" not in location:
         absolute = Path(location).absolute()
-        directory = next(each for each in (absolute, *absolute.parents) if each.is_dir())
-        free = shutil.disk_usage(directory).free
+        existing = next(each for each in (absolute, *absolute.parents) if each.is_dir())
+        free = shutil.disk_usage(existing).free
     return {"bytes": size, "kept": kept, "kept_bytes": kept * size, "free_bytes": free}
 
 

@@ -5,10 +5,10 @@ import time
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mingpt_ddp.distributed.exit import echo_error
 from mingpt_ddp.errors import reason
 from mingpt_ddp.results.runs import Job
 from mingpt_ddp.storage.lines import append_line
+from mingpt_ddp.terminal import echo_error
 
 EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
 MAX_BYTES = 1 << 26

@@ -6,12 +6,12 @@ import re
 import time
 from pathlib import Path
 
-from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError, reason
 from mingpt_ddp.results.report_text import table
 from mingpt_ddp.results.results import Results, read_results
 from mingpt_ddp.results.runs import find_runs
 from mingpt_ddp.storage.storage import atomic_write
+from mingpt_ddp.terminal import echo
 
 PAGE = "report.html"
 MAX_NAME = 100  # characters of the joined names of several directories

@@ -6,5 +6,5 @@ snapshots, `store_reader` reads and verifies them. A run saves and loads through
 rank writes what, the asynchronous save, the ledger and retention are in write/, finding snapshots
 by URL and loading parts of them in read/. exports/ writes a model for other programs;
 transformers_format/ has the form of transformers, for exports and for `run.init_from`.
-`python -m mingpt_ddp.snapshots` is cli/commands/snapshots.py.
+`python -m mingpt_ddp snapshots` is cli/commands/snapshots.py.
 """

@@ -1,4 +1,4 @@
-"""The run directory: name, lock, recorded configurations, result."""
+"""The run directory: lock, recorded configurations, result."""
 
 import contextlib
 import hashlib
@@ -6,13 +6,12 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterable
-from dataclasses import replace
-from enum import Enum
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import IO, Any
 
-from mingpt_ddp.config.config import Config, flatten, without_unknown
+from mingpt_ddp.config.config import flatten, without_unknown
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of
@@ -54,47 +53,12 @@ WRITTEN_INTO_BY_SWEEP = ("multirun.yaml", FAILURES)  # the same for the director
 MAX_LEASE_BYTES = 100  # size limit of the file with the id of a lease
 
 
-class RunStatus(str, Enum):
-    """How a run ended, as `status` in result.json."""
-
-    COMPLETE = "complete"  # the run has reached its limits
-    PREEMPTED = "preempted"  # a signal has stopped the run; the same command resumes it
-    PRUNED = "pruned"  # a pruner has ended this job, because other jobs did better
-
-
-def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
-    """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
-
-    Args:
-        extra: See `Config.digest`.
-    """
-    if config.run.name:
-        return config.run.name
-    source = config.run.init_from  # only the run itself reads the model of these weights
-    model = config.model.name if source is None else f"from_{PurePosixPath(source).name}"
-    return f"{_slug(config.data.label)}-{_slug(model)}-{config.digest(extra)}"
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
-
-
-def run_directory(config: Config) -> Path:
-    """Return the run directory, a function of the configuration alone."""
-    return Path(config.run.root) / run_name(config)
-
-
-def with_run_name(config: Config, name: str) -> Config:
-    """Return the configuration with another `run.name`."""
-    return replace(config, run=replace(config.run, name=name))
-
-
-def next_free_name(config: Config) -> str:
+def next_free_name(job: Job) -> str:
     """Return the first of `name`, `name-2`, `name-3` ... that has no directory yet."""
-    first = run_directory(config)
+    first = job.directory
     numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     free = next(path for path in itertools.chain([first], numbered) if not path.exists())
-    return free.relative_to(config.run.root).as_posix()
+    return free.relative_to(job.config.run.root).as_posix()
 
 
 def refuse_links(entries: Iterable[Path], patterns: Iterable[str]) -> None:
@@ -208,7 +172,7 @@ class RunDirectory:
     def record_start(
         self,
         config: dict[str, Any],
-        hydra_files: dict[str, str],
+        hydra_files: Mapping[str, str],
         files: dict[str, bytes] | None = None,
         private: dict[str, bytes] | None = None,
     ) -> None:

@@ -1,6 +1,7 @@
 """The checks of a sweep before its first job: Hydra's settings, the overrides, the values."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra import compose
@@ -13,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.resolve import to_job
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import check_machine
@@ -23,6 +25,11 @@ from mingpt_ddp.errors import ConfigError
 OF_SEARCH = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
 # Of a key with more values, only so many first ones and the last one are checked.
 MAX_CHECKED_VALUES = 32
+
+
+def has_own_sweeper(config: DictConfig) -> bool:
+    """Return True if this package runs the jobs, because no other sweeper of Hydra is chosen."""
+    return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
 def check_hydra_keys(config: DictConfig) -> None:
@@ -61,7 +68,7 @@ def parse_overrides(config: DictConfig) -> list[Override]:
     overrides = list(by_key.values())
     for override in overrides:
         check(expand(override), f"{override.input_line} has no values to sweep over")
-        if config.sweep.sampler is not None:
+        if config.sweep.sampler is not None or not has_own_sweeper(config):
             continue
         if override.is_interval_sweep():
             raise ConfigError(
@@ -74,11 +81,16 @@ def parse_overrides(config: DictConfig) -> list[Override]:
     return overrides
 
 
-def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> list[Config]:
+def check_jobs(
+    hydra: DictConfig, overrides: list[Override], zipped: Sequence[str], env: DistEnv
+) -> list[Config]:
     """Compose and check a selection of the jobs.
 
     The first job has the first value of each key. Then each other value of a key is checked with
     the first values of all other keys. See MAX_CHECKED_VALUES for keys with many values.
+
+    Args:
+        zipped: The keys of `sweep.zip`.
 
     Returns:
         The configurations of these jobs. The first job comes first.
@@ -90,9 +102,9 @@ def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> li
     # Other overrides of Hydra's own keys do not change a job.
     search = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
     try:
-        for job in _checked_jobs([expand(override) for override in overrides]):
+        for job in _checked_jobs(choices(overrides, zipped)):
             composed = compose(hydra.job.config_name, [*search, *job])
-            configs.append(hydra_utils.to_config(composed, hydra, job))
+            configs.append(to_job(composed, hydra, job).config)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
     for config in configs:
@@ -116,20 +128,62 @@ def check_jobs(hydra: DictConfig, overrides: list[Override], env: DistEnv) -> li
     return configs
 
 
-def _checked_jobs(values: list[list[str]]) -> Iterator[list[str]]:
+def _checked_jobs(values: list[list[list[str]]]) -> Iterator[list[str]]:
     """Yield the overrides of the jobs to check.
 
     Args:
-        values: For each key, one override per value.
+        values: As `choices` returns them.
     """
-    first = [choices[0] for choices in values]
-    yield first
-    for i, choices in enumerate(values):
-        others = choices[1:MAX_CHECKED_VALUES]
-        if len(choices) > MAX_CHECKED_VALUES:
-            others.append(choices[-1])
+    first = [each[0] for each in values]
+    yield [*itertools.chain(*first)]
+    for i, each in enumerate(values):
+        others = each[1:MAX_CHECKED_VALUES]
+        if len(each) > MAX_CHECKED_VALUES:
+            others.append(each[-1])
         for other in others:
-            yield [*first[:i], other, *first[i + 1 :]]
+            yield [*itertools.chain(*first[:i], other, *first[i + 1 :])]
+
+
+def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
+    """Return the keys of `sweep.zip`, which have equally many values.
+
+    Raises:
+        ConfigError: They do not, or one of them has a single value.
+    """
+    keys = [*map(str, config.sweep.zip or ())]
+    check(
+        not keys or (config.sweep.sampler is None and has_own_sweeper(config)),
+        "sweep.zip is for lists of values, not for a search or another sweeper; leave it out",
+    )
+    counts = {}
+    for override in overrides:
+        if override.is_sweep_override():
+            counts[override.get_key_element()] = len(expand(override))
+    for key in keys:
+        check(key in counts, f"sweep.zip has {key}, which has no list of values, as in {key}=A,B")
+    lengths = [f"{key} has {counts[key]}" for key in keys]
+    check(
+        len({counts[key] for key in keys}) <= 1,
+        f"sweep.zip needs lists of the same length; {', '.join(lengths)} values",
+    )
+    return keys
+
+
+def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[str]]]:
+    """Return what a grid combines: for each key, the overrides of each of its values.
+
+    Keys of `sweep.zip` stand at the place of the first of them, and vary together.
+    """
+    by_key = {override.get_key_element(): expand(override) for override in overrides}
+    together = [by_key[key] for key in by_key if key in zipped]
+    combined = []
+    for key, words in by_key.items():
+        if key not in zipped:
+            combined.append([[word] for word in words])
+        elif together:
+            combined.append([[*row] for row in zip(*together, strict=True)])
+            together = []
+    return combined
 
 
 def expand(override: Override) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.components import DataConfig
-from mingpt_ddp.errors import DataError
+from mingpt_ddp.errors import ChangedTextError
 from mingpt_ddp.storage.code_identity import changed_files, recorded_code
 from mingpt_ddp.storage.run_directory import read_result, recorded_config
 
@@ -35,7 +35,8 @@ class KeptResults:
             config: The configuration of the job, or of another job of the sweep.
 
         Raises:
-            DataError: The text has changed, or cannot be read.
+            ChangedTextError: The text has changed.
+            DataError: It cannot be read.
         """
         self.accepts = config.run.accept_code
         result = read_result(directory)
@@ -63,7 +64,7 @@ class KeptResults:
             return
         now = self._sha256_of(data)
         if now != then:
-            raise DataError(
+            raise ChangedTextError(
                 f"{data.source} is not the text that {directory} was trained on (SHA-256 "
                 f"{now:.12} now, {then:.12} then); restore it, or train on it as it is now with "
                 "run.resume=never or another run.name"

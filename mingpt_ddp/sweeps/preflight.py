@@ -1,4 +1,4 @@
-"""Check and lock a sweep before its first job."""
+"""Check and lock a sweep before its first job, and end it after the last one."""
 
 import contextlib
 import logging
@@ -16,10 +16,11 @@ from omegaconf import DictConfig, open_dict, read_write
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.job import EndsProcess
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.device.machine import count_cores
 from mingpt_ddp.distributed.env import DistEnv, read_env
-from mingpt_ddp.distributed.exit import ProcessExit
+from mingpt_ddp.distributed.root_cause import failed
 from mingpt_ddp.errors import ConfigError, UserError, counted
 from mingpt_ddp.results.objective import (
     BITS_PER_BYTE,
@@ -31,12 +32,27 @@ from mingpt_ddp.results.runs import is_run
 from mingpt_ddp.storage.lock import acquire_lock
 from mingpt_ddp.storage.run_directory import WRITTEN_INTO_BY_SWEEP, refuse_links
 from mingpt_ddp.storage.sweep_file import SweepFile
-from mingpt_ddp.sweeps.checks import check_hydra_keys, check_jobs, parse_overrides
-from mingpt_ddp.sweeps.settings import check_settings, has_own_sweeper, plan_slots
+from mingpt_ddp.sweeps.checks import (
+    check_hydra_keys,
+    check_jobs,
+    check_zip,
+    has_own_sweeper,
+    parse_overrides,
+)
+from mingpt_ddp.sweeps.settings import check_settings, plan_slots
 from mingpt_ddp.sweeps.sources import check_search, number_of_jobs, source_of
 from mingpt_ddp.sweeps.sweep import Sweep
 
 log = logging.getLogger(__name__)
+
+
+# Hydra has no other way from its callback to the sweeper and to the end of the command.
+_started: list[Sweep] = []
+
+
+def started_sweep() -> Sweep | None:
+    """Return the sweep that this process has started, if any."""
+    return _started[-1] if _started else None
 
 
 class Preflight(Callback):
@@ -51,18 +67,18 @@ class Preflight(Callback):
         random.seed(0)
         with _exit_on_error():
             check_hydra_keys(config)
-            _start(config, read_env()).begin()
+            _started.append(_start(config, read_env()))
 
 
 @contextlib.contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Exit on an exception, which Hydra would only log as a warning."""
+    """Leave Hydra at an exception, which it would only log as a warning."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, UserError):
             error = ConfigError(explain(error))
-        ProcessExit().user_error(error)
+        raise EndsProcess(failed(error)) from None
 
 
 def _start(config: DictConfig, env: DistEnv) -> Sweep:
@@ -72,7 +88,9 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
         UserError: The sweep cannot run.
     """
     overrides = parse_overrides(config)
-    jobs = check_jobs(config.hydra, overrides, env)
+    zipped = check_zip(config, overrides)
+    jobs = check_jobs(config.hydra, overrides, zipped, env)
+    is_ours = has_own_sweeper(config)
     first = jobs[0]
     # Disable Ray's usage reports, in case Ray is the launcher.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -84,7 +102,6 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
     if is_by_bits:
         settings = replace(settings, metric=objective.series)
     is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
-    is_ours = has_own_sweeper(config)
     slots = plan_slots(settings, jobs, own_directory) if is_ours and not is_remote else []
     if own_directory is not None:
         is_single_run = env.call_on_rank_zero(lambda: is_run(own_directory))
@@ -101,7 +118,7 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
         env=env,
         config=first,
         directory=directory,
-        planned=number_of_jobs(settings, overrides),
+        planned=number_of_jobs(settings, overrides, is_ours),
         is_remote=is_remote,
         source=source_of(first, overrides, directory, env) if is_ours else None,
         slots=slots,
@@ -110,13 +127,17 @@ def _start(config: DictConfig, env: DistEnv) -> Sweep:
     )
     if is_ours:
         env.call_on_rank_zero(lambda: _keep(sweep, metric))
-    log.info("a sweep of %s, in %s", counted(sweep.planned, "job"), directory)
+    what = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
+    log.info("%s, in %s", what, directory)
     with read_write(config), read_write(config.hydra), open_dict(config):
-        for_jobs = config.hydra.overrides.hydra
         if is_by_bits:
             log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
-            for_jobs.append(f"sweep.metric={settings.metric}")
-        for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={_constant(overrides)}")
+        if not is_ours:  # which would not pass this on to the jobs
+            for_jobs = config.hydra.overrides.hydra
+            if is_by_bits:
+                for_jobs.append(f"sweep.metric={settings.metric}")
+            constant = _constant(overrides)
+            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant}")
         config.hydra.sweep.dir = str(directory)
     return sweep
 

@@ -1,22 +1,22 @@
 """The progress line of a sweep: how many jobs have ended, how many run, and the best value."""
 
-from collections.abc import Collection
+from collections.abc import Sized
 from pathlib import Path
 
+from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.storage.run_directory import RunStatus, read_result
-from mingpt_ddp.sweeps.local_workers import LocalJob
+from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.sweeps.sweep import Sweep
 
 
 class ProgressLine:
     """Progress of concurrent jobs in one line below the log. Draws nothing without a terminal."""
 
-    def __init__(self, sweep: Sweep, running: Collection[LocalJob]) -> None:
+    def __init__(self, sweep: Sweep, running: Sized) -> None:
         """
         Args:
-            running: A view of the jobs that run, which the caller keeps up to date.
+            running: The jobs that run, which the caller keeps up to date.
         """
         self._sweep = sweep
         self._running = running

@@ -4,28 +4,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
-
-from omegaconf import DictConfig
+from dataclasses import replace
 
 from mingpt_ddp.config.compose.hydra_errors import explain
-from mingpt_ddp.distributed.device.machine import check_machine
-from mingpt_ddp.distributed.exit import USER_ERROR
-from mingpt_ddp.distributed.launch.launcher import Ended, run_workers
+from mingpt_ddp.config.job import Job, Outcome, RunStatus
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
-from mingpt_ddp.errors import ConfigError, JobError, RunError, UserError
+from mingpt_ddp.distributed.root_cause import ProcessExit, failed
+from mingpt_ddp.errors import ConfigError, UserError
 from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.storage.run_directory import RunStatus, read_result
-from mingpt_ddp.sweeps.local_workers import LocalJob, conclude_local, prepare_local
 from mingpt_ddp.sweeps.progress_line import ProgressLine
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.start.checked_config import checked_config
+from mingpt_ddp.training.run_job import name_job, outcome_of, run_on_workers
 
 log = logging.getLogger(__name__)
-
-Compose = Callable[[int, list[str]], DictConfig]
 
 
 class Scheduler:
@@ -34,32 +27,33 @@ class Scheduler:
     All of it runs in one event loop, so code between two awaits is never interrupted.
     """
 
-    def __init__(self, sweep: Sweep, source: Source, compose: Compose) -> None:
+    def __init__(self, sweep: Sweep, source: Source, compose: Callable[[int], Job]) -> None:
         """
         Args:
-            compose: Composes the configuration of a job, and makes it Hydra's state.
+            compose: Returns a job by its number, checked.
         """
         self._sweep = sweep
         self._source = source
         self._compose = compose
         self._left = sweep.jobs_left(source)
         self._forwarder = SignalForwarder()
-        self._running: dict[Slot, LocalJob] = {}
-        self._line = ProgressLine(sweep, self._running.values())
-        self._codes: list[int] = []  # exit codes of jobs that a signal ended
+        self._running: dict[Slot, Job] = {}
+        self._line = ProgressLine(sweep, self._running)
+        self._interrupted: list[Outcome] = []  # of jobs that a signal ended
 
     def run(self) -> None:
-        """Run all jobs. Exit if a signal ends the sweep before its last job has ended."""
+        """Run all jobs. Set `sweep.stopped` if a signal ends the sweep before its last job."""
         with self._forwarder.installed():
             asyncio.run(self._run())
-        if self._is_interrupted and not self._sweep.is_over:
-            codes = self._codes or [128 + self._forwarder.received[-1]]
-            self._sweep.interrupted(max(codes))
+        if self._is_interrupted and not self._sweep.is_over and self._sweep.stopped is None:
+            codes = [outcome.exit_code for outcome in self._interrupted]
+            code = max(codes) if codes else 128 + self._forwarder.received[-1]
+            self._sweep.stopped = Outcome(RunStatus.PREEMPTED, exit_code=code, signalled=True)
 
     @property
     def _is_interrupted(self) -> bool:
         """True after a signal to this process or to a job. Then no other job starts."""
-        return bool(self._forwarder.received or self._codes)
+        return bool(self._forwarder.received or self._interrupted or self._sweep.stopped)
 
     async def _run(self) -> None:
         self._changed = asyncio.Condition()
@@ -80,73 +74,61 @@ class Scheduler:
 
     async def _run_job(self, number: int, slot: Slot) -> None:
         """Run a job. Run it again if it fails and retries are left."""
+        trial = self._source.trial(number)
         for _ in self._sweep.attempts(number):
-            try:
-                await self._attempt(number, slot)
+            started_at = time.monotonic()
+            outcome = await self._attempt(number, slot)
+            seconds = time.monotonic() - started_at
+            if outcome is None:  # a signal came while it waited
                 return
-            except JobError:  # already recorded
-                if self._is_interrupted:
-                    return
-            except RunError as error:  # the result lacks the metric
-                self._sweep.record_failed(self._source.job(number), str(error), USER_ERROR)
+            if outcome.status is RunStatus.PREEMPTED:
+                self._interrupted.append(outcome)
+                log.info("job %d: interrupted after %.0f s", number + 1, seconds)
+                return
+            outcome = self._sweep.record(trial, replace(outcome, signalled=False))
+            self._line.update()
+            if not outcome.has_failed and not outcome.was_known:
+                title = objective_named(self._sweep.settings.metric).title
+                how = "pruned, " if outcome.status is RunStatus.PRUNED else ""
+                result = f"{how}{title} {outcome.value:.4f}"
+                log.info("job %d: %s after %.0f s", number + 1, result, seconds)
+            if self._is_interrupted or not outcome.has_failed:
                 return
 
-    async def _attempt(self, number: int, slot: Slot) -> None:
-        prepared = self._prepare(number, slot)
-        while isinstance(prepared, LocalJob) and self._has_running(prepared.launch.directory):
+    async def _attempt(self, number: int, slot: Slot) -> Outcome | None:
+        """Run a job once. Return None if a signal comes before it starts."""
+        ready = self._prepare(number)
+        while isinstance(ready, Job) and self._has_running(ready):
             log.info("job %d waits: another job has the same values", number + 1)
             async with self._changed:
                 await self._changed.wait()
             if self._is_interrupted:
-                return
-            prepared = self._prepare(number, slot)
-        if not isinstance(prepared, LocalJob):
-            return
-        self._running[slot] = prepared
+                return None
+            ready = self._prepare(number)
+        if isinstance(ready, Outcome):
+            return ready
+        self._running[slot] = ready
         self._line.update()
         try:
-            ended = await run_workers(
-                prepared.launch, prepared.env, prepared.started_at, self._forwarder
+            return await run_on_workers(
+                ready, self._sweep.env, self._sweep, time.monotonic(), self._forwarder, slot
             )
-            self._conclude(prepared, ended)
+        except UserError as error:  # as if it could not host a store, or the metric is missing
+            return failed(error)
         finally:
             del self._running[slot]
             self._line.update()
 
-    def _has_running(self, directory: Path) -> bool:
-        return any(local.launch.directory == directory for local in self._running.values())
+    def _has_running(self, job: Job) -> bool:
+        return any(other.directory == job.directory for other in self._running.values())
 
-    def _prepare(self, number: int, slot: Slot) -> LocalJob | float:
-        """Prepare a job to start. Return its objective if it is complete.
-
-        Raises:
-            JobError: The configuration of the job is invalid. The failure is recorded.
-        """
-        sweep = self._sweep
-        overrides = self._source.overrides(number)
+    def _prepare(self, number: int) -> Job | Outcome:
+        """Return a job that is ready to start, or its outcome if it has ended or is invalid."""
         try:
-            cfg = self._compose(number, overrides)
-            config = checked_config(cfg)
-            check_machine(config)
-            return prepare_local(config, sweep.env, sweep, time.monotonic(), slot)
-        except JobError:
-            raise
+            job = self._compose(number)
         except Exception as error:
-            if not isinstance(error, UserError):
-                error = ConfigError(explain(error))
-            job = self._source.job(number)
-            raise sweep.record_failed(job, str(error), USER_ERROR) from error
-
-    def _conclude(self, local: LocalJob, ended: Ended) -> None:
-        value = conclude_local(local, ended, self._sweep)
-        number = local.job.number + 1
-        seconds = time.monotonic() - local.started_at
-        if value is None:
-            self._codes.append(ended.code)
-            log.info("job %d: interrupted after %.0f s", number, seconds)
-            return
-        self._sweep.record_done(local.job, local.launch.directory)
-        title = objective_named(self._sweep.settings.metric).title
-        is_pruned = read_result(local.launch.directory).get("status") == RunStatus.PRUNED
-        how = "pruned, " if is_pruned else ""
-        log.info("job %d: %s%s %.4f after %.0f s", number, how, title, value, seconds)
+            return failed(error if isinstance(error, UserError) else ConfigError(explain(error)))
+        try:
+            return name_job(job, self._sweep.env, self._sweep)
+        except Exception as error:
+            return outcome_of(error, ProcessExit(number), job)

@@ -19,6 +19,7 @@ from mingpt_ddp.distributed.launch.slots import Slot, divide, visible_gpus
 from mingpt_ddp.errors import ConfigError, command
 from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.sweeps.checks import has_own_sweeper
 
 BITS = ("bits_per_byte", "bits_per_char")
 # Numbers of result.json that may be an objective.
@@ -39,11 +40,6 @@ MEASURED = (
     "epoch",
     "goodput",
 )
-
-
-def has_own_sweeper(config: DictConfig) -> bool:
-    """Return True if this package runs the jobs, because no other sweeper of Hydra is chosen."""
-    return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
 
 
 def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> SweepConfig:

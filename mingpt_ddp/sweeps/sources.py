@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from hydra.core.override_parser.types import Override
 
-from mingpt_ddp.config.compose.hydra_utils import key_of
+from mingpt_ddp.config.compose.hydra_utils import hydra_value, key_of
 from mingpt_ddp.config.config import LIMITS, Config, named_values
+from mingpt_ddp.config.job import Trial
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.sweeps.checks import expand
-from mingpt_ddp.sweeps.job import Job
+from mingpt_ddp.sweeps.checks import choices
 
 if TYPE_CHECKING:
     from mingpt_ddp.sweeps.search.study import Study
@@ -33,17 +33,24 @@ class Source:
     swept: frozenset[str]  # keys that differ from job to job
     study: "Study | None"  # None for a grid, and on all ranks but rank zero
 
-    def job(self, number: int) -> Job:
-        """Return a job with its swept overrides."""
-        words = [w.lstrip("+~") for w in self.overrides(number) if key_of(w) in self.swept]
-        return Job(number, ", ".join(words) or "the only job")
+    def trial(self, number: int, words: list[str] | None = None) -> Trial:
+        """Return the place of a job in the sweep.
+
+        Args:
+            words: Its overrides, if they are known.
+        """
+        words = self.overrides(number) if words is None else words
+        swept = [word.lstrip("+~") for word in words if key_of(word) in self.swept]
+        return Trial(number, ", ".join(swept) or "the only job")
 
 
-def number_of_jobs(settings: SweepConfig, overrides: list[Override]) -> int:
-    """Return the number of jobs of a sweep."""
+def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:
+    """Return the number of jobs of a sweep; 0 if only a sweeper of others knows it."""
+    if not is_ours and any(override.is_interval_sweep() for override in overrides):
+        return 0
     if settings.is_search:
         return settings.trials
-    return math.prod(len(expand(override)) for override in overrides)
+    return math.prod(map(len, choices(overrides, settings.zip or ())))
 
 
 def check_search(config: Config, overrides: list[Override]) -> None:
@@ -76,15 +83,19 @@ def source_of(config: Config, overrides: list[Override], directory: Path, env: D
     swept = frozenset(
         key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()
     )
+    # The objective may follow from the jobs, instead of being typed.
+    is_typed = any(each.get_key_element() == "sweep.metric" for each in overrides)
+    metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
     if not config.sweep.is_search:
-        jobs = [[*job] for job in itertools.product(*map(expand, overrides))]
+        combined = itertools.product(*choices(overrides, config.sweep.zip or ()))
+        jobs = [[*itertools.chain(*job), *metric] for job in combined]
         return Source(jobs.__getitem__, swept, None)
     study = env.call_on_rank_zero(lambda: _open_study(config, overrides, directory))
     fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
 
     def draw(number: int) -> list[str]:
         assert study is not None
-        return [*fixed, *(f"{key}={value}" for key, value in study.values(number).items())]
+        return [*fixed, *metric, *(f"{key}={value}" for key, value in study.values(number).items())]
 
     if env.world_size > 1:
         return Source(partial(_draw_in_lock_step, draw, env), swept, study)

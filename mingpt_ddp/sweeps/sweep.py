@@ -2,86 +2,62 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, NoReturn
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path, PurePath
+from typing import IO, TYPE_CHECKING
 
-from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, Trial
 from mingpt_ddp.config.keys.schema import SweepConfig
-from mingpt_ddp.distributed.env import DistEnv, read_env, report_directories
-from mingpt_ddp.distributed.exit import (
-    FAILURE,
-    ProcessExit,
-    echo,
-    exit_process,
-    signal_exit_code,
-)
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import FAILURE
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
-from mingpt_ddp.errors import DataError, JobError, OutputError, RunError, counted
+from mingpt_ddp.distributed.root_cause import failed
+from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.storage.run_directory import with_run_name
 from mingpt_ddp.storage.sweep_file import SweepFile
-from mingpt_ddp.sweeps.job import Job, look_up
+from mingpt_ddp.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.sweeps.kept_results import KeptResults
 from mingpt_ddp.sweeps.sources import Source
+from mingpt_ddp.terminal import echo
+from mingpt_ddp.training.run_job import Known
 
 if TYPE_CHECKING:
     from mingpt_ddp.sweeps.search.study import Study
 
 log = logging.getLogger(__name__)
 
-# The record of a job: its run.name, its objective if it is complete, and the reason if it has
-# failed for good.
-Known = tuple[str, float | None, str | None]
-RunOnRankZero = Callable[[Callable[[], Known]], Known]
-
 
 @dataclass(kw_only=True)
-class Sweep:
-    """The sweep whose jobs this process runs or launches.
+class Sweep(JobRecords):
+    """The sweep whose jobs this process runs or launches."""
 
-    A single run, or a job that an external launcher has sent here, is a sweep with no job planned.
-    """
-
-    env: DistEnv = field(default_factory=DistEnv)
-    config: Config | None = None  # configuration of the first job, with the settings of the sweep
-    directory: Path = Path()  # the sweep's own directory, or run.root
-    planned: int = 0  # number of jobs
+    env: DistEnv
+    config: Config  # configuration of the first job, with the settings of the sweep
+    directory: Path  # the sweep's own directory, or run.root
+    planned: int  # number of jobs; 0 if a sweeper of others decides
     is_remote: bool = False  # other processes run the jobs, count them and log their errors
     lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
-    source: Source | None = None  # None if another sweeper of Hydra's chooses the jobs
+    source: Source | None = None  # None if a sweeper of others chooses the jobs
     # One slot for each concurrent job. Empty if jobs run one after another.
     slots: list[Slot] = field(default_factory=list)
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
+    kept: KeptResults = field(default_factory=KeptResults)
     done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
     n_done_before: int = 0  # how many jobs of `done` an earlier start completed
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
     exit_code: int = 0
+    # The outcome that ends the sweep before its last job. Then no other job starts.
+    stopped: Outcome | None = None
     _names: dict[int, str] = field(default_factory=dict)  # names of job directories, by number
-
-    @staticmethod
-    def current() -> "Sweep":
-        """Return the sweep that this process has started, or the sweep of a single run."""
-        return _current.get(_ALONE)
-
-    @cached_property
-    def kept(self) -> KeptResults:
-        """Checks the results of complete jobs, on rank zero."""
-        return KeptResults()
-
-    def begin(self) -> None:
-        """Make this the current sweep, because Hydra does not pass it to the jobs."""
-        _current.set(self)
 
     @property
     def settings(self) -> SweepConfig:
-        """The keys of `sweep`. A single run has their defaults."""
-        return SweepConfig() if self.config is None else self.config.sweep
+        """The keys of `sweep`."""
+        return self.config.sweep
 
     @property
     def study(self) -> "Study | None":
@@ -90,8 +66,8 @@ class Sweep:
 
     @property
     def is_over(self) -> bool:
-        """True if all jobs have ended."""
-        return self.planned <= len(self.done) + len(self.failed)
+        """True if all jobs have ended. Never, if a sweeper of others chooses the jobs."""
+        return 0 < self.planned <= len(self.done) + len(self.failed)
 
     @property
     def has_too_many_failures(self) -> bool:
@@ -109,9 +85,11 @@ class Sweep:
     def jobs_left(self, source: Source) -> Iterator[int]:
         """Yield the numbers of the jobs to run. Count the jobs that have already ended for good.
 
-        End early if too many jobs fail.
+        End early after a signal, or if too many jobs fail.
         """
         for number in range(self.planned):
+            if self.stopped is not None:
+                return
             if self.has_too_many_failures:
                 log.warning(
                     "no other job starts: %d failed, sweep.max_failures=%d",
@@ -125,10 +103,10 @@ class Sweep:
     def _has_ended(self, number: int, source: Source) -> bool:
         """Return True if the study says that a trial has ended, and count it.
 
-        With several ranks this is False. They ask rank zero in `start_job`, once the job has its
+        With several ranks this is False. They ask rank zero in `look_up`, once the job has its
         process group.
         """
-        if self.study is None or self.config is None or self.env.world_size > 1:
+        if self.study is None or self.env.world_size > 1:
             return False
         directory = self.study.directory_of(number)
         if directory is not None:
@@ -139,9 +117,9 @@ class Sweep:
             return True
         if not self.study.has_failed(number):
             return False
-        job = source.job(number)
-        self.failed[number] = job.label
-        log.info("%s has failed before: %s", job.label, self._reason(job))
+        trial = source.trial(number)
+        self.failed[number] = trial.label
+        log.info("%s has failed before: %s", trial.label, self._reason(trial))
         return True
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -155,66 +133,31 @@ class Sweep:
             del self.failed[number]  # it has not failed for good
             yield
 
-    def _reason(self, job: Job) -> str:
+    def _reason(self, trial: Trial) -> str:
         """Return the reason for which a job has failed for good."""
-        failure = self.file.failure_of(job.label, self._names.get(job.number, ""))
+        failure = self.file.failure_of(trial.label, self._names.get(trial.number, ""))
         return "its reason is not recorded" if failure is None else failure.reason
 
-    def start_job(
-        self, config: Config, run_on_rank_zero: RunOnRankZero
-    ) -> tuple[Config, float | None]:
-        """Return the configuration of a job with its run.name, and its objective if it is complete.
-
-        A run outside of a sweep keeps its configuration.
-
-        Raises:
-            JobError: An earlier start has recorded that the job failed for good.
-        """
-        if not hydra_utils.is_multirun():
-            return config, None
-        job = Job.current()
-        objective = objective_named(config.sweep.metric)
-        swept = hydra_utils.swept_overrides()
-
-        def known() -> Known:
-            name, value = look_up(config, swept, objective)
-            directory = Path(config.run.root, name)
-            self._names[job.number] = directory.name
-            if value is not None:
-                self.kept.check(directory, config)
-            has_failed = self.study is not None and self.study.has_failed(job.number)
-            return name, value, self._reason(job) if has_failed else None
-
-        try:
-            name, value, failure = run_on_rank_zero(known)
-        except DataError as error:
-            # The text has changed. No other job would compare, so the sweep ends.
-            ProcessExit().user_error(error)
-        config = with_run_name(config, name)
-        directory = Path(config.run.root, name)
-        if value is not None:
-            self.n_done_before += directory not in self.done.values()
-            self.record_done(job, directory)
-            log.info("%s: already complete, %s %.4f", directory, objective.title, value)
-        elif failure is not None:
-            self.failed[job.number] = job.label
-            raise JobError(f"{job.label} has failed before: {failure}")
-        else:
+    def look_up(self, job: Job) -> Known:
+        """Return what is known of a job, and say that it starts if nothing is."""
+        assert job.trial is not None
+        number = job.number
+        known = super().look_up(job)
+        self._names[number] = PurePath(known.name).name
+        if self.study is not None and self.study.has_failed(number):
+            known = known._replace(failure=self._reason(job.trial))
+        if known.value is None and known.failure is None:
             total = f" of {self.planned}" if self.planned else ""
-            log.info("job %d%s: %s", job.number + 1, total, job.label)
-        return config, value
+            log.info("job %d%s: %s", number + 1, total, job.trial.label)
+        return known
 
-    def use_threads(self) -> None:
-        """Use as many threads of torch in this process as at the first start of the sweep."""
+    def threads(self, workers: int, default: int) -> int | None:
+        """Return as many threads as at the first start of the sweep; ranks of torchrun have own."""
         if self.source is None or self.env.world_size > 1:
-            return
-        import torch
+            return None
+        return self.file.threads(workers, default)
 
-        threads = self.file.threads(1, torch.get_num_threads())
-        if threads != torch.get_num_threads():
-            torch.set_num_threads(threads)
-
-    def report_of(self, job: Job) -> Judge | None:
+    def judge_of(self, job: Job) -> Judge | None:
         """Return the function that judges the evaluations of a job; None if nothing does."""
         if self.source is None or not self.settings.is_search:
             return None
@@ -225,86 +168,98 @@ class Sweep:
         name = objective_named(self.settings.metric).series.removeprefix("val_")
         return self.study.report(number, step, metrics[name]) if name in metrics else None
 
-    def finish_job(
-        self, directory: Path, value: float | None, signalled: bool, exit_code: int
-    ) -> float:
-        """Record a complete job and return its objective.
+    def record(self, trial: Trial, outcome: Outcome) -> Outcome:
+        """Record how a job has ended. Set `stopped` if no other job may start.
 
-        Exit if the job is incomplete, or if a signal ends the sweep.
-
-        Args:
-            value: The objective. None if the job is incomplete.
-            signalled: True if this process received a signal. It is ignored if no job is left.
-            exit_code: Exit code of this process if it exits here.
+        Returns:
+            The outcome, or that of an error: its result lacks the objective of the search, or the
+            study cannot be written.
         """
-        if value is not None:
-            if self.planned:
-                self.record_done(Job.current(), directory)
-            if not signalled or self.is_over:
-                return value
-        self.interrupted(exit_code)
+        try:
+            self._record(trial, outcome)
+        except RunError as error:
+            outcome = failed(error)
+            self._record(trial, outcome)
+        return outcome
 
-    def interrupted(self, exit_code: int) -> NoReturn:
-        """Log how to resume the sweep, and exit."""
-        if self.planned:
-            self.env.call_on_rank_zero(
-                lambda: report_directories(self.directories, self.settings.metric)
-            )
-            log.info(
-                "sweep: %d of %d jobs done; rerun the same command to resume",
-                len(self.done),
-                self.planned,
-            )
-        exit_process(None, signal_exit_code(read_env(), exit_code))
+    def _record(self, trial: Trial, outcome: Outcome) -> None:
+        if outcome.has_failed:
+            self._record_failed(trial, outcome)
+        elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
+            if outcome.was_known:
+                self.n_done_before += outcome.directory not in self.done.values()
+                title = objective_named(self.settings.metric).title
+                log.info("%s: already complete, %s %.4f", outcome.directory, title, outcome.value)
+            self.record_done(trial, outcome.directory)
+        must_stop = outcome.signalled or outcome.status is RunStatus.PREEMPTED
+        if outcome.ends_process or (must_stop and not self.is_over):
+            self.stopped = outcome
 
-    def record_done(self, job: Job, directory: Path) -> None:
+    def record_done(self, trial: Trial, directory: Path) -> None:
         """Record a complete or pruned job.
 
         Raises:
             RunError: The result lacks the objective of the search, or the study cannot be written.
         """
-        self.env.call_on_rank_zero(lambda: self._keep_done(job, directory))
-        self.failed.pop(job.number, None)
-        self.done[job.number] = directory
+        self.env.call_on_rank_zero(lambda: self._keep_done(trial, directory))
+        self.failed.pop(trial.number, None)
+        self.done[trial.number] = directory
 
-    def _keep_done(self, job: Job, directory: Path) -> None:
-        self.file.succeed(job.label, directory.name)
+    def _keep_done(self, trial: Trial, directory: Path) -> None:
+        self.file.succeed(trial.label, directory.name)
         if self.study is not None:
-            self.study.end(job.number, directory)
+            self.study.end(trial.number, directory)
 
-    def record_failed(self, job: Job, message: str, code: int) -> JobError:
-        """Log the failure of a job on rank zero and return the error to raise."""
-        self.failed[job.number] = job.label
+    def _record_failed(self, trial: Trial, outcome: Outcome) -> None:
+        self.failed[trial.number] = trial.label
+        if outcome.ends_process:  # its error is the last line of this process
+            return
+        if outcome.was_known:
+            log.info("%s: %s", trial.label, outcome.error)
+            return
+        code = outcome.exit_code
         self.exit_code = FAILURE if FAILURE in (self.exit_code, code) else code
-        self.env.call_on_rank_zero(lambda: self._keep_failed(job, message))
-        return JobError(f"{job.label} failed")
+        self.env.call_on_rank_zero(lambda: self._keep_failed(trial, outcome))
 
-    def _keep_failed(self, job: Job, message: str) -> None:
-        # Concurrent jobs write to the same console.
-        name = f"job {job.number + 1}: " if self.slots else ""
-        log.error("%s%s", name, message)
+    def _keep_failed(self, trial: Trial, outcome: Outcome) -> None:
+        message = str(outcome.error)
+        if self.slots:  # concurrent jobs write to the same console
+            log.error("job %d: %s", trial.number + 1, message)
+        elif outcome.reporter is not Reporter.NOBODY:
+            log.error("%s", message)
         if self.source is None:
             return
-        directory = self._names.get(job.number, "")
-        self.file.fail(job.label, directory, message)
-        failure = self.file.failure_of(job.label, directory)
+        directory = self._names.get(trial.number, "")
+        self.file.fail(trial.label, directory, message)
+        failure = self.file.failure_of(trial.label, directory)
         if self.study is not None and failure and failure.count > self.settings.retries:
-            self.study.fail(job.number)
+            self.study.fail(trial.number)
 
-    def finish(self) -> None:
-        """Print the table and write the page, on rank zero. Exit with an error if jobs failed."""
-        if self.planned:
-            self.env.call_on_rank_zero(self._finish)
+    def finish(self) -> Outcome:
+        """Print the table and write the page, on rank zero. Return the outcome of the sweep."""
+        return replace(
+            self._outcome(), directories=tuple(self.directories), metric=self.settings.metric
+        )
 
-    def _finish(self) -> None:
-        report_directories(self.directories, self.settings.metric)
+    def _outcome(self) -> Outcome:
+        if self.stopped is not None and self.stopped.has_failed:
+            return self.stopped
+        if self.stopped is not None:
+            total = f" of {self.planned}" if self.planned else ""
+            log.info(
+                "sweep: %d%s jobs done; rerun the same command to resume", len(self.done), total
+            )
+            return replace(self.stopped, status=RunStatus.PREEMPTED)
+        complete = Outcome(RunStatus.COMPLETE)
+        return self.env.call_on_rank_zero(self._finish) or complete
+
+    def _finish(self) -> Outcome:
         unwritten = self._print_table()
         if self.is_remote:
             if self.failed:
-                exit_process(JobError(next(iter(self.failed.values()))), FAILURE)
-            if unwritten is not None:
-                ProcessExit().user_error(unwritten)
-            exit_process(None, 0)
+                error = JobError(next(iter(self.failed.values())))
+                return replace(failed(error), exit_code=FAILURE, reporter=Reporter.THIS_RANK)
+            return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
         count = len(self.done) + len(self.failed)
         n_pruned = 0 if self.study is None else self.study.n_pruned
         log.info(
@@ -314,12 +269,10 @@ class Sweep:
             len(self.failed),
             f", {n_pruned} pruned" if n_pruned else "",
         )
-        if unwritten is not None and not self.failed:
-            ProcessExit().user_error(unwritten)
+        if not self.failed:
+            return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
         if unwritten is not None:
             log.error("%s", unwritten)
-        if not self.failed:
-            return
         again = "rerun the same command to retry"
         if self.study is not None:
             again = "they do not start again; raise sweep.trials for other values"
@@ -327,10 +280,12 @@ class Sweep:
             left = self.planned - count
             again = f"{left} have not started; raise sweep.max_failures, or {again}"
         which = "; ".join(dict.fromkeys(self.failed.values()))
-        summary = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
-        if self.exit_code == FAILURE:
-            exit_process(summary, FAILURE)
-        ProcessExit().user_error(summary)
+        error = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
+        return (
+            failed(error)
+            if self.exit_code != FAILURE
+            else replace(failed(error), exit_code=FAILURE, reporter=Reporter.THIS_RANK)
+        )
 
     def _print_table(self) -> OutputError | None:
         """Write the page of the jobs and print their table. Return the error if that fails.
@@ -350,7 +305,3 @@ class Sweep:
         except RunError as error:  # e.g. no job has written a result that this machine can read
             log.warning("%s", error)
         return None
-
-
-_ALONE = Sweep()  # for runs that are not jobs of a sweep of this process
-_current: ContextVar[Sweep] = ContextVar("sweep")

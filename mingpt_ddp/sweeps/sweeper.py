@@ -1,64 +1,90 @@
 """Run the jobs of a sweep: one after another, concurrently, or by an external launcher."""
 
-import contextlib
 import itertools
 import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
+from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
-from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.resolve import compose_job, resolve
+from mingpt_ddp.config.job import Job, Outcome, RunStatus, Trial, existing_name
+from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed import logs
-from mingpt_ddp.errors import JobError
+from mingpt_ddp.distributed.device.machine import check_machine
+from mingpt_ddp.distributed.exit import FAILURE
+from mingpt_ddp.distributed.root_cause import ProcessExit, failed
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.errors import JobError, RunError
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.storage.run_directory import read_result
-from mingpt_ddp.sweeps.job import job_name
-from mingpt_ddp.sweeps.scheduler import Compose, Scheduler
+from mingpt_ddp.sweeps.scheduler import Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.start.checked_config import checked_config
+from mingpt_ddp.training.run_job import run_job, value_or_error
+from mingpt_ddp.training.start.checked_job import checked_job
 
 log = logging.getLogger(__name__)
 
 
 def run_jobs(
+    sweep: Sweep,
     context: HydraContext,
-    task_function: TaskFunction,
+    task_function: Callable[..., float],
     config: DictConfig,
     max_batch_size: int | None,
 ) -> None:
-    """Run the jobs of the current sweep that are left.
+    """Run the jobs of a sweep that are left, until `sweep.stopped` is set.
 
     Args:
-        task_function: Trains the job that Hydra's state describes.
+        task_function: Trains the job that Hydra's state describes, in the process of an external
+            launcher. If it has an attribute `run_job`, that runs the jobs in this process.
         config: Hydra's configuration of the sweep.
         max_batch_size: Jobs of a grid that an external launcher gets at once. None for all.
     """
-    sweep = Sweep.current()
     source = sweep.source
     assert source is not None
     sweep.env.call_on_rank_zero(lambda: _write_multirun(sweep.directory, config))
+    compose = partial(_compose, context, config, source)
+    run = getattr(task_function, "run_job", run_job)
+    if run is not run_job:
+        check(
+            not sweep.slots and not sweep.is_remote and sweep.env.is_standalone,
+            "a sweep over a script of your own runs its jobs one after another on this machine; "
+            "leave out sweep.parallel, launchers and torchrun",
+        )
     if sweep.slots:
-        Scheduler(sweep, source, partial(compose, context, config)).run()
+        Scheduler(sweep, source, compose).run()
         return
-    if sweep.is_remote:
-        raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
-    launcher = Plugins.instance().instantiate_launcher(
-        hydra_context=context, task_function=task_function, config=config
-    )
-    if sweep.is_remote and sweep.settings.is_search:
-        _run_batches(sweep, source, launcher, partial(compose, context, config))
-    elif sweep.is_remote:
-        _run_grid(sweep, source, launcher, max_batch_size or sweep.planned)
-    else:
-        _run_in_turn(sweep, source, launcher)
+
+    def launcher(task: TaskFunction) -> Launcher:
+        return Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task, config=config
+        )
+
+    if not sweep.is_remote:
+        _run_in_turn(sweep, source, run, launcher)
+        return
+    raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
+    remote = launcher(partial(task_function, swept=source.swept))
+    try:
+        if sweep.settings.is_search:
+            _run_batches(sweep, source, remote, compose)
+        else:
+            _run_grid(sweep, source, remote, max_batch_size or sweep.planned)
+    except (HydraException, JobError):
+        raise
+    except Exception as error:  # of the launcher
+        raise RunError(str(error)) from error
 
 
 def _write_multirun(directory: Path, config: DictConfig) -> None:
@@ -66,66 +92,105 @@ def _write_multirun(directory: Path, config: DictConfig) -> None:
     OmegaConf.save(config, directory / "multirun.yaml")
 
 
-def _run_in_turn(sweep: Sweep, source: Source, launcher: Launcher) -> None:
-    """Run one job after the other, in this process or by a parent of workers."""
+def _compose(context: HydraContext, config: DictConfig, source: Source, number: int) -> Job:
+    """Return a job, checked.
+
+    Raises:
+        HydraException, UserError: It is invalid.
+    """
+    job = compose_job(context, config, number, source.overrides(number), source.swept)
+    return _checked(job)
+
+
+def _checked(job: Job) -> Job:
+    job = checked_job(job)
+    check_machine(job.config)
+    return job
+
+
+def _run_in_turn(
+    sweep: Sweep,
+    source: Source,
+    run: Callable[..., Outcome],
+    launcher_of: Callable[[TaskFunction], Launcher],
+) -> None:
+    """Run one job after the other, in this process or by a parent of workers.
+
+    Args:
+        run: With the parameters of `run_job`.
+    """
+    trial = Trial(0, "")  # of the job that runs
+    outcome = Outcome(RunStatus.COMPLETE)
+
+    def task(cfg: DictConfig) -> float:
+        nonlocal outcome
+        outcome = sweep.record(trial, _run_one(sweep, source, run, cfg))
+        if not outcome.ends_process:
+            logs.close()
+        return value_or_error(outcome, trial.label)
+
+    launcher = launcher_of(task)
     for number in sweep.jobs_left(source):
-        overrides = source.overrides(number)
+        words = source.overrides(number)
+        trial = source.trial(number, words)
         for _ in sweep.attempts(number):
-            (returned,) = launcher.launch([overrides], initial_job_idx=number)
-            logs.to_console(sweep.env)  # the job has closed the log
-            with contextlib.suppress(JobError):  # already recorded
-                _ = returned.return_value  # raises the error of a job that has failed
+            launcher.launch([words], initial_job_idx=number)
+            if not outcome.ends_process:
+                logs.to_console(sweep.env)
+            if sweep.stopped is not None or not outcome.has_failed:
                 break
+
+
+def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: DictConfig) -> Outcome:
+    """Run the job that Hydra has composed."""
+    started_at = time.monotonic()
+    logs.to_console(sweep.env)
+    exits = ProcessExit()
+    SignalHandler(exits).install()
+    try:
+        job = _checked(resolve(cfg, source.swept))
+    except Exception as error:
+        return exits.outcome_of(error, in_sweep=True)
+    return run(job, sweep.env, sweep, started_at)
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher, size: int) -> None:
     """Give an external launcher batches of the jobs of a grid."""
     jobs = [source.overrides(number) for number in range(sweep.planned)]
     for first in range(0, sweep.planned, size):
-        for returned in launcher.launch(jobs[first : first + size], initial_job_idx=first):
-            _ = returned.return_value  # raises the error of a job that has failed
+        batch = launcher.launch(jobs[first : first + size], initial_job_idx=first)
+        for number, returned in enumerate(batch, first):
+            try:
+                _ = returned.return_value  # raises the error of a job that has failed
+            except JobError as error:
+                sweep.failed[number] = str(error.args[0])
+                return
 
 
 def _run_batches(
-    sweep: Sweep,
-    source: Source,
-    launcher: Launcher,
-    compose: Compose,
+    sweep: Sweep, source: Source, launcher: Launcher, compose: Callable[[int], Job]
 ) -> None:
     """Run batches of `sweep.parallel` trials elsewhere. Each batch waits for the one before."""
     left = sweep.jobs_left(source)
     while numbers := [*itertools.islice(left, int(sweep.settings.parallel))]:
         batch = [source.overrides(number) for number in numbers]
         results = launcher.launch(batch, initial_job_idx=numbers[0])
-        for number, words, returned in zip(numbers, batch, results, strict=True):
-            job = source.job(number)
-            job_config = checked_config(compose(number, words))
-            name = job_name(job_config, hydra_utils.swept_overrides())
-            directory = Path(job_config.run.root, name)
+        for number, returned in zip(numbers, results, strict=True):
+            job = compose(number)
+            directory = job.with_run(name=existing_name(job)).directory
+            trial: Trial = source.trial(number)
             if returned.status is JobStatus.COMPLETED and read_result(directory):
-                sweep.record_done(job, directory)
+                sweep.record_done(trial, directory)
             else:
-                sweep.record_failed(job, _reason(returned), 1)
+                error = RunError(_reason(returned))
+                sweep.record(trial, replace(failed(error), exit_code=FAILURE))
 
 
 def _reason(returned: object) -> str:
     try:
         _ = returned.return_value  # type: ignore[attr-defined]
+    except JobError as error:
+        return str(error.args[0])
     except Exception as error:
         return explain(error)
     return "its directory has no result.json here"
-
-
-def compose(
-    context: HydraContext, config: DictConfig, number: int, overrides: list[str]
-) -> DictConfig:
-    """Compose a job's configuration and make it Hydra's state, as Hydra's own launcher does."""
-    composed = context.config_loader.load_sweep_config(config, [*overrides])
-    with open_dict(composed):
-        composed.hydra.job.id = str(number)
-        composed.hydra.job.num = number
-    HydraConfig.instance().set_config(composed)
-    task_config = composed.copy()
-    with open_dict(task_config):
-        del task_config["hydra"]
-    return task_config

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.config.validation import check, hint_at
 from mingpt_ddp.errors import TrainingError
 from mingpt_ddp.metrics.processor import MetricsProcessor
-from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.saves.save_schedule import SaveSchedule

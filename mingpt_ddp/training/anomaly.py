@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor
 
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.errors import TrainingError
-from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.training.trainable import Run
 
 EMA_DECAY = 0.98  # of the loss, per step

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.builders import code_roots
+from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.errors import duration
 from mingpt_ddp.storage.code_identity import with_loaded_files
-from mingpt_ddp.storage.run_directory import RunDirectory, RunStatus, read_result
+from mingpt_ddp.storage.run_directory import RunDirectory, read_result
 from mingpt_ddp.tasks.task import recorded_data
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early

@@ -2,10 +2,9 @@
 
 import contextlib
 import logging
-from collections.abc import Container
 
 from mingpt_ddp.config.builders import code_roots
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.env import process_start_time
 from mingpt_ddp.distributed.launch.channels import Judge
@@ -15,7 +14,6 @@ from mingpt_ddp.metrics.processor import MetricsProcessor
 from mingpt_ddp.metrics.profiling import snapshot_when_out_of_memory
 from mingpt_ddp.metrics.start_times import StartTimes
 from mingpt_ddp.storage.code_identity import start_reading
-from mingpt_ddp.storage.run_directory import RunStatus
 from mingpt_ddp.training.after_evaluation import Validation
 from mingpt_ddp.training.anomaly import AnomalyPolicy
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
@@ -39,21 +37,17 @@ log = logging.getLogger(__name__)
 
 
 def train_run(
-    config: Config,
+    job: Job,
     runtime: Runtime,
-    hydra_files: dict[str, str],
     signals: SignalHandler | None = None,
     started_at: float | None = None,
-    typed: Container[str] = (),
     judge: Judge | None = None,
 ) -> dict[str, float] | None:
-    """Train to the limits of `config`, from the newest snapshot if there is one.
+    """Train to the limits of a job, from the newest snapshot if there is one.
 
     Args:
-        hydra_files: content of `.hydra/`, by file name.
         signals: handler of those that may end the run early; None: no handler.
         started_at: time.monotonic() when this attempt began; None: when the process did.
-        typed: the keys that the command line sets.
         judge: of the evaluations of a job of a sweep, on rank zero; None: nothing judges them.
 
     Returns:
@@ -65,14 +59,14 @@ def train_run(
     times.done("rendezvous")
     code = runtime.group.env.call_on_rank_zero(lambda: start_reading(code_roots()))
     with contextlib.ExitStack() as resources:
-        history = open_directory(config, runtime, resources)
+        history = open_directory(job, runtime, resources)
         times.done("run directory")
-        inputs = prepare(config, runtime, history, typed, hydra_files, resources)
+        inputs = prepare(job, runtime, history, resources)
         times.done("data")
         run = build(inputs, history, code)
         evaluator = Evaluator(run.task, runtime)
         times.done("model and snapshot")
-        record_start(run, history, hydra_files, code)
+        record_start(run, history, job, code)
         hooks = Hooks(runtime.group)
         observers = Observers(hooks, open_trackers(run), judge, signals or SignalHandler())
         if run.is_complete:
@@ -128,7 +122,9 @@ def begin_attempt(
     # Do this first: no clock counts how long it takes to wrap the model.
     train_step = TrainStep(runtime, run.task, run.loader, plan, run.trainable, run.length)
     model = run.trainable.model
-    metrics = MetricsProcessor(runtime, run.task, run.loader, model, state.step, times)
+    metrics = MetricsProcessor(
+        runtime, run.task, run.loader, model, state.step, times, run.directory
+    )
     metrics.resume(observers.senders, history.end)
     anomaly = AnomalyPolicy(run)
     saves = SaveSchedule(run, train_step, metrics.meter, anomaly)

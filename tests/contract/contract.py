@@ -25,8 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 ROOT = Path(__file__).resolve().parent.parent.parent
 MAIN = [sys.executable, str(ROOT / "main.py")]
 SAMPLE = [sys.executable, str(ROOT / "sample.py")]
-SNAPSHOTS = [sys.executable, "-m", "mingpt_ddp.snapshots"]
-REPORT = [sys.executable, "-m", "mingpt_ddp.report"]
+SNAPSHOTS = [sys.executable, "-m", "mingpt_ddp", "snapshots"]
+REPORT = [sys.executable, "-m", "mingpt_ddp", "report"]
 
 TIMEOUT_S = 300  # of one command; a few seconds are normal
 STEPS = 80

@@ -70,7 +70,7 @@ def test_bad_input_under_torchrun(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [SAMPLE, SNAPSHOTS, REPORT], ids=["sample.py", "mingpt_ddp.snapshots", "mingpt_ddp.report"]
+    "command", [SAMPLE, SNAPSHOTS, REPORT], ids=["sample.py", "snapshots", "report"]
 )
 def test_bad_arguments_of_the_other_commands(command: list[str], tmp_path: Path) -> None:
     verb = ["list"] if command is SNAPSHOTS else []
@@ -84,7 +84,7 @@ def test_bad_arguments_of_the_other_commands(command: list[str], tmp_path: Path)
 @pytest.mark.parametrize(
     "command",
     [MAIN, SAMPLE, SNAPSHOTS, REPORT],
-    ids=["main.py", "sample.py", "mingpt_ddp.snapshots", "mingpt_ddp.report"],
+    ids=["main.py", "sample.py", "snapshots", "report"],
 )
 def test_help(command: list[str], tmp_path: Path) -> None:
     assert len(succeed([*command, "--help"], tmp_path).splitlines()) > 3

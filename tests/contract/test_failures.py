@@ -281,7 +281,7 @@ CASES = [
         MAIN,
         "run.seed=1,2",
         2,
-        r"config error: run\.seed=1,2 has several values; add -m .*",
+        r"config error: run\.seed=1,2 has several values; a sweep trains a job with each \(-m.*",
     ),
     # Other commands
     Case(
@@ -302,7 +302,7 @@ CASES = [
     ),
     Case(
         "report of nothing",
-        [*MODULE, "mingpt_ddp.report"],
+        [*MODULE, "mingpt_ddp", "report"],
         "nowhere",
         2,
         r"run error: nowhere is not a directory; .*",
@@ -310,7 +310,7 @@ CASES = [
     ),
     Case(
         "an unknown snapshot",
-        [*MODULE, "mingpt_ddp.snapshots"],
+        [*MODULE, "mingpt_ddp", "snapshots"],
         "export {run} step=7 to=weights",
         2,
         r"snapshot error: there is no snapshot of step 7 at .*; the newest is of step 12",

@@ -43,7 +43,16 @@ def trained(tmp_path_factory):
 def evaluate(
     cwd: Path, *args: str, run: str = "outputs/a", launcher: tuple[str, ...] = (sys.executable,)
 ) -> subprocess.CompletedProcess[str]:
-    command = [*launcher, "-m", "mingpt_ddp.evaluate", run, "device=cpu", "precision=fp32", *args]
+    command = [
+        *launcher,
+        "-m",
+        "mingpt_ddp",
+        "evaluate",
+        run,
+        "device=cpu",
+        "precision=fp32",
+        *args,
+    ]
     return call(command, cwd, separate=True, PYTHONPATH=str(ROOT))
 
 

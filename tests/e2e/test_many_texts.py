@@ -41,7 +41,7 @@ def train(cwd: Path, *words: str) -> str:
 
 
 def module(cwd: Path, name: str, *words: str) -> str:
-    command = [sys.executable, "-m", f"mingpt_ddp.{name}", *words]
+    command = [sys.executable, "-m", "mingpt_ddp", name, *words]
     text = succeed(command, cwd)
     return str(text)
 
@@ -61,7 +61,7 @@ def test_its_snapshots_are_used(cwd):
     assert '"loss"' in module(cwd, "evaluate", "outputs/run")
     module(cwd, "snapshots", "export", "outputs/run", "to=exported")
     assert (cwd / "exported" / "model.safetensors").exists()
-    replayed = module(cwd, "snapshots", "verify", "outputs/run", "replay=2")
+    replayed = module(cwd, "replay", "outputs/run", "steps=2")
     assert "confirmed: steps 5 to 6" in replayed
 
 

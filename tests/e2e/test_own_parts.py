@@ -54,7 +54,7 @@ def test_an_attention_of_a_user_is_killed_and_resumed_sampled_and_exported(proje
     done = command(project, *words)
     assert done.returncode == 2
     assert "model.attention=alibi is not built in; name the Python file that" in done.stdout
-    export = ["-m", "mingpt_ddp.snapshots", "export", str(run), f"to={project}/exported"]
+    export = ["-m", "mingpt_ddp", "snapshots", "export", str(run), f"to={project}/exported"]
     done = command(project, *export, "format=hf")
     assert done.returncode == 2
     assert "model.attention=alibi has no form that transformers loads; use" in done.stdout
@@ -107,5 +107,5 @@ def test_gpt_learns_answers_to_prompts_of_a_task_of_a_user(tmp_path):
     succeed([*python_main(), *words, "trainer.precision=fp32"], tmp_path)
     result = read_result(tmp_path / "outputs" / "run")
     assert result["val_loss"] < 2.0, "less than log 10, of chance"
-    done = command(tmp_path, "-m", "mingpt_ddp.evaluate", "outputs/run", "code=mine/mine.py")
+    done = command(tmp_path, "-m", "mingpt_ddp", "evaluate", "outputs/run", "code=mine/mine.py")
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""`python -m mingpt_ddp.snapshots` on a real S3 server, and on one that does not respond."""
+"""`python -m mingpt_ddp snapshots` on a real S3 server, and on one that does not respond."""
 
 from __future__ import annotations
 

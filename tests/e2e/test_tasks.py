@@ -119,7 +119,8 @@ def test_the_convnet_recipe(tmp_path):
     evaluate = [
         python_main()[0],
         "-m",
-        "mingpt_ddp.evaluate",
+        "mingpt_ddp",
+        "evaluate",
         str(run),
         "split=test",
         "precision=fp32",

@@ -40,7 +40,7 @@ def shards(cwd: Path) -> Path:
 
 
 def command(module: str, *words: str) -> list[str]:
-    return [sys.executable, "-m", f"mingpt_ddp.{module}", *words]
+    return [sys.executable, "-m", "mingpt_ddp", module, *words]
 
 
 def test_token_ids_without_a_tokenizer(tmp_path):

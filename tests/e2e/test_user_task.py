@@ -65,7 +65,7 @@ def test_the_task_is_learnt_and_measured(trained, project):
     assert result["samples"] == STEPS * 250
     assert len(read_history(trained).series("val_accuracy")) == 2
     args = page_commands(1)[1]
-    assert args[:3] == ["python", "-m", "mingpt_ddp.evaluate"]
+    assert args[:4] == ["python", "-m", "mingpt_ddp", "evaluate"]
     text = succeed([sys.executable, *args[1:]], project)
     assert json.loads(text)["accuracy"] == pytest.approx(result["test_accuracy"], abs=0.01)
 
@@ -114,7 +114,7 @@ def test_what_other_commands_make_of_the_run(trained, project, tmp_path):
     text = error_line(fail(tool("evaluate", str(trained)), project))
     assert "name the Python file that registers it, if you trust it, as in code=my_project" in text
     text = fail(tool("sample", str(trained), "code=my_task/mine.py"), project)
-    expected = "its task is not a language model; measure it with python -m mingpt_ddp.evaluate"
+    expected = "its task is not a language model; measure it with python -m mingpt_ddp evaluate"
     assert error_line(text, "snapshot error: ").endswith(expected)
     assert STEPS in verified_steps(trained, project)
     succeed(tool("snapshots", "export", str(trained), f"to={tmp_path}/export"), project)

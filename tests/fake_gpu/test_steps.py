@@ -14,6 +14,7 @@ from multiprocess.ranks import configure
 
 from fake_gpu.process import job
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.planning.plan import make_plan
 
@@ -119,7 +120,7 @@ def plan_of(case: Case, text: Path) -> dict[str, Any]:
     words = [f"data.path={text}", f"data.cache_dir={text.parent}"]
     words.append(f"ddp.nproc_per_node={case.ranks // nodes}")
     config = from_mapping(configure(*case.overrides(), *words))
-    plan = make_plan(config, Machine("h100", nodes), vocab_size=case.vocabulary)
+    plan = make_plan(Job(config), Machine("h100", nodes), vocab_size=case.vocabulary)
     return plan["strategies"][case.strategy]
 
 

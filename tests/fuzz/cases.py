@@ -35,6 +35,7 @@ from launching import WITH_DIGITS, WITH_TOY
 
 from mingpt_ddp.cli.commands.evaluate import EvaluateConfig
 from mingpt_ddp.cli.commands.export import ExportConfig
+from mingpt_ddp.cli.commands.replay import ReplayConfig
 from mingpt_ddp.cli.commands.report import ReportConfig
 from mingpt_ddp.cli.commands.sample import SampleConfig
 from mingpt_ddp.cli.commands.snapshots import ListConfig, PruneConfig
@@ -82,6 +83,7 @@ COMMANDS: dict[str, tuple[type, str, list[str]]] = {  # the keys, what the first
     "snapshots verify": (ListConfig, "run", []),
     "snapshots prune": (PruneConfig, "run", ["keep_last=1"]),
     "snapshots export": (ExportConfig, "run", ["to=exported"]),
+    "replay": (ReplayConfig, "run", ["steps=1000000"]),
     "report": (ReportConfig, "run", []),
 }
 Target = tuple[str, str]
@@ -99,7 +101,7 @@ class Case:
     def shell(self) -> str:
         """Return the command as a line for a shell."""
         program = {"train": "python main.py", "sample": "python sample.py"}
-        start = program.get(self.command, f"python -m mingpt_ddp.{self.command}")
+        start = program.get(self.command, f"python -m mingpt_ddp {self.command}")
         return " ".join([start, *map(quote, self.words)])
 
 

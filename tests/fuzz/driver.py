@@ -73,7 +73,7 @@ class Worker:
 def faults(command: str, done: dict[str, Any]) -> list[str]:
     """Return what is wrong with the outcome of a case."""
     found, lines = [], [line for line in done["stderr"].splitlines() if not re.match(NOTICES, line)]
-    allowed = (0, 1, 2) if command == "snapshots verify" else (0, 2)
+    allowed = {"snapshots verify": (0, 1, 2), "replay": (0, 1, 2, 3)}.get(command, (0, 2))
     if done["code"] not in allowed:
         found.append(f"exit code {done['code']}")
     if re.search(r"Traceback \(most recent|Stack \(most|panicked", done["stderr"] + done["stdout"]):
@@ -84,8 +84,11 @@ def faults(command: str, done: dict[str, Any]) -> list[str]:
         found.append("a line that is no error")
     if lines and not lines[-1].startswith("code error: ") and re.search(INTERNAL, lines[-1]):
         found.append("an exception that is no explanation")
-    if done["code"] == 2 and done["changed"]:
-        found.append(f"left behind: {', '.join(done['changed'][:5])}")
+    # A lock that was there before the command is held, and written, until it is refused.
+    locks = {f"cwd/{step[-1]}" for step in done["steps"] if str(step[-1]).endswith("/.lock")}
+    left = [name for name in done["changed"] if name not in locks]
+    if done["code"] == 2 and left:
+        found.append(f"left behind: {', '.join(left[:5])}")
     elif temporary := [name for name in done["changed"] if name.startswith("tmp/")]:
         found.append(f"left in TMPDIR: {', '.join(temporary[:5])}")
     if done["seconds"] >= LIMIT_S:

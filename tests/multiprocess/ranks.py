@@ -32,6 +32,7 @@ from ports import free_port
 from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.config import Config, from_mapping, to_plain
+from mingpt_ddp.config.job import Job
 
 EXAMPLES = [ROOT / "examples" / name for name in ("digits", "toy")]  # on the search path
 processes = multiprocessing.get_context("forkserver")
@@ -77,7 +78,7 @@ def train_in_turn(configs: list[dict[str, Any]]) -> list[float]:
     for job, values in enumerate(configs):
         config = typed(values)
         runtime = Runtime(config, read_env(), job)
-        losses.append(train_run(config, runtime, {})["loss"])
+        losses.append(train_run(Job(config), runtime)["loss"])
         runtime.close()
         del runtime
     return losses

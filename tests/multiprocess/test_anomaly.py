@@ -16,6 +16,7 @@ from launching import TINY, committed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed import runtime as runtime_module
 from mingpt_ddp.distributed.env import read_env
@@ -132,7 +133,7 @@ def train_all(
         logs.to_console(read_env())
         runtime = Runtime(config, read_env(), job)
         try:
-            train_run(config, runtime, {})
+            train_run(Job(config), runtime)
             outcomes[name] = {"weights": digest(models[-1])}
         except Exception as error:
             outcomes[name] = {"error": f"{type(error).__name__}: {error}"}

@@ -18,6 +18,7 @@ import torch
 from launching import TINY, committed, wait_for
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
@@ -128,7 +129,7 @@ def train(
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     try:
-        composition.train_run(config, runtime, {})
+        composition.train_run(Job(config), runtime)
     except Exception as error:
         report["error"] = f"{type(error).__name__}: {error}"
     runtime.close()

@@ -23,6 +23,7 @@ from launching import TINY
 
 from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.group import shared_memory
@@ -112,7 +113,7 @@ def train_all(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
             config = from_mapping(values)
             runtime = Runtime(config, read_env(), job)
             job += 1
-            loss = train_run(config, runtime, {})["loss"]
+            loss = train_run(Job(config), runtime)["loss"]
             outcomes[name] = {
                 "loss": loss,
                 "shared": runtime.group.shared_memory is not None,

@@ -13,6 +13,7 @@ from launching import TINY
 from torch import nn
 
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.data.dataloader import plan_batches
 from mingpt_ddp.distributed.device import compile as compiling
 from mingpt_ddp.distributed.env import read_env
@@ -51,7 +52,7 @@ def train(configs: list[dict[str, Any]]) -> list[tuple[float, int]]:
         counters.clear()
         config = from_mapping(values)
         runtime = Runtime(config, read_env(), job)
-        loss = train_run(config, runtime, {})["loss"]
+        loss = train_run(Job(config), runtime)["loss"]
         runtime.close()
         runtime.free_memory()
         results.append((loss, counters["stats"]["unique_graphs"]))

@@ -13,6 +13,7 @@ from launching import TINY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.data.dataloader import TokenLoader
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
@@ -44,7 +45,7 @@ def train(configs: list[dict[str, Any]], slow_at: list[str]) -> None:
         logs.to_console(runtime.group.env)
         if runtime.group.rank == 1:
             _slow_down(slow)
-        train_run(config, runtime, {})
+        train_run(Job(config), runtime)
         runtime.close()
         _restore()
 

@@ -20,6 +20,7 @@ from launching import TINY
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
@@ -94,7 +95,7 @@ def train(configs: list[dict[str, Any]], nan_at: int | None = None) -> list[dict
         runtime = None
         try:
             runtime = Runtime(config, read_env(), job)
-            loss = composition.train_run(config, runtime, {})["loss"]
+            loss = composition.train_run(Job(config), runtime)["loss"]
             model, optimizer = built[-1].model, built[-1].optimizer
             state = sum(local_bytes(t) for s in optimizer.state.values() for t in s.values())
             results.append(
@@ -324,7 +325,7 @@ def see_own_files(values: dict[str, Any], root: str) -> str:
     config = from_mapping(values)
     runtime = Runtime(config, read_env())
     try:
-        composition.train_run(config, runtime, {})
+        composition.train_run(Job(config), runtime)
         return ""
     except UserError as error:
         return str(error)

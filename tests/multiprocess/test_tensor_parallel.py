@@ -16,6 +16,7 @@ from launching import TINY
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.data.dataloader import TokenLoader, plan_batches
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import read_env
@@ -24,7 +25,7 @@ from mingpt_ddp.distributed.strategies.tensor_split import gather
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.snapshots.state_dict import model_state
-from mingpt_ddp.storage.run_directory import read_result, run_name
+from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable

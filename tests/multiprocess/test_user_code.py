@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from mingpt_ddp import torch_internals
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
@@ -70,7 +71,7 @@ def train(configs: list[dict[str, Any]]) -> list[float]:
     for job, values in enumerate(configs):
         logs.to_console(read_env())
         runtime = Runtime(from_mapping(values), read_env(), job)
-        losses.append(train_run(from_mapping(values), runtime, {}))
+        losses.append(train_run(Job(from_mapping(values)), runtime))
         runtime.close()
     return losses
 

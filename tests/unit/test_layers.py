@@ -40,6 +40,7 @@ ROOMS = (
     "config",
     "torch_internals",
     "linux",
+    "terminal",
     "errors",
     "interrupts",
 )

@@ -1,8 +1,8 @@
 """Measure the model of a snapshot with the metrics of its task.
 
-    python -m mingpt_ddp.evaluate outputs/demo split=test
-    torchrun --nproc_per_node=2 -m mingpt_ddp.evaluate outputs/demo data.path=other.txt
-    python -m mingpt_ddp.evaluate outputs/seed1 outputs/seed2 outputs/seed3
+    python -m mingpt_ddp evaluate outputs/demo split=test
+    torchrun --nproc_per_node=2 -m mingpt_ddp evaluate outputs/demo data.path=other.txt
+    python -m mingpt_ddp evaluate outputs/seed1 outputs/seed2 outputs/seed3
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL that every rank can read;
                 several: the metrics of each, on the text of the first; bits_per_byte compares tokenizers
@@ -36,9 +36,9 @@ from mingpt_ddp.config.config import (
 from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.config.validation import NotRegisteredError, check
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import ConfigError, DataError, SnapshotError
 from mingpt_ddp.storage.urls import check_can_open
+from mingpt_ddp.terminal import echo
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -70,7 +70,7 @@ class EvaluateConfig:
 
 
 def main() -> None:
-    """Run `python -m mingpt_ddp.evaluate`."""
+    """Run `python -m mingpt_ddp evaluate`."""
     run_command(__doc__, _command)
 
 

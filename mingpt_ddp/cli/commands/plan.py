@@ -1,7 +1,7 @@
 """Plan a run without training it.
 
-    python -m mingpt_ddp.plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
-    python -m mingpt_ddp.plan model=gpt2 device=h100 ddp.nproc_per_node=8 [nodes=8] [network_gbps=400] [vocab_size=50257]
+    python -m mingpt_ddp plan model=gpt_mini trainer.max_epochs=10 ddp.nproc_per_node=2 [format=json]
+    python -m mingpt_ddp plan model=gpt2 device=h100 ddp.nproc_per_node=8 [nodes=8] [network_gbps=400] [vocab_size=50257]
 
 group.key=value     as for training: the same presets, keys and errors
 format              text (the default) or json, in bytes and seconds
@@ -23,18 +23,21 @@ from typing import Any
 from omegaconf import DictConfig
 
 from mingpt_ddp.cli.arguments import answer, human_size, parse_value
-from mingpt_ddp.cli.train_job import prepare
 from mingpt_ddp.config.builders import attribute_errors_to_user_code
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.resolve import resolve
 from mingpt_ddp.config.keys.fields import PositiveInt
 from mingpt_ddp.config.validation import build, check
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import cli_errors, echo, exit_process
+from mingpt_ddp.distributed.exit import exit_process
+from mingpt_ddp.distributed.root_cause import cli_errors
 from mingpt_ddp.errors import ConfigError, duration
 from mingpt_ddp.metrics.gpus import Machine
 from mingpt_ddp.metrics.text_table import table_lines
-from mingpt_ddp.training.start.checked_config import checked_config
+from mingpt_ddp.terminal import echo
+from mingpt_ddp.training.start.checked_job import checked_job
+from mingpt_ddp.training.start.command_line import prepare_command_line
 
 FORMATS = ("text", "json")
 OWN_KEYS = ("format", "device", "nodes", "network_gbps", "vocab_size")
@@ -44,14 +47,14 @@ UNKNOWN = "not known"  # shown if a user wrote the model or the task
 
 
 def main() -> None:
-    """Run `python -m mingpt_ddp.plan`."""
+    """Run `python -m mingpt_ddp plan`."""
     words, values = _split(sys.argv[1:])
     with cli_errors():
         if text := answer(__doc__, words, needs_arguments=False):
             echo(text)
             sys.exit(0)
         sys.argv[1:] = words
-        prepare(DistEnv())
+        prepare_command_line(DistEnv())
         form = values.pop("format", "text")
         check(form in FORMATS, f"format={form} must be text or json")
         target = _target(values)
@@ -111,13 +114,12 @@ def _target(texts: dict[str, str]) -> Target | None:
 
 def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
     with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
-        config = checked_config(cfg)
-        typed = hydra_utils.typed_keys()
+        job = checked_job(resolve(cfg))
         # torch takes a second to import: report a mistyped key first
         from mingpt_ddp.planning.plan import make_plan
 
         vocab_size = target.vocab_size if target else None
-        plan = make_plan(config, target, typed, vocab_size)
+        plan = make_plan(job, target, vocab_size)
         echo(json.dumps(plan, indent=1) if as_json else describe(plan))
 
 

@@ -1,222 +1,45 @@
-"""Repeat steps of a run from one of its snapshots, and compare hashes with the recorded ones.
+"""Train some steps of a run again, and compare the hashes with the recorded ones.
 
-A replay finds what no comparison of ranks sees: a flipped bit in an activation or a gradient, and a
-snapshot that was changed together with its manifest.
-"""
+    python -m mingpt_ddp replay RUN steps=100
 
-import contextlib
-import io
-import math
-import os
-import re
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+RUN        a run directory, or a directory of snapshots; a path or any fsspec URL
+steps      so many, from a snapshot or the start of the run to a later snapshot. Exit code 1 if the hashes of model,
+           optimizer and EMA differ, 3 if that may have another cause than damage
+nproc_per_node
+           ranks of the replay; any number with ddp.reduction=canonical (1 by default), else as many as the run had
+words      more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
 
-import yaml
+A replay finds what no comparison of ranks sees: a flipped bit in an activation or a gradient, and a snapshot that was
+changed together with its manifest.
+"""  # noqa: E501
 
-from mingpt_ddp.cli.api import train
-from mingpt_ddp.cli.commands.again import command_words, is_left_out
-from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, choose_interval, read_snapshot
-from mingpt_ddp.config.compose.hydra_utils import hydra_value
-from mingpt_ddp.config.config import decides_bits
-from mingpt_ddp.config.validation import check
-from mingpt_ddp.distributed.exit import echo, echo_error
-from mingpt_ddp.interrupts import raise_interrupts
-from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
-from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
-from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.snapshots.write.ledger import LEDGER, Ledger
-from mingpt_ddp.storage.code_identity import describe_change, recorded_code
+import shlex
+from dataclasses import dataclass
 
-CONFIRMED = 0
-REFUTED = 1
-UNDECIDED = 3  # these three are exit codes; 2 is an error
-REPLAY_RUN_NAME = "replay"
-# Lines of a replay that are shown.
-SHOWN_LINES = re.compile(r"step \d+/|(\w+ )?error|warning", re.IGNORECASE)
-MAX_SAVES = 4  # snapshots that a replay saves for each hash to compare
-# A replay takes the defaults of these groups for all keys that do not change a step.
-QUIET_GROUPS = ("trainer", "snapshot", "tracker")
-QUIET = (
-    "trainer.eval_every=null",
-    "trainer.eval_steps=1",
-    "snapshot.keep_last=1",
-    "snapshot.keep_best=false",
-)
+from mingpt_ddp.cli.arguments import run_command
+from mingpt_ddp.config.keys.fields import PositiveInt
+from mingpt_ddp.errors import ConfigError
 
 
-def choose_ranks(ranks: int | None, environment: Mapping[str, Any]) -> int:
-    """Return the number of ranks that repeat the steps.
-
-    Raises:
-        ConfigError: Another number than the run had would change the bits.
-    """
-    if environment.get("reduction") == "canonical":
-        return ranks or 1
-    trained = environment.get("world_size", 1)
-    check(
-        ranks in (None, trained),
-        f"nproc_per_node={ranks} changes the bits of a run with ddp.reduction=fast, which had "
-        f"nproc_per_node={trained}; set that, or leave it out",
-    )
-    return int(trained)
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    url: str
+    steps: PositiveInt
+    nproc_per_node: PositiveInt | None = None
+    words: str = ""
 
 
-def replay(url: str, steps: int, ranks: int | None, words: list[str]) -> int:
-    """Repeat steps and print whether they confirm the recorded hashes. Return the exit code.
-
-    Args:
-        url: URL of the run or its snapshots, which are untrusted.
-        steps: Number of steps to repeat.
-        ranks: Number of ranks. None for one, or with ddp.reduction=fast for as many as before.
-        words: More words of the command line that trains.
-    """
-    raise_interrupts()  # so that the training ends and its directory is deleted
-    recorded = RecordedRun.read(url)
-    interval = choose_interval(recorded, steps, words)
-    environment = interval.state["environment"]
-    ranks = choose_ranks(ranks, environment)
-    expected = recorded.expected(interval)
-    for step in (interval.base, interval.target):
-        if step in recorded.states:
-            content = recorded.content(step)
-            if difference := describe_difference(expected.setdefault(step, content), content):
-                echo(f"refuted: the snapshot of step {step} holds another {difference}")
-                return REFUTED
-    repeated, here = train_again(recorded, interval, ranks, words)
-    if files := describe_change(recorded_code(interval.state), recorded_code(here)):
-        echo_error(f"the code differs from that of step {interval.target}: {files}")
-    for step in sorted(expected.keys() & repeated.keys()):
-        # Leave out hooks: a replay does not evaluate, so their state may differ.
-        if difference := describe_difference(expected[step], repeated[step], WEIGHT_KINDS):
-            where = f"step {step}, repeated from step {interval.base}, gives another {difference}"
-            if reasons := find_reasons(interval, here):
-                echo(f"undecided: {where}; this proves nothing, because {'; '.join(reasons)}")
-                return UNDECIDED
-            echo(f"refuted: {where}")
-            return REFUTED
-    where = "" if recorded.ledger else f" of the snapshot; there is no {LEDGER}"
-    echo(
-        f"confirmed: steps {interval.base + 1} to {interval.target}, repeated with "
-        f"ddp.nproc_per_node={ranks}, give the recorded "
-        f"{', '.join(kind for kind in WEIGHT_KINDS if kind in repeated[interval.target])}{where}"
-    )
-    return CONFIRMED
+def main() -> None:
+    """Run `python -m mingpt_ddp replay`."""
+    run_command(__doc__ or "", run)
 
 
-class StepLines(io.TextIOBase):
-    """Pass on steps and errors to stderr. stdout has the verdict alone.
+def run(config: ReplayConfig) -> int:
+    """Repeat steps, and print whether they confirm the recorded hashes."""
+    from mingpt_ddp.cli.replay import replay  # imports torch
 
-    All other lines are dropped, because they describe a directory that will be deleted.
-    """
-
-    def write(self, text: str) -> int:
-        if SHOWN_LINES.match(text):
-            echo_error(text.rstrip("\n"))
-        return len(text)
-
-
-def describe_difference(
-    recorded: Hashes, computed: Hashes, kinds: Sequence[str] = TENSOR_KINDS
-) -> str:
-    """Return the first kind of tensors whose hashes differ, with both hashes, or ""."""
-    for kind in kinds:
-        before = recorded.get(kind)
-        now = computed.get(kind)
-        if before != now:
-            return f"{kind}: SHA-256 {str(now)[:12]}..., recorded {str(before)[:12]}..."
-    return ""
-
-
-def find_reasons(interval: Interval, here: Mapping[str, Any]) -> list[str]:
-    """List the reasons why a replay may differ although nothing is damaged.
-
-    Args:
-        here: The state.json of the replay.
-    """
-    state = interval.state
-    there = state["environment"]
-    reasons = []
-    for key in sorted(there.keys() & here["environment"].keys()):
-        if there[key] != here["environment"][key]:
-            reasons.append(f"{key} was {str(there[key])[:60]} and is {here['environment'][key]}")
-    if files := describe_change(recorded_code(state), recorded_code(here)):
-        reasons.append(f"the code differs: {files}")
-    is_exact = state["config"]["trainer"].get("deterministic") is True
-    if not is_exact and not re.search(r" \([A-Z0-9_ ]+\)$", str(there.get("device"))):  # no CPU
-        reasons.append("the run was on a GPU without trainer.deterministic=true")
-    skipped = state["train_state"].get("skipped_steps") or []
-    within = [step for step in skipped if interval.base < step <= interval.target]
-    if within:
-        reasons.append(f"the run skipped step {within[0]} after a rollback")
-    return reasons
-
-
-def train_again(
-    recorded: RecordedRun, interval: Interval, ranks: int, words: list[str]
-) -> tuple[dict[int, Hashes], dict[str, Any]]:
-    """Train an interval in a temporary directory; return the hashes by step, and the last state.
-
-    Raises:
-        UserError: the training failed.
-    """
-    threads = interval.state["environment"].get("threads")
-    if type(threads) is int:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-replay-") as name:
-        directory = Path(name)
-        write_config(directory / "recorded", interval.state["config"])
-        typed = [*changes(recorded, interval, directory), *words]
-        with contextlib.redirect_stdout(StepLines()):
-            train(command_words(str(directory / "recorded"), typed), ranks)
-        run = directory / REPLAY_RUN_NAME
-        hashes = {step: record.hashes for step, record in Ledger(run).read().items()}
-        snapshot = read_snapshot(SnapshotStore(f"{run}/snapshots"), interval.target)
-    hashes[interval.target] = hash_snapshot(snapshot)
-    return hashes, snapshot.state
-
-
-def write_config(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write config.yaml without keys that a record must not decide or a replay does not need."""
-    kept: dict[str, Any] = {}
-    for group, keys in config.items():
-        kept[group] = {}
-        for key, value in keys.items():
-            name = f"{group}.{key}"
-            is_quiet = group in QUIET_GROUPS and not decides_bits(name, value)
-            if not is_quiet and not is_left_out(name, value):
-                kept[group][key] = value
-    directory.mkdir()
-    (directory / "config.yaml").write_text(yaml.safe_dump(kept))
-
-
-def changes(recorded: RecordedRun, interval: Interval, directory: Path) -> list[str]:
-    """Return the overrides that train the interval alone, in a run directory of its own."""
-    state = interval.state
-    values: dict[str, Any] = {
-        "run.root": str(directory),
-        "run.name": REPLAY_RUN_NAME,
-        "run.resume": "auto",
-        "trainer.max_steps": interval.target,
-        "trainer.micro_batch_size": state["micro_batch_size"],
-        "snapshot.every_steps": save_interval(recorded.expected(interval), interval),
-    }
-    if interval.base:
-        values["run.resume"] = f"{recorded.store.url}/{directory_name(interval.base)}"
-    if state["config"]["optimizer"].get("schedule_steps") is None:
-        values["optimizer.schedule_steps"] = state["steps"]
-    if "dataset" not in state["config"]["data"]:  # a text
-        values["data.verify"] = "always"
-    if state["config"]["ddp"].get("strategy") == "single":
-        values["ddp.strategy"] = "auto"
-    return [*QUIET, *(f"{key}={hydra_value(value)}" for key, value in values.items())]
-
-
-def save_interval(expected: Mapping[int, Hashes], interval: Interval) -> int | None:
-    """Return the interval of saves that hits all recorded steps. None saves at the end only."""
-    steps = [step for step in expected if step > interval.base]
-    every = math.gcd(*steps, interval.target)
-    saves = (interval.target - interval.base) // every
-    return every if saves <= MAX_SAVES * max(1, len(steps)) else None
+    try:
+        words = shlex.split(config.words)
+    except ValueError as error:
+        raise ConfigError(f"words={config.words} is no command line: {error}") from error
+    return replay(config.url, config.steps, config.nproc_per_node, words)

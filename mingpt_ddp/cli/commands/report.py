@@ -1,8 +1,8 @@
 """Report a run, or the results of a sweep or of any runs.
 
-    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] [format=text]
-    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] compare [format=text]
-    python -m mingpt_ddp.report outputs/NAME [outputs/OTHER ...] watch
+    python -m mingpt_ddp report outputs/NAME [outputs/OTHER ...] [format=text]
+    python -m mingpt_ddp report outputs/NAME [outputs/OTHER ...] compare [format=text]
+    python -m mingpt_ddp report outputs/NAME [outputs/OTHER ...] watch
 
 runs       directories: runs, or parents of runs one or two levels below; write ./compare for one of that name
 compare    say which setting is better, by how much, and how sure that is, instead of the table and the page; add the verdict to
@@ -43,13 +43,13 @@ from typing import Literal
 
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.validation import check
-from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.results.analysis.verdict import verdict
 from mingpt_ddp.results.report import page_path, report, watch
 from mingpt_ddp.results.report_json import json_report
 from mingpt_ddp.results.results import read_results
+from mingpt_ddp.terminal import echo
 
 COMPARE = "compare"
 WATCH = "watch"
@@ -66,7 +66,7 @@ class ReportConfig:
 
 
 def main() -> None:
-    """Run `python -m mingpt_ddp.report`."""
+    """Run `python -m mingpt_ddp report`."""
     run_command(__doc__, _command)
 
 

@@ -1,6 +1,6 @@
 """Generate text from a snapshot.
 
-    python -m mingpt_ddp.sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
+    python -m mingpt_ddp sample outputs/demo prompt="The " max_new_tokens=500 temperature=0.8 top_k=40 seed=1
 
 snapshot        a run directory, its snapshots or one of them; a path or any fsspec URL
 step            newest (the default), best (lowest validation loss) or a number
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.cli.sample_config import SampleConfig
-from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import DataError, SnapshotError
+from mingpt_ddp.terminal import echo
 
 
 def main() -> None:
-    """Run sample.py and `python -m mingpt_ddp.sample`."""
+    """Run sample.py and `python -m mingpt_ddp sample`."""
     run_command(__doc__, _command)
 
 

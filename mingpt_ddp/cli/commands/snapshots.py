@@ -1,19 +1,13 @@
 """List, verify, prune and export the snapshots of a run.
 
-    python -m mingpt_ddp.snapshots list   URL
-    python -m mingpt_ddp.snapshots verify URL
-    python -m mingpt_ddp.snapshots verify RUN replay=100
-    python -m mingpt_ddp.snapshots prune  URL keep_last=2 keep_best=true
-    python -m mingpt_ddp.snapshots export URL to=DIRECTORY step=best format=hf
+    python -m mingpt_ddp snapshots list   URL
+    python -m mingpt_ddp snapshots verify URL
+    python -m mingpt_ddp snapshots prune  URL keep_last=2 keep_best=true
+    python -m mingpt_ddp snapshots export URL to=DIRECTORY step=best format=hf
 
 url        a run directory, a directory of snapshots or one snapshot; a path or any fsspec URL
 list       show a table; fast, since it reads manifests and file sizes only
 verify     read every byte and compare it with the manifest; exit code 1 if a snapshot is damaged
-replay     verify: train so many steps again, from a snapshot or the start of the run, and compare the hashes of model,
-           optimizer and EMA with the recorded ones; exit code 1 if they differ, 3 if that may have another cause
-nproc_per_node
-           verify: ranks of the replay; any number with ddp.reduction=canonical (1 by default), else as many as before
-words      verify: more of the command line that trains, as in words="--config-dir=DIR model=NAME" for code of yours
 prune      delete all but the last keep_last whole ones and, with keep_best, the one with the lowest validation loss;
            also keep those of every keep_every steps, if it is given
 export     write the weights, their description and a model card to a new local directory
@@ -25,7 +19,6 @@ license    of the export, for its model card, as in apache-2.0; by default the c
 
 import contextlib
 import itertools
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,8 +30,6 @@ from tqdm import tqdm
 from mingpt_ddp.cli.arguments import human_size, run_command
 from mingpt_ddp.cli.commands.export import export
 from mingpt_ddp.config.keys.fields import PositiveInt
-from mingpt_ddp.config.validation import check
-from mingpt_ddp.distributed.exit import echo
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.metrics.text_table import table_lines
 from mingpt_ddp.snapshots.format import (
@@ -54,6 +45,7 @@ from mingpt_ddp.storage.lock import LOCK, acquire_lock
 from mingpt_ddp.storage.remote.remote import RemoteStorage
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
+from mingpt_ddp.terminal import echo
 
 HEADINGS = (
     "step",
@@ -74,21 +66,6 @@ class ListConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(ListConfig):
-    replay: PositiveInt | None = None
-    nproc_per_node: PositiveInt | None = None
-    words: str = ""
-
-    def __post_init__(self) -> None:
-        is_replay = self.replay is not None
-        has_replay_keys = self.nproc_per_node is not None or bool(self.words)
-        check(
-            is_replay or not has_replay_keys,
-            "nproc_per_node and words are of a replay; set replay=N",
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class PruneConfig(ListConfig):
     keep_last: PositiveInt
     keep_best: bool = True
@@ -96,7 +73,7 @@ class PruneConfig(ListConfig):
 
 
 def main() -> None:
-    """Run `python -m mingpt_ddp.snapshots`."""
+    """Run `python -m mingpt_ddp snapshots`."""
     run_command(
         __doc__, {"list": list_snapshots, "verify": verify, "prune": prune, "export": export}
     )
@@ -171,13 +148,8 @@ def _row(entry: Entry, best: Any) -> tuple[str, ...]:
 # verify
 
 
-def verify(config: VerifyConfig) -> int:
-    """Print a line for each snapshot; the exit code is 1 if one is damaged, or a replay differs."""
-    if config.replay is not None:
-        from mingpt_ddp.cli.commands.replay import replay  # imports torch
-
-        words = shlex.split(config.words)
-        return replay(config.url, config.replay, config.nproc_per_node, words)
+def verify(config: ListConfig) -> int:
+    """Print a line for each snapshot; the exit code is 1 if one is damaged."""
     damaged = False
     store, steps = find_steps(config.url)
     for step in steps:

@@ -1,7 +1,7 @@
 """Train versions of the code with the same seeds, and say which is better, faster, or the same.
 
-    python -m mingpt_ddp.versions main . model=gpt_nano trainer.max_steps=500 run.seed=1,2,3,4,5
-    python -m mingpt_ddp.versions HEAD~1 HEAD run.seed=1,2 trainer.max_steps=50 require=same_bits
+    python -m mingpt_ddp versions main . model=gpt_nano trainer.max_steps=500 run.seed=1,2,3,4,5
+    python -m mingpt_ddp versions HEAD~1 HEAD run.seed=1,2 trainer.max_steps=50 require=same_bits
 
 A B ...      commits or branches of the checkout here, or directories; . is the code as it is now. Write ./main for a
              directory with the name of a branch. Each is compared with the first
@@ -26,7 +26,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -38,9 +37,10 @@ from hydra.errors import HydraException
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.cli.code_version import Version, find_commit, find_version
 from mingpt_ddp.config.compose.hydra_utils import hydra_value
+from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.validation import check, refuse_credentials
-from mingpt_ddp.distributed.exit import cli_errors, echo, echo_error
+from mingpt_ddp.distributed.root_cause import cli_errors
 from mingpt_ddp.errors import RunError, UserError
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.results.analysis.compare import Setting
@@ -51,8 +51,9 @@ from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.storage.code_identity import PACKAGE, changed_files, describe, recorded_code
 from mingpt_ddp.storage.lease import LockedError
 from mingpt_ddp.storage.lock import acquire_lock
-from mingpt_ddp.storage.run_directory import RunStatus, difference, read_result
+from mingpt_ddp.storage.run_directory import difference, read_result
 from mingpt_ddp.storage.yaml_and_json import read_yaml
+from mingpt_ddp.terminal import echo, echo_error
 
 OWN_KEYS = ("run.seed", "require")
 SEEDS = range(2**63)
@@ -85,7 +86,7 @@ class Trial:
 
 
 def main() -> None:
-    """Run `python -m mingpt_ddp.versions`."""
+    """Run `python -m mingpt_ddp versions`."""
     with cli_errors():
         if text := answer(__doc__, sys.argv[1:]):
             echo(text)
@@ -242,8 +243,9 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
             what = f"{trial.version.name}, {trial.words[0]}"
             trial.version.check_unchanged()
             echo_error(f"job {number} of {len(order)}: {what}")
-            with redirect_stdout(sys.stderr):  # standard output has the verdict alone
-                trial.version.train(trial.words)
+            trial.version.train(trial.words)
+            loss, seconds = trial.result.get("val_loss"), trial.result.get("wall_seconds")
+            echo_error(f"job {number}: validation loss {loss} after {seconds} s")
         if trial.result.get("status") != RunStatus.COMPLETE:
             raise RunError(f"{trial.directory} is not complete; run the same command to go on")
         _check_code(trial)

@@ -16,6 +16,7 @@ PLUGINS = {
     "hydra/launcher/submitit_local": "slurm",
     "hydra/launcher/ray": "ray",
 }
+SWEEPS = "-m, or mingpt_ddp.sweep"
 
 
 def explain(error: Exception) -> str:
@@ -33,11 +34,13 @@ def explain(error: Exception) -> str:
     if added := re.search(r"Multiple values for (\S+)\. .*'override [^:]+: (\S+)'", text):
         group, name = added.groups()
         return f"{group} is already in the defaults list; write {group}={name}, without the +"
+    if swept := re.search(r"Sweep parameters '(.+)' requires --multirun", text):
+        return f"{swept[1]} has several values; a sweep trains a job with each ({SWEEPS})"
     if several := re.search(r"Ambiguous value for argument '(([^=]+)=(.*))'\n", text):
         word, key, values = several.groups()
         return (
-            f"{word} has several values; add -m to train a job with each, or write "
-            f"'{key}=[{values}]' for a list, or '{key}=\"{values}\"' for a text"
+            f"{word} has several values; a sweep trains a job with each ({SWEEPS}); "
+            f"write '{key}=[{values}]' for a list, or '{key}=\"{values}\"' for a text"
         )
     if isinstance(error, OverrideParseException):
         text = f"cannot read {error.override!r}: {text}"

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,13 @@ from typing import Any
 from hydra import main as hydra_main
 from hydra import utils
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from mingpt_ddp import __version__
-from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_code
 from mingpt_ddp.config.compose.hydra_internals import own_parser
 from mingpt_ddp.config.config import (
-    LIMITS,
-    Config,
     default_values,
-    drop_defaults_of_others,
-    from_mapping,
-    to_plain,
 )
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
@@ -165,58 +157,9 @@ def check_options(argv: list[str]) -> None:
         raise ConfigError(f"{name} is not an option; write {key}={value or 'VALUE'}")
 
 
-def to_config(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Config:
-    """Run the user's files that a composed configuration names, and return the typed configuration.
-
-    Args:
-        hydra: The `hydra` node of the composed configuration.
-        overrides: Overrides from the command line.
-
-    Raises:
-        ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
-    """
-    values = to_plain(cfg)
-    typed = set(map(key_of, overrides))
-    if typed >= {*BATCH_SIZES}:
-        raise ConfigError(
-            "trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one "
-            "of them"
-        )
-    _prefer_typed_limit(values.get("trainer"), typed)
-    sources = hydra.runtime.config_sources
-    directories = [Path(source.path).absolute() for source in sources if source.schema == "file"]
-    with attribute_errors_to_user_code():
-        run_code(values, directories, hydra.runtime.choices)
-        for group in ("task", "optimizer"):
-            drop_defaults_of_others(group, values.get(group), typed)
-        return from_mapping(values)
-
-
-def _prefer_typed_limit(trainer: Any, typed: set[str]) -> None:
-    """Limits or a batch size from the command line replace those from presets and defaults."""
-    if "trainer.batch_size" in typed:
-        trainer["batch_size_per_rank"] = None
-    typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
-    if any(trainer.get(limit) is not None for limit in typed_limits):
-        trainer |= dict.fromkeys({*LIMITS} - typed_limits)
-
-
-def is_multirun() -> bool:
-    """Return True if this is a job of a sweep."""
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
 def is_external(launcher: str) -> bool:
     """Return True if a launcher is not one of Hydra's own, so that it runs jobs elsewhere."""
     return not launcher.startswith("hydra._internal.")
-
-
-def job_number() -> int:
-    """Return the index of this job in its sweep, from 0.
-
-    All ranks run the same job at the same time.
-    """
-    return int(HydraConfig.get().job.num) if is_multirun() else 0
 
 
 def key_of(override: str) -> str:
@@ -224,51 +167,9 @@ def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def typed_keys() -> set[str]:
-    """Return the keys from the command line of this job, and the keys that contain them."""
-    keys = {*map(key_of, HydraConfig.get().overrides.task)}
-    return keys | {key_of_group(key) for key in keys}
-
-
 def key_of_group(key: str) -> str:
     """Return the key of the schema: model.part_settings for model.part_settings.window."""
     return ".".join(key.split(".")[:2])
-
-
-def swept_overrides() -> dict[str, str]:
-    """Return the overrides of this job whose values differ from job to job, by key.
-
-    `mingpt_ddp.sweeps.preflight.Preflight` puts the keys of all others into
-    `override_dirname.exclude_keys`.
-    """
-    hydra = HydraConfig.get()
-    constant = set(hydra.job.config.override_dirname.exclude_keys)
-    swept = {}
-    for override in hydra.overrides.task:
-        if key_of(override) not in constant:
-            swept[key_of(override)] = override.partition("=")[2]
-    return swept
-
-
-def job_label() -> str:
-    """Return the swept overrides as text."""
-    return ", ".join("=".join(pair) for pair in swept_overrides().items()) or "the only job"
-
-
-def worker_overrides() -> list[str]:
-    """Return the command line that composes the configuration of this job as a single run."""
-    hydra = HydraConfig.get()
-    sweep_keys = (
-        "hydra.mode",
-        "hydra.sweep",
-        "hydra.launcher",
-        "hydra.job.config.override_dirname",
-    )
-    words = [*config_flags(hydra), *hydra.overrides.task]
-    for override in hydra.overrides.hydra:
-        if not key_of(override).replace("/", ".").startswith(sweep_keys):
-            words.append(override)
-    return [*words, "hydra.mode=RUN"]
 
 
 def config_flags(hydra: Any) -> list[str]:
@@ -290,16 +191,6 @@ def config_flags(hydra: Any) -> list[str]:
             # Unlike Path.is_dir, os.path.isdir never raises.
             flags.append(f"--config-path={path}")
     return flags
-
-
-def hydra_artifacts(cfg: DictConfig) -> dict[str, str]:
-    """Return the files that Hydra would write to `.hydra/`, by name."""
-    hydra_config: Any = HydraConfig.instance().cfg
-    return {
-        "config.yaml": OmegaConf.to_yaml(cfg),
-        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(hydra_config, ["hydra"])),
-        "overrides.yaml": OmegaConf.to_yaml(hydra_config.hydra.overrides.task),
-    }
 
 
 def hydra_value(value: Any) -> str:

@@ -19,6 +19,9 @@ class SweepConfig:
         None, "failed jobs after which no other starts; null: any number"
     )
     retries: NonNegativeInt = neutral(0, "how often a failed job is started again")
+    zip: list[str] | None = neutral(
+        None, "keys whose values change together, the first with the first; null: all combinations"
+    )
     sampler: Literal["tpe", "gp", "random"] | None = neutral(
         None, "draws the values of a search; null: all combinations, a grid"
     )

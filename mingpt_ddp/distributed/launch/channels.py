@@ -1,10 +1,11 @@
-"""Channels from workers to their launcher, for evaluations and for their output."""
+"""Channels from workers to their launcher, for evaluations and for how they have ended."""
 
 import asyncio
 import contextlib
 import json
 import multiprocessing
 import os
+import select
 import sys
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeAlias
 
+from mingpt_ddp.config.job import Outcome
+from mingpt_ddp.errors import UserError
 from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 
 # A pruner callback. It gets the step and the metrics of an evaluation by name, and returns the
@@ -20,7 +23,7 @@ Judge: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
 # Environment variable of a worker: the descriptor of the channel, or -1 on ranks but zero.
 REPORTS = "MINGPT_DDP_REPORTS"
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # size limit of a message with the metrics of an evaluation
-MAX_CONSOLE_BYTES = 1 << 13
+MAX_OUTCOME_BYTES = select.PIPE_BUF - 64  # so that the messages of workers do not mix
 
 
 @dataclass(frozen=True)
@@ -28,20 +31,28 @@ class WorkerEnds:
     """The worker's ends of its channels. Multiprocessing passes them to the process."""
 
     reports: Connection | None  # None on all ranks but zero
-    console: Connection | None  # None if the worker writes to the launcher's console
+    outcomes: Connection
+    has_console: bool  # True if the worker writes to the launcher's console
     is_judged: bool  # True if the launcher has a pruner callback for evaluations
 
     def open(self) -> None:
-        """Write the console to the launcher, and leave the other end to `reporter`."""
-        if self.console is not None:
+        """Silence a worker without a console, and leave the end of a channel to `reporter`."""
+        if not self.has_console:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
-                os.dup2(self.console.fileno(), descriptor)
+                os.dup2(nowhere, descriptor)
                 # The old stream may be that of a file, which has a position.
-                stream = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
-                setattr(sys, name, stream)
+                setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
         if self.is_judged:
             descriptor = -1 if self.reports is None else os.dup(self.reports.fileno())
             os.environ[REPORTS] = str(descriptor)
+
+    def send(self, outcome: Outcome) -> None:
+        """Tell the launcher how this worker has ended."""
+        with contextlib.suppress(OSError):  # the launcher has died
+            content = outcome.to_json().encode()
+            if len(content) <= MAX_OUTCOME_BYTES:
+                self.outcomes.send_bytes(content)
 
 
 def reporter() -> Judge | None:
@@ -71,9 +82,8 @@ class Channels:
         """
         self._report = report
         self._has_console = has_console
-        self._output = b""  # the last bytes that the workers have written
         self._reports, self._worker_reports = multiprocessing.Pipe()
-        self._console, self._worker_console = multiprocessing.Pipe(duplex=False)
+        self._outcomes, self._worker_outcomes = multiprocessing.Pipe(duplex=False)
 
     def __enter__(self) -> "Channels":
         return self
@@ -81,19 +91,20 @@ class Channels:
     def __exit__(self, *error: Any) -> None:
         self._close_worker_ends()
         self._reports.close()
-        self._console.close()
+        self._outcomes.close()
 
     def for_worker(self, index: int) -> WorkerEnds:
         """Return the ends of the worker with this local rank."""
         return WorkerEnds(
             self._worker_reports if self._report and index == 0 else None,
-            None if self._has_console else self._worker_console,
+            self._worker_outcomes,
+            self._has_console,
             self._report is not None,
         )
 
     def _close_worker_ends(self) -> None:
         self._worker_reports.close()
-        self._worker_console.close()
+        self._worker_outcomes.close()
 
     async def serve(
         self, joined: Coroutine[Any, Any, tuple[int, str]], workers: list[BaseProcess]
@@ -103,8 +114,6 @@ class Channels:
         An error of the function that judges them kills the workers, and is raised.
         """
         self._close_worker_ends()  # they have their own
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._console.fileno(), self._read_console)
         join = asyncio.ensure_future(joined)
         answer = asyncio.ensure_future(self._answer())
         try:
@@ -118,15 +127,16 @@ class Channels:
             return ended
         finally:
             answer.cancel()
-            loop.remove_reader(self._console.fileno())
 
-    def last_line(self) -> str:
-        """Return the last line in which the workers said why they ended, or "" without one."""
-        while self._read_console():
-            pass
-        lines = self._output.decode(errors="replace").splitlines()
-        errors = [line for line in lines if "error" in line]
-        return (errors or lines or [""])[-1].strip()
+    def error(self) -> UserError | None:
+        """Return the error that the workers have told, or None. Call it when they have exited."""
+        errors = list[UserError]()
+        with contextlib.suppress(EOFError):  # all of them have been read
+            while self._outcomes.poll():
+                outcome = Outcome.from_json(self._outcomes.recv_bytes(MAX_LINE_BYTES).decode())
+                if outcome.error is not None:
+                    errors.append(outcome.error)
+        return errors[0] if errors else None
 
     async def _answer(self) -> None:
         if self._report is None:
@@ -140,19 +150,6 @@ class Channels:
             reason = self._report(step, metrics)
             with contextlib.suppress(ConnectionError):
                 self._reports.send_bytes(json.dumps(reason).encode())
-
-    def _read_console(self) -> bool:
-        """Read some of the workers' output. Return True if there may be more."""
-        descriptor = self._console.fileno()
-        os.set_blocking(descriptor, False)
-        try:
-            content = os.read(descriptor, MAX_CONSOLE_BYTES)
-        except BlockingIOError:
-            return False
-        self._output = (self._output + content)[-MAX_CONSOLE_BYTES:]
-        if not content:  # all workers have closed it, so it stays readable
-            asyncio.get_running_loop().remove_reader(descriptor)
-        return bool(content)
 
 
 async def readable(descriptors: list[int], timeout_s: float | None = None) -> None:

@@ -15,10 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from mingpt_ddp.config.compose.worker_config import compose_for_workers
-from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import Job, RunStatus
 from mingpt_ddp.config.keys.schema import DDPConfig
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import canonical_threads
@@ -35,8 +32,8 @@ from mingpt_ddp.distributed.launch.workers import (
     run_worker,
     shared_environ,
 )
-from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_directory import RunStatus, read_result
+from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.storage.sockets import make_socket_directory
 
 log = logging.getLogger(__name__)
@@ -50,11 +47,9 @@ EXIT_MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class Launch:
-    """A run to train on local workers."""
+    """A job to train on local workers."""
 
-    config: Config
-    overrides: list[str]  # the command line that composes `config`
-    directory: Path  # the run directory
+    job: Job
     report: Judge | None = None  # called with each evaluation; None if the run reports none
     slot: Slot | None = None  # slot of a concurrent job; None for the whole machine and the console
     threads: int | None = None  # threads of each worker; None for an equal share of the cores
@@ -62,7 +57,7 @@ class Launch:
     @property
     def workers(self) -> int:
         """The number of workers. It is 1 if the run could train in its own process."""
-        return self.config.ddp.local_workers or 1
+        return self.job.config.ddp.local_workers or 1
 
 
 @dataclass(frozen=True)
@@ -71,14 +66,7 @@ class Ended:
 
     code: int  # 0 if complete, ddp.preempted_exit_code, or 128 + n if signal n ended it otherwise
     signalled: bool  # True if this process received a signal, perhaps too late for the run
-    last_line: str = ""  # last line that the workers wrote, if they have no console
-
-
-def train_on_workers(launch: Launch, env: DistEnv, started_at: float) -> Ended:
-    """Start the workers of a run and wait until they have trained; see `run_workers`."""
-    forwarder = SignalForwarder()
-    with forwarder.installed():
-        return asyncio.run(run_workers(launch, env, started_at, forwarder))
+    error: UserError | None = None  # of the workers, if they had one and could say so
 
 
 async def run_workers(
@@ -96,7 +84,7 @@ async def run_workers(
         RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
     n = launch.workers
-    ddp = launch.config.ddp
+    ddp = launch.job.config.ddp
     if not env.is_rank_zero:
         logs.to_console(DistEnv())
         log.info("starting %d local workers; rank 0 runs at %s:%d", n, *env.master_address)
@@ -108,18 +96,19 @@ async def run_workers(
     make_socket_directory()  # the workers use it too, and do not delete it
     if ddp.launcher == "forkserver":
         start_server()
-    composed = compose_for_workers(launch.overrides)  # while the server imports torch
     first = replace(env, world_size=world_size, has_agent=True)
     if env.is_rank_zero and not env.is_standalone:
         await asyncio.to_thread(_host_store, env, ddp.timeout_s)
-    group = _WorkerGroup(launch, composed, first, forwarder)
+    group = _WorkerGroup(launch, first, forwarder)
     try:
-        code, interrupted = await run_with_restarts(group.run, started_at, ddp, launch.directory)
+        code, interrupted = await run_with_restarts(
+            group.run, started_at, ddp, launch.job.directory
+        )
     finally:
         group.store.stop()
     if code and env.is_rank_zero and not env.is_standalone:
         await asyncio.sleep(STORE_LINGER_S)
-    return Ended(code, interrupted, group.last_line)
+    return Ended(code, interrupted, group.error)
 
 
 def _host_store(env: DistEnv, timeout_s: float) -> None:
@@ -169,20 +158,17 @@ class _WorkerGroup:
     Launchers on other nodes may start further ranks.
     """
 
-    def __init__(
-        self, launch: Launch, composed: DictConfig, first: DistEnv, forwarder: SignalForwarder
-    ) -> None:
+    def __init__(self, launch: Launch, first: DistEnv, forwarder: SignalForwarder) -> None:
         """
         Args:
-            composed: the configuration of the workers.
             first: the ranks of the first worker.
         """
         self.launch = launch
-        self.composed = composed
+        self.config = launch.job.config
         self.first = first
         self.forwarder = forwarder
-        self.store = LocalStore(launch.config.ddp.launcher)  # if all workers are on this machine
-        self.last_line = ""
+        self.store = LocalStore(self.config.ddp.launcher)  # if all workers are on this machine
+        self.error: UserError | None = None
 
     async def run(self, started_at: float) -> tuple[int, int]:
         """Start the workers, at time.monotonic() `started_at`, and wait until all have exited.
@@ -191,7 +177,7 @@ class _WorkerGroup:
             The exit code of the first worker that failed, -n if signal n killed it, else 0 or
             ddp.preempted_exit_code; and the signal that this process received, or 0.
         """
-        config = self.launch.config
+        config = self.config
         preempted_code = config.ddp.preempted_exit_code
         uses_server = config.ddp.launcher == "forkserver"
         if uses_server:
@@ -210,7 +196,7 @@ class _WorkerGroup:
                     code, failed = await channels.serve(joined, watch.workers)
             except (EOFError, ConnectionError):  # the fork server died before it had forked all
                 code = SERVER_DIED
-            self.last_line = channels.last_line()
+            self.error = channels.error()
         # The result of a run tells whether a signal ended it, but other nodes may not see
         # result.json.
         can_tell = code not in (0, preempted_code) or self.first.is_standalone
@@ -223,9 +209,9 @@ class _WorkerGroup:
             how = f"exited with code {code}: its code, or a library, has called exit()"
             if code < 0:
                 how = f"was killed by {signal.Signals(-code).name}"
-            self.last_line = f"error: {failed} {how}"
+            self.error = UserError(f"{failed} {how}")
             if self.launch.slot is None:  # else the sweep names the job too
-                log.error("%s", self.last_line)
+                log.error("%s", self.error)
         if code == SERVER_DIED and uses_server:
             if server == server_pid():  # else another job has started one
                 stop_server()
@@ -241,18 +227,20 @@ class _WorkerGroup:
             first = replace(first, master_address=("localhost", self.store.port))
         launch = self.launch
         n = launch.workers
-        context: Any = multiprocessing.get_context(launch.config.ddp.launcher)
-        threads = canonical_threads(launch.config.ddp) or launch.threads
+        ddp = self.config.ddp
+        context: Any = multiprocessing.get_context(ddp.launcher)
+        threads = canonical_threads(ddp) or launch.threads
         shared = shared_environ(n, first.is_standalone, threads)
         shared[STARTED_AT] = str(started_at)
         if launch.slot:
             shared.update(launch.slot.environ())
-        parent = (launch.config.ddp.launcher == "forkserver" and server_pid()) or os.getpid()
+        parent = (ddp.launcher == "forkserver" and server_pid()) or os.getpid()
+        job = replace(launch.job, trial=None).to_json()
         workers = []
         for index in range(n):
             environ = {**shared, **worker_environ(first, index, n)}
             ends = channels.for_worker(index)
-            arguments = (parent, environ, launch.overrides, self.composed, ends)
+            arguments = (parent, environ, job, ends)
             name = f"rank {first.rank + index}"
             workers.append(context.Process(target=run_worker, args=arguments, name=name))
         return workers

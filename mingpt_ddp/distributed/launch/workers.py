@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from omegaconf import DictConfig
-
 from mingpt_ddp.distributed.device.machine import threads_per_worker
-from mingpt_ddp.distributed.exit import FAILURE, die_with_parent
+from mingpt_ddp.distributed.exit import FAILURE
 from mingpt_ddp.distributed.launch.channels import WorkerEnds, readable
 from mingpt_ddp.distributed.launch.fork_server import start_process
 from mingpt_ddp.distributed.launch.slots import bind_cores
+from mingpt_ddp.distributed.parent_watch import die_with_parent
 from mingpt_ddp.interrupts import SIGNALS, handle
 from mingpt_ddp.linux import STOPPED, read_state, set_process_name
 
@@ -169,15 +168,14 @@ async def _end(workers: list[BaseProcess], timeout_s: float) -> None:
 def run_worker(
     parent: int,
     environ: dict[str, str],
-    overrides: list[str],
-    composed: DictConfig,
+    job: str,
     ends: WorkerEnds,
 ) -> None:
     """Train as one rank, in a process that has just been forked or started.
 
     Args:
         parent: Process id of the fork server, or of the launcher.
-        composed: The configuration that the overrides compose to.
+        job: What to train, as `Job.to_json` returns it.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would print a traceback
@@ -194,5 +192,4 @@ def run_worker(
     with contextlib.suppress(ValueError, RuntimeError):
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     set_process_name(f"rank {environ['RANK']}")
-    sys.argv[1:] = overrides
-    importlib.import_module(COMMAND).main(composed)
+    importlib.import_module(COMMAND).train_as_worker(job, ends)

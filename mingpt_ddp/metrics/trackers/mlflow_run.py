@@ -5,8 +5,8 @@ import time
 from typing import Any
 
 from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.metrics.trackers.tracker import Tracker
-from mingpt_ddp.storage.run_directory import run_name
 
 TAG = "mingpt_ddp.run_id"
 MAX_PARAM = 500  # characters of a parameter that any server accepts

@@ -5,8 +5,8 @@ import urllib.request
 from typing import Any
 
 from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.metrics.trackers.tracker import Tracker
-from mingpt_ddp.storage.run_directory import run_name
 
 TIMEOUT_S = 10.0
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.metrics.trackers.tracker import Tracker
-from mingpt_ddp.storage.run_directory import run_name
 
 
 class WandbTracker(Tracker):

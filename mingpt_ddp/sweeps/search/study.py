@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import RunStatus
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.errors import ConfigError, RunError, counted, reason
 from mingpt_ddp.results.objective import Objective, objective_named
-from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT, RunStatus, read_result
+from mingpt_ddp.storage.run_directory import HEADER, JOURNAL, RESULT, read_result
 from mingpt_ddp.storage.storage import open_regular
 from mingpt_ddp.storage.yaml_and_json import finite
 from mingpt_ddp.sweeps.search.methods import pruner, sampler

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import load, refuse_other_location
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
 from mingpt_ddp.training.train_state import TrainState
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -54,7 +54,7 @@ def with_recorded_format(config: Config, state: Any, typed: Container[str]) -> C
     return replace(config, data=replace(config.data, format=form))
 
 
-def check_records(task: Task, hydra_files: dict[str, str], *, is_new: bool = True) -> None:
+def check_records(task: Task, hydra_files: Mapping[str, str], *, is_new: bool = True) -> None:
     """Refuse a configuration, or a state of the data, that readers would refuse.
 
     Args:

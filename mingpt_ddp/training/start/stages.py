@@ -5,7 +5,7 @@ Each is a collective, and returns what the later ones need: inputs, the history,
 
 import contextlib
 import uuid
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 from mingpt_ddp.config.builders import chosen_sha256
 from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.user_code import uses_user_code
 from mingpt_ddp.data.dataloader import Loader, plan_batches
 from mingpt_ddp.distributed import logs
@@ -30,7 +31,6 @@ from mingpt_ddp.storage.run_directory import (
     difference,
     read_result,
     recorded_config,
-    run_directory,
 )
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.tasks.task import Task
@@ -90,7 +90,7 @@ class History:
     end: HistoryEnd | None = None  # end of metrics.jsonl
 
 
-def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitStack) -> History:
+def open_directory(job: Job, runtime: Runtime, resources: contextlib.ExitStack) -> History:
     """Lock the run directory and the directory of its snapshots. A collective.
 
     No other process changes the run from here on. A start that is refused leaves no new
@@ -99,8 +99,9 @@ def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitS
     Args:
         resources: Releases the locks when it is closed.
     """
+    config = job.config
     _check_same_config(config, runtime)
-    directory = run_directory(config)
+    directory = job.directory
     store = snapshot_store(config, directory)
     history = History(directory, store)
 
@@ -119,20 +120,18 @@ def open_directory(config: Config, runtime: Runtime, resources: contextlib.ExitS
 
 
 def prepare(
-    config: Config,
+    job: Job,
     runtime: Runtime,
     history: History,
-    typed: Container[str],
-    hydra_files: dict[str, str],
     resources: contextlib.ExitStack,
 ) -> Inputs:
     """Read the data and the start of the run. Check both before the run records anything.
 
     Args:
-        typed: the keys that the command line sets.
-        hydra_files: content of `.hydra/`, by file name.
         resources: closes the loader when it is closed.
     """
+    config = job.config
+    typed = job.command_line_keys
     group = runtime.group
     recorded = read_recorded(history.store, history.directory, config.run.source, group)
     kept = recorded.state if recorded else None
@@ -146,7 +145,7 @@ def prepare(
         loader = task.train_loader(runtime.device)
         resources.callback(loader.close)
         inputs = Inputs(runtime, task, loader, warm)
-        _preflight(inputs, recorded, hydra_files)
+        _preflight(inputs, recorded, job)
     return inputs
 
 
@@ -180,7 +179,7 @@ def snapshot_store(config: Config, directory: Path) -> SnapshotStore:
     return SnapshotStore(f"{path.removesuffix('/')}/{name}")
 
 
-def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str, str]) -> None:
+def _preflight(inputs: Inputs, recorded: Recorded | None, job: Job) -> None:
     """Check the batch, the snapshot, the weights to start from and the user's code.
 
     Also check that the records of the run can be read again.
@@ -198,7 +197,7 @@ def _preflight(inputs: Inputs, recorded: Recorded | None, hydra_files: dict[str,
     plan = plan_batches(config, group.data_size, kept_size)
 
     def check_source() -> None:
-        check_records(task, hydra_files, is_new=recorded is None)
+        check_records(task, job.hydra_files, is_new=recorded is None)
         if recorded is not None:
             check_state(recorded.step, recorded.state, task)
         inputs.warm.check(task)
@@ -299,13 +298,10 @@ def _is_complete(length: RunLength, end: HistoryEnd | None, group: ProcessGroup)
     return group.run_on_rank_zero(lambda: end is None or end.is_complete)
 
 
-def record_start(
-    run: Run, history: History, hydra_files: dict[str, str], code: Callable[[], Code] | None
-) -> None:
+def record_start(run: Run, history: History, job: Job, code: Callable[[], Code] | None) -> None:
     """Record the configuration, unless a complete run has one; log what differs from before.
 
     Args:
-        hydra_files: content of `.hydra/`, by file name.
         code: of this attempt, on rank zero.
     """
     if history.owner is None:
@@ -319,7 +315,7 @@ def record_start(
         private = {}
         if code and not run.is_complete and (patch := code().patch):
             private[run.code["patch"]] = patch
-        history.owner.record_start(config.to_dict(), hydra_files, files, private)
+        history.owner.record_start(config.to_dict(), job.hydra_files, files, private)
     if run.is_complete:
         return
     log_code(run.code, run.resumed, run.state.step)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.config import Config, build_group, without_unknown
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
@@ -25,7 +26,6 @@ from mingpt_ddp.snapshots.read.initial_weights import (
     read_initial_weights,
     weights_of_state,
 )
-from mingpt_ddp.storage.run_directory import run_name
 from mingpt_ddp.tasks.task import Task
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The groups in another Hydra application, and the words that train with its configuration."""
+"""The groups in another Hydra application, and the job that trains with its configuration."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 import mingpt_ddp
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_directory import run_name
 
 pytestmark = pytest.mark.core
 

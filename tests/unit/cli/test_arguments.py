@@ -129,8 +129,8 @@ def test_credentials_are_refused_and_not_printed(args, url, config):
 def test_a_rank_of_a_launcher_leaves_before_threads_of_torch_could_abort(launched):
     """Its interpreter does not shut down; what it has printed is there."""
     program = "import atexit, runpy, sys; atexit.register(print, 'shut down'); "
-    program += "sys.argv = ['-m', 'list', sys.argv[1]]; "
-    program += "runpy.run_module('mingpt_ddp.snapshots', run_name='__main__')"
+    program += "sys.argv = ['-m', 'snapshots', 'list', sys.argv[1]]; "
+    program += "runpy.run_module('mingpt_ddp', run_name='__main__')"
     run = ROOT / "tests" / "data" / "format2" / "gpt-adamw" / "run"
     done = subprocess.run(
         [sys.executable, "-c", program, str(run)],

@@ -1,4 +1,4 @@
-"""python -m mingpt_ddp.snapshots export: the files, their atomic write, the model card."""
+"""python -m mingpt_ddp snapshots export: the files, their atomic write, the model card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m mingpt_ddp.snapshots, on local directories and on object stores."""
+"""python -m mingpt_ddp snapshots, on local directories and on object stores."""
 
 from __future__ import annotations
 

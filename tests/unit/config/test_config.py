@@ -11,7 +11,8 @@ import pytest
 import yaml
 from hydra import compose, initialize_config_dir
 
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, to_config
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.config.compose.resolve import to_job
 from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
     Config,
@@ -19,10 +20,10 @@ from mingpt_ddp.config.config import (
     to_plain,
     without_unknown,
 )
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.config.keys.schema import GROUPS, DDPConfig, selected
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
 from mingpt_ddp.errors import ConfigError
-from mingpt_ddp.storage.run_directory import run_name
 
 CONF = config_directory()
 
@@ -40,7 +41,7 @@ def started(*overrides: str) -> Config:
     """Compose a configuration as main.py does."""
     with initialize_config_dir(str(CONF), **VERSION_BASE):
         node = SimpleNamespace(runtime=SimpleNamespace(config_sources=[], choices={}))
-        return to_config(compose("config", list(overrides)), node, overrides)
+        return to_job(compose("config", list(overrides)), node, overrides).config
 
 
 def choices(group: str) -> list[str]:

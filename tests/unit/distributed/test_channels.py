@@ -9,21 +9,22 @@ import signal
 
 import pytest
 
+from mingpt_ddp.config.job import Outcome, RunStatus
 from mingpt_ddp.distributed.launch.channels import Channels, WorkerEnds, reporter
 from mingpt_ddp.distributed.launch.workers import join_workers
-from mingpt_ddp.errors import RunError
+from mingpt_ddp.errors import ConfigError, RunError, UserError
 
 
 def evaluate(ends: WorkerEnds) -> None:
-    """The worker: report until a step is pruned, print why, and end."""
+    """The worker: report until a step is pruned, tell why, and end."""
     ends.open()
     report = reporter()
     assert reporter() is None, "the variable is not inherited by what the job starts"
     for step in (1, 2, 3):
         reason = report(step, {"loss": 1.0 / step})
         if reason is not None:
-            os.write(2, f"config error: pruned at {step}: {reason}\n".encode())
-            os.write(1, b"a line of another kind\n")
+            error = ConfigError(f"pruned at {step}: {reason}")
+            ends.send(Outcome(RunStatus.FAILED, error=error, exit_code=3))
             os._exit(3)
     os._exit(0)
 
@@ -36,10 +37,10 @@ def wait_for_signal(ends: WorkerEnds) -> None:
         signal.pause()
 
 
-def run(target, report, n: int = 1) -> tuple[tuple[int, str], str]:
-    """Run the target as rank zero of workers; return how they ended, and their last line."""
+def run(target, report, n: int = 1) -> tuple[tuple[int, str], UserError | None]:
+    """Run the target as rank zero of workers; return how they ended, and their error."""
 
-    async def serve() -> tuple[tuple[int, str], str]:
+    async def serve() -> tuple[tuple[int, str], UserError | None]:
         context = multiprocessing.get_context("fork")
         with Channels(report, has_console=False) as channels:
             workers = []
@@ -49,7 +50,7 @@ def run(target, report, n: int = 1) -> tuple[tuple[int, str], str]:
             for worker in workers:
                 worker.start()
             ended = await channels.serve(join_workers(workers, 10, 0), workers)
-            return ended, channels.last_line()
+            return ended, channels.error()
 
     return asyncio.run(serve())
 
@@ -60,17 +61,18 @@ def idle(ends: WorkerEnds) -> None:
     os._exit(0)
 
 
-def test_evaluations_are_judged_and_the_last_error_is_kept():
+def test_evaluations_are_judged_and_the_error_arrives():
     seen = []
 
     def judge(step, metrics):
         seen.append((step, metrics))
         return "too high" if step == 2 else None
 
-    ended, line = run(evaluate, judge, n=2)
+    ended, error = run(evaluate, judge, n=2)
     assert seen == [(1, {"loss": 1.0}), (2, {"loss": 0.5})]
     assert ended == (3, "rank 0")
-    assert line == "config error: pruned at 2: too high"
+    assert isinstance(error, ConfigError)
+    assert str(error) == "config error: pruned at 2: too high"
 
 
 def test_an_error_of_the_judge_ends_the_workers():
@@ -88,9 +90,9 @@ def test_much_output_does_not_block_a_worker():
             os.write(1, b"x" * 1_000 + b"\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    ended, line = run(talk, lambda step, metrics: None)
+    ended, error = run(talk, lambda step, metrics: None)
     assert ended == (-signal.SIGKILL, "rank 0")
-    assert set(line) == {"x"}
+    assert error is None
 
 
 def evaluate_much(ends: WorkerEnds) -> None:

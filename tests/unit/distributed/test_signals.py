@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mingpt_ddp.distributed.exit import ProcessExit
+from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.interrupts import SIGNALS
 

@@ -119,7 +119,7 @@ def test_a_rank_that_sees_rank_zero_alone():
 
 KILLER = """
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import kill_stopped_siblings
+from mingpt_ddp.distributed.parent_watch import kill_stopped_siblings
 kill_stopped_siblings(DistEnv(has_agent={has_agent}))
 """
 

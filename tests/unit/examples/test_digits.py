@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 from mingpt_ddp.config.builders import run_file
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import run_name
 from mingpt_ddp.data.samples import Datasets
 from mingpt_ddp.errors import ConfigError, DataError
-from mingpt_ddp.storage.run_directory import run_name
 
 SIZES = {"train": 40, "t10k": 10}
 

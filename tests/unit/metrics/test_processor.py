@@ -40,7 +40,7 @@ def make(config: Config, runtime: Runtime, tmp_path: Path, model: nn.Module) -> 
     config = replace(config, run=replace(config.run, root=str(tmp_path.parent), name=tmp_path.name))
     loader = SimpleNamespace(steps_per_epoch=3, items_per_step=12 * 16)
     times = StartTimes(0.0)
-    return MetricsProcessor(runtime, text_task(config), loader, model, 0, times)
+    return MetricsProcessor(runtime, text_task(config), loader, model, 0, times, tmp_path)
 
 
 def train(processor: MetricsProcessor, step: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import pytest
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.planning.doubts import find_doubts
 from mingpt_ddp.planning.plan import make_plan
@@ -26,7 +27,7 @@ def configuration(*overrides: str) -> Config:
 
 def test_a_language_model(cwd):
     words = ["trainer.max_epochs=2", "trainer.eval_every=25", "snapshot.every_steps=10"]
-    plan = make_plan(configuration(*TEXT, *words))
+    plan = make_plan(Job(configuration(*TEXT, *words)))
     width, length, layers, vocabulary = 48, 64, 3, 8
     parameters = (vocabulary + length) * width + layers * (12 * width**2 + 2 * width) + width
     flops = 6 * (parameters - length * width) + 12 * layers * width * length
@@ -59,7 +60,7 @@ def test_a_language_model(cwd):
 
 
 def test_a_model_of_ones_own():
-    plan = make_plan(configuration(*TOY))
+    plan = make_plan(Job(configuration(*TOY)))
     parameters = 10 * 10 + 10 + 10 * 5 + 5
     assert plan["model"] == {
         "name": "toy",
@@ -72,7 +73,7 @@ def test_a_model_of_ones_own():
     assert row["peak_bytes"] is row["activations_bytes"] is None
     assert row["weights_bytes"] == row["gradients_bytes"] == 4 * parameters
     assert plan["batch"]["ranks"] == 2
-    averaged = make_plan(configuration(*TOY, "trainer.ema=0.99"))
+    averaged = make_plan(Job(configuration(*TOY, "trainer.ema=0.99")))
     sizes = [each["strategies"]["ddp"]["average_bytes"] for each in (plan, averaged)]
     assert sizes == [0, 4 * parameters]
     saves = [each["snapshots"]["bytes"] for each in (plan, averaged)]
@@ -80,7 +81,7 @@ def test_a_model_of_ones_own():
 
 
 def test_other_world_sizes():
-    plan = make_plan(configuration(*TOY, "trainer.batch_size=12", "ddp.nproc_per_node=3"))
+    plan = make_plan(Job(configuration(*TOY, "trainer.batch_size=12", "ddp.nproc_per_node=3")))
     keys = ("ranks", "batch_size", "micro_batch_size", "micro_batches_per_rank", "idle")
     rows = [tuple(row[key] for key in keys) for row in plan["world_sizes"]]
     assert rows == [
@@ -93,19 +94,19 @@ def test_other_world_sizes():
 
 def test_a_batch_per_rank_and_its_learning_rate():
     batch = ["+trainer.batch_size_per_rank=16", "optimizer.lr=0.02", "optimizer.lr_scaling=sqrt"]
-    plan = make_plan(configuration(*TOY, *batch, "optimizer.reference_batch_size=16"))
+    plan = make_plan(Job(configuration(*TOY, *batch, "optimizer.reference_batch_size=16")))
     rows = {row["ranks"]: (row["batch_size"], row["lr"]) for row in plan["world_sizes"]}
     assert rows == {n: (16 * n, pytest.approx(0.02 * n**0.5)) for n in (1, 2, 4, 8)}
     assert plan["batch"]["batch_size"] == 32 and plan["length"]["steps"] == 10 * 2048 // 32
 
 
 def test_ranks_that_do_not_work_are_named():
-    rows = make_plan(configuration(*TOY, "trainer.micro_batch_size=8"))["world_sizes"]
+    rows = make_plan(Job(configuration(*TOY, "trainer.micro_batch_size=8")))["world_sizes"]
     assert "error" not in rows[2] and "micro-batches of 8 occupies 4 of 8 ranks" in rows[3]["error"]
     with pytest.raises(ConfigError, match="in micro-batches of 32 occupies 1 of 2 ranks"):
-        make_plan(configuration(*TOY, "trainer.micro_batch_size=32"))
+        make_plan(Job(configuration(*TOY, "trainer.micro_batch_size=32")))
     with pytest.raises(ConfigError, match="needs at least 4 ranks"):
-        make_plan(configuration(*TOY, "ddp.strategy=hsdp"))
+        make_plan(Job(configuration(*TOY, "ddp.strategy=hsdp")))
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_ranks_that_do_not_work_are_named():
     ],
 )
 def test_snapshots_that_stay(overrides, kept):
-    saves = make_plan(configuration(*TOY, *overrides))["snapshots"]
+    saves = make_plan(Job(configuration(*TOY, *overrides)))["snapshots"]
     assert saves["kept"] == kept
     assert (saves["free_bytes"] is None) == ("snapshot.path=memory://runs" in overrides)
 

@@ -12,6 +12,7 @@ from multiprocess.ranks import configure
 from mingpt_ddp.cli.commands.plan import describe
 from mingpt_ddp.config.builders import run_code
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.gpus import GPUS, Machine
 from mingpt_ddp.metrics.mfu import peak_flops_of
@@ -44,7 +45,7 @@ def strategies(
     """Return the figures by strategy on H100s, with a micro-batch of each rank per step."""
     words = [f"trainer.batch_size={ROWS * ranks * nodes}", f"ddp.nproc_per_node={ranks}"]
     config = configuration(*GPT, *words, *overrides)
-    plan = make_plan(config, Machine("h100", nodes, **machine), vocab_size=outputs)
+    plan = make_plan(Job(config), Machine("h100", nodes, **machine), vocab_size=outputs)
     assert plan["measured"] is None
     return plan["strategies"]
 
@@ -58,7 +59,7 @@ ON_AN_H200 = {(): 5.40, ("trainer.activation_checkpointing=true",): 1.89}
 def test_peaks_on_an_h200_are_within_a_tenth(words, measured):
     batch = ["trainer.batch_size=12", "trainer.precision=bf16", "data.path=a.txt"]
     config = configuration(*GPT2, *batch, *words)
-    row = make_plan(config, Machine("h200"), vocab_size=65)["strategies"]["single"]
+    row = make_plan(Job(config), Machine("h200"), vocab_size=65)["strategies"]["single"]
     assert row["peak_bytes"] / 2**30 == pytest.approx(measured, rel=0.1)
 
 
@@ -76,7 +77,9 @@ def test_the_time_at_peak_is_below_that_on_an_h200():
         "trainer.micro_batch_size=64",
         "trainer.precision=bf16",
     ]
-    row = make_plan(configuration(*words), Machine("h200"), vocab_size=65)["strategies"]["single"]
+    row = make_plan(Job(configuration(*words)), Machine("h200"), vocab_size=65)["strategies"][
+        "single"
+    ]
     tokens = 64 * 256
     flops = 6 * (65 * 384 + 6 * 12 * 384**2) + 12 * 6 * 384 * 256
     assert row["compute_s"] == pytest.approx(flops * tokens / 989.5e12, rel=0.01)
@@ -162,7 +165,7 @@ def test_a_network_between_nodes_takes_its_time():
 def test_what_training_refuses_is_refused():
     compiled = ["trainer.compile=true", f"trainer.batch_size={ROWS * 8}", "ddp.nproc_per_node=8"]
     with pytest.raises(ConfigError, match=r"trainer.compile=true does not work with .*=fsdp"):
-        make_plan(configuration(*GPT, *compiled, "ddp.strategy=fsdp"), Machine("h100"))
+        make_plan(Job(configuration(*GPT, *compiled, "ddp.strategy=fsdp")), Machine("h100"))
     figures = strategies("trainer.compile=true", ranks=8)
     assert "does not work with ddp.strategy=fsdp" in figures["fsdp"]["reason"]
     assert figures["ddp"]["reason"] is None
@@ -214,7 +217,7 @@ def plan_of_code(cwd):
         values = configure(*words, "trainer.precision=bf16", "ddp.nproc_per_node=4")
         values["model"] = {"code": "mine.py", "architecture": "mine", "name": "mine"}
         machine = Machine(device) if device else None
-        return make_plan(from_mapping(values), machine)["strategies"]
+        return make_plan(Job(from_mapping(values)), machine)["strategies"]
 
     yield plan
     run_code({}, [])
@@ -287,11 +290,11 @@ def test_another_vocabulary():
     assert figures["weights_bytes"] == 4 * (PARAMETERS + (50257 - VOCABULARY) * WIDTH)
     config = configuration("experiment=toy")
     with pytest.raises(ConfigError, match="vocab_size=9 is of texts"):
-        make_plan(config, Machine("h100"), vocab_size=9)
+        make_plan(Job(config), Machine("h100"), vocab_size=9)
 
 
 def test_a_task_without_text_is_planned_too():
-    plan = make_plan(configuration("experiment=toy"), Machine("l40s"))
+    plan = make_plan(Job(configuration("experiment=toy")), Machine("l40s"))
     single = plan["strategies"]["single"]
     assert single["weights_bytes"] > 0
     assert single["activations_bytes"] is single["step_s_at_peak"] is None

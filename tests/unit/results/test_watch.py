@@ -77,7 +77,7 @@ def test_ctrl_c_ends_it_with_the_table(tmp_path):
     page = run / "report.html"
     with open(run / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-m", "mingpt_ddp.report", str(run), "watch"]
+        command = [sys.executable, "-m", "mingpt_ddp", "report", str(run), "watch"]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         assert (
             process.stdout.readline()

@@ -15,6 +15,7 @@ import yaml
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage.lock import LOCK, lock_now, open_lock
 from mingpt_ddp.storage.run_directory import (
@@ -166,10 +167,10 @@ def test_a_start_that_is_refused_leaves_no_new_directory(tmp_path):
 def test_the_next_free_name(tmp_path):
     config = from_mapping(configure("run.name=group/run", f"run.root={tmp_path}"))
     for expected in ("group/run", "group/run-2", "group/run-3"):
-        assert next_free_name(config) == expected
+        assert next_free_name(Job(config)) == expected
         (tmp_path / expected).mkdir(parents=True)
     (tmp_path / "group" / "run-2").rmdir()
-    assert next_free_name(config) == "group/run-2"
+    assert next_free_name(Job(config)) == "group/run-2"
 
 
 # The record of starts

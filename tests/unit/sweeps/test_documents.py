@@ -12,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from launching import ROOT
 from omegaconf import OmegaConf
 
-from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory, to_config
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.config.compose.resolve import to_job
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.sweeps.checks import expand
 from mingpt_ddp.sweeps.search.space import search_space
@@ -43,6 +44,6 @@ def test_a_command_starts_a_sweep(command):
         job = [expand(override)[-1] for override in overrides]
         composed = compose("config", job, return_hydra_config=True)
     keys = OmegaConf.masked_copy(composed, composed.keys() - {"hydra"})
-    config = to_config(keys, composed.hydra, job)
+    config = to_job(keys, composed.hydra, job).config
     settings = check_settings(composed, [config], env)
     assert not settings.is_search or search_space(overrides) or "optuna_lr" in command

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import Config, from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.data.dataloader import MicroBatch
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
@@ -60,7 +61,7 @@ def test_the_state_of_a_discarded_step_is_discarded(policy, tmp_path, monkeypatc
     more = [f"run.root={tmp_path}", "run.name=run", f"trainer.on_nonfinite={policy}"]
     config = config_of(*LIMITS, "data.truncate=0.02", *more)
     runtime = Runtime(config, DistEnv())
-    train_run(config, runtime, {})
+    train_run(Job(config), runtime)
     runtime.close()
     found = load(str(tmp_path / "run"), ("hooks",))
     [state] = unpack_states(found.hooks, torch.device("cpu")).values()

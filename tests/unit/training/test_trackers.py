@@ -12,6 +12,7 @@ from launching import TINY
 from multiprocess.ranks import configure
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.samples import read_samples
@@ -67,7 +68,7 @@ def train(root: Path, **changes: object) -> None:
     config = from_mapping(values)
     runtime = Runtime(config, DistEnv())
     try:
-        train_run(config, runtime, {})
+        train_run(Job(config), runtime)
     finally:
         runtime.close()
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mingpt_ddp.config.builders import BUILDERS
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.runtime import Runtime
@@ -58,7 +59,7 @@ def metrics_of(
     config = from_mapping(configure(*SETTINGS, f"run.root={root}", "run.name=run", *overrides))
     runtime = Runtime(config, DistEnv())
     try:
-        return train_run(config, runtime, {}, signals, judge=judge)
+        return train_run(Job(config), runtime, signals, judge=judge)
     finally:
         runtime.close()
 

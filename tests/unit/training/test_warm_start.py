@@ -18,6 +18,7 @@ from torch import Tensor
 from mingpt_ddp.cli.commands.evaluate import EvaluateConfig, evaluate
 from mingpt_ddp.cli.commands.export import ExportConfig, export
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.config.keys.model_config import GPTConfig
 from mingpt_ddp.data.rng import seed_everything
 from mingpt_ddp.distributed.env import DistEnv
@@ -54,7 +55,7 @@ def train(root: Path, name: str, *overrides: str, typed: tuple[str, ...] = ()) -
     config = from_mapping(configure(*words, f"data.cache_dir={root / 'cache'}"))
     runtime = Runtime(config, DistEnv())
     try:
-        train_run(config, runtime, {}, typed={*typed})
+        train_run(Job(config, frozenset(typed)), runtime)
     finally:
         runtime.close()
     return root / name

@@ -13,6 +13,7 @@ from multiprocess.ranks import configure
 from torch import nn
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots.read.load_model import load_model
@@ -67,7 +68,7 @@ def train(root: Path, *overrides: str) -> None:
     ]
     config = from_mapping(configure(*settings, *overrides))
     runtime = Runtime(config, DistEnv())
-    train_run(config, runtime, {})
+    train_run(Job(config), runtime)
     runtime.close()
 
 

@@ -1,0 +1,119 @@
+"""From what Hydra has composed to a job. The only module that reads Hydra's state."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import HydraContext, RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from mingpt_ddp.config.compose.hydra_utils import key_of, key_of_group
+from mingpt_ddp.config.config import to_plain
+from mingpt_ddp.config.job import Job, Trial, job_name
+
+
+def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
+    """Return the job that Hydra has just composed: a run, or a job of a sweep.
+
+    Args:
+        swept: The keys that the sweep varies. None to take them from Hydra's state, where
+            `mingpt_ddp.sweeps.preflight` has left them for a sweeper of others.
+
+    Raises:
+        ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+    """
+    hydra = HydraConfig.get()
+    words = _words(hydra.overrides.task)
+    job = replace(to_job(cfg, hydra, words), hydra_files=_hydra_files(cfg))
+    if hydra.mode != RunMode.MULTIRUN:
+        return job
+    values = {key_of(word): word.partition("=")[2] for word in words}
+    if swept is None:
+        swept = values.keys() - set(hydra.job.config.override_dirname.exclude_keys)
+    values = {key: value for key, value in values.items() if key in swept}
+    label = ", ".join("=".join(pair) for pair in values.items()) or "the only job"
+    job = job.with_run(name=job_name(job.config, values))
+    return replace(job, trial=Trial(int(hydra.job.num), label))
+
+
+def compose_job(
+    context: HydraContext,
+    config: DictConfig,
+    number: int,
+    overrides: list[str],
+    swept: Collection[str],
+) -> Job:
+    """Compose a job of a sweep and make it Hydra's state, as Hydra's own launcher does.
+
+    Args:
+        config: Hydra's configuration of the sweep.
+    """
+    composed = context.config_loader.load_sweep_config(config, [*overrides])
+    with open_dict(composed):
+        composed.hydra.job.id = str(number)
+        composed.hydra.job.num = number
+    HydraConfig.instance().set_config(composed)
+    task_config = composed.copy()
+    with open_dict(task_config):
+        del task_config["hydra"]
+    return resolve(task_config, swept)
+
+
+def command_line_keys(overrides: Iterable[str]) -> frozenset[str]:
+    """Return the keys that overrides set, and the keys that contain them."""
+    keys = {*map(key_of, overrides)}
+    return frozenset(keys | {key_of_group(key) for key in keys})
+
+
+def to_job(cfg: DictConfig, hydra: Any, overrides: Iterable[str]) -> Job:
+    """Run the user's files that a composed configuration names, and return its job.
+
+    Args:
+        hydra: The `hydra` node of the composed configuration.
+        overrides: Overrides from the command line.
+
+    Raises:
+        ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+    """
+    return Job.build(
+        to_plain(cfg),
+        command_line_keys(overrides),
+        preset_directories(hydra),
+        {str(key): str(value) for key, value in hydra.runtime.choices.items()},
+        {},
+    )
+
+
+def preset_directories(hydra: Any) -> list[str]:
+    """Return the directories in which Hydra looks for presets, in its order."""
+    sources = hydra.runtime.config_sources
+    return [str(Path(source.path).absolute()) for source in sources if source.schema == "file"]
+
+
+def application_state() -> tuple[frozenset[str], list[str]]:
+    """Return what another Hydra application has: its command line's keys, its preset directories.
+
+    Both are empty if its configuration does not come from `@hydra.main`.
+    """
+    if not HydraConfig.initialized():
+        return frozenset(), []
+    hydra = HydraConfig.get()
+    return command_line_keys(_words(hydra.overrides.task)), preset_directories(hydra)
+
+
+def _words(overrides: Any) -> list[str]:
+    """Return overrides as they were typed: Hydra would resolve an interpolation in one."""
+    words: Any = OmegaConf.to_container(overrides, resolve=False)
+    return [*words]
+
+
+def _hydra_files(cfg: DictConfig) -> dict[str, str]:
+    """Return the files that Hydra would write to `.hydra/`, by name."""
+    whole: Any = HydraConfig.instance().cfg
+    return {
+        "config.yaml": OmegaConf.to_yaml(cfg),
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(whole, ["hydra"])),
+        "overrides.yaml": OmegaConf.to_yaml(whole.hydra.overrides.task),
+    }

@@ -1,0 +1,280 @@
+"""A job is everything that is known about a run before torch is imported; how jobs are named."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from pathlib import Path, PurePosixPath
+from types import MappingProxyType
+from typing import Any
+
+from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_code
+from mingpt_ddp.config.config import (
+    LIMITS,
+    Config,
+    drop_defaults_of_others,
+    flatten,
+    from_mapping,
+    named_keys,
+)
+from mingpt_ddp.errors import ConfigError, UserError, pack_error, unpack_error
+
+BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+class RunStatus(str, Enum):
+    """How a run ended, as `status` in result.json."""
+
+    COMPLETE = "complete"  # the run has reached its limits
+    PREEMPTED = "preempted"  # a signal has stopped the run; the same command resumes it
+    PRUNED = "pruned"  # a pruner has ended this job, because other jobs did better
+    FAILED = "failed"  # an error has ended it; no result.json has this status
+
+
+class Reporter(Enum):
+    """Who prints the error of a job before its process exits."""
+
+    ONE_RANK = "one rank"  # every rank may have the error: one rank of each agent prints it
+    THIS_RANK = "this rank"
+    NOBODY = "nobody"  # it is printed already, or workers have printed it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job has ended."""
+
+    status: RunStatus
+    directory: Path | None = None  # the run directory; None if the job failed before it had one
+    value: float | None = None  # what its sweep ranks the job by; None if it is not complete
+    error: UserError | None = None
+    exit_code: int = 0  # of the process, if no other job follows
+    reporter: Reporter = Reporter.ONE_RANK
+    signalled: bool = False  # the process received a signal, perhaps too late for this job
+    was_known: bool = False  # an earlier start has recorded it, and the job did not run again
+    # True if no other job may follow in this process, because other ranks may not have failed.
+    ends_process: bool = False
+    # For a sweep: what to report, and the metric by which it ranks its jobs; None: the default.
+    directories: tuple[Path, ...] = ()
+    metric: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.status is RunStatus.FAILED
+
+    def to_json(self) -> str:
+        """Return the outcome as JSON, for a caller in Python or the parent of a local worker."""
+        directories = self.directories or filter(None, [self.directory])
+        return json.dumps(
+            {
+                "status": self.status.value,
+                "error": self.error and pack_error(self.error),
+                "exit_code": self.exit_code,
+                "directories": [str(each.absolute()) for each in directories],
+                "metric": self.metric,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """Return the outcome that `to_json` has written in another process."""
+        values = json.loads(text)
+        error: Any = values["error"] and unpack_error(values["error"])
+        return cls(
+            RunStatus(values["status"]),
+            error=error,
+            exit_code=values["exit_code"],
+            directories=tuple(map(Path, values["directories"])),
+            metric=values["metric"],
+        )
+
+
+class EndsProcess(BaseException):
+    """Leave Hydra, and any sweeper of others, with an outcome that no other job may follow.
+
+    It is not an Exception, which Hydra or the sweeper would catch.
+    """
+
+    def __init__(self, outcome: Outcome, job: int = 0) -> None:
+        """
+        Args:
+            job: Number of the job in a sweep.
+        """
+        self.outcome = outcome
+        self.job = job
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The place of a job in its sweep."""
+
+    number: int  # from 0
+    label: str  # its swept overrides
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run with its checked configuration, before it starts."""
+
+    config: Config
+    command_line_keys: frozenset[str] = frozenset()  # and the keys that contain them
+    hydra_files: Mapping[str, str] = field(default_factory=dict)  # contents of .hydra/, by name
+    # Where the files that the configuration names as `code` are searched, see `run_code`.
+    preset_directories: tuple[str, ...] = ()
+    presets: Mapping[str, str] = field(default_factory=dict)  # the chosen ones by group
+    trial: Trial | None = None  # None outside of a sweep
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.config.run.root) / run_name(self.config)
+
+    @property
+    def number(self) -> int:
+        """The number of the job in its sweep, from 0."""
+        return self.trial.number if self.trial else 0
+
+    def with_run(self, **changes: Any) -> Job:
+        """Return the job with other values of the group `run`."""
+        config = replace(self.config, run=replace(self.config.run, **changes))
+        return replace(self, config=config)
+
+    def to_json(self) -> str:
+        """Return the job as JSON, for `Job.from_json` in another process of this start."""
+        values = {**self.config.to_dict(), "sweep": asdict(self.config.sweep)}
+        return job_json(
+            values,
+            self.command_line_keys,
+            self.preset_directories,
+            presets=self.presets,
+            hydra_files=self.hydra_files,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """Return the job that `to_json` or `job_json` has written. Run the user's files it names.
+
+        Raises:
+            ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+        """
+        return cls.build(**json.loads(text))
+
+    @classmethod
+    def build(
+        cls,
+        values: dict[str, Any],
+        command_line_keys: Iterable[str],
+        preset_directories: Iterable[str],
+        presets: Mapping[str, str],
+        hydra_files: Mapping[str, str],
+    ) -> Job:
+        """Return the job of a composed configuration. Run the user's files that it names.
+
+        Raises:
+            ConfigError, CodeError: A key, a value or a user's file is invalid; one line.
+        """
+        keys = {*command_line_keys}
+        if keys >= {*BATCH_SIZES}:
+            raise ConfigError(
+                "trainer.batch_size and trainer.batch_size_per_rank exclude each other; give one "
+                "of them"
+            )
+        _prefer_typed_limit(values.get("trainer"), keys)
+        directories = tuple(preset_directories)
+        with attribute_errors_to_user_code():
+            run_code(values, [*map(Path, directories)], presets)
+            for group in ("task", "optimizer"):
+                drop_defaults_of_others(group, values.get(group), keys)
+            config = from_mapping(values)
+        return cls(config, frozenset(keys), hydra_files, directories, presets)
+
+
+def job_json(
+    values: Mapping[str, Any],
+    command_line_keys: Iterable[str],
+    preset_directories: Iterable[str],
+    presets: Mapping[str, str] = NOTHING,
+    hydra_files: Mapping[str, str] = NOTHING,
+) -> str:
+    """Return the arguments of `Job.build` as JSON. They are not checked."""
+    arguments = {
+        "values": values,
+        "command_line_keys": sorted(command_line_keys),
+        "preset_directories": [*preset_directories],
+        "presets": {**presets},
+        "hydra_files": {**hydra_files},
+    }
+    return json.dumps(arguments, default=str)
+
+
+def _prefer_typed_limit(trainer: Any, typed: Container[str]) -> None:
+    """Limits or a batch size from the command line replace those from presets and defaults."""
+    if "trainer.batch_size" in typed:
+        trainer["batch_size_per_rank"] = None
+    typed_limits = {limit for limit in LIMITS if f"trainer.{limit}" in typed}
+    if any(trainer.get(limit) is not None for limit in typed_limits):
+        trainer |= dict.fromkeys({*LIMITS} - typed_limits)
+
+
+def run_name(config: Config, extra: dict[str, Any] | None = None) -> str:
+    """Return `run.name`, or `<data>-<model>-<digest>`: the same on every rank, node and restart.
+
+    Args:
+        extra: See `Config.digest`.
+    """
+    if config.run.name:
+        return config.run.name
+    source = config.run.init_from  # only the run itself reads the model of these weights
+    model = config.model.name if source is None else f"from_{PurePosixPath(source).name}"
+    return f"{_slug(config.data.label)}-{_slug(model)}-{config.digest(extra)}"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_]+", "_", name)[:60]
+
+
+def job_name(config: Config, swept: Mapping[str, str]) -> str:
+    """Return the `run.name` of a job: the sweep's name, the readable overrides and a digest.
+
+    The digest identifies the job.
+
+    Args:
+        config: The configuration of the job, in which `run.name` is the name of the sweep.
+        swept: Overrides that the sweep varies, by key.
+    """
+    plain = config.to_dict()
+    values = flatten(plain)
+    covered = {*named_keys(plain), "model", "optimizer", "data"}  # including presets
+    extra = {}
+    for key, text in swept.items():
+        if key not in covered:
+            # Use the parsed value, because 100 and 1e2 are the same job.
+            extra[key] = json.dumps(values.get(key, text))
+    hashed = {"swept": extra} if extra else {}
+    if config.run.name is None:
+        return run_name(config, hashed)
+    return f"{config.run.name}/{_readable(swept)}-{config.digest(hashed)}"
+
+
+def existing_name(job: Job) -> str:
+    """Return the `run.name` of a job of a sweep, as its directory has it if there is one.
+
+    A directory whose name ends with the digest of the job belongs to it, even if an edit of the
+    sweep has changed the readable part.
+    """
+    name = PurePosixPath(run_name(job.config))
+    if name.parent == PurePosixPath("."):  # the sweep has no directory of its own
+        return str(name)
+    digest = name.name.rpartition("-")[2]
+    found = sorted(job.directory.parent.glob(f"*-{digest}"))
+    return str(name.with_name(found[0].name) if found else name)
+
+
+def _readable(swept: Mapping[str, str]) -> str:
+    """Format overrides for the beginning of a directory's name."""
+    text = ",".join(f"{key}={value}" for key, value in sorted(swept.items()))
+    safe = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", text)
+    return safe.lstrip("._=,+-")[:100] or "job"

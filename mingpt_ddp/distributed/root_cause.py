@@ -1,0 +1,282 @@
+"""Report why a process fails, as one last line for all ranks, and exit."""
+
+import contextlib
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, NoReturn
+
+from mingpt_ddp.config.job import Outcome, Reporter, RunStatus
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.env import DistEnv, has_parent_launcher, read_env
+from mingpt_ddp.distributed.exit import (
+    EX_TEMPFAIL,
+    FAILURE,
+    USER_ERROR,
+    exit_process,
+    signal_exit_code,
+)
+from mingpt_ddp.distributed.parent_watch import die_with_parent, kill_stopped_siblings
+from mingpt_ddp.errors import (
+    LONGEST_LINE,
+    MAY_PASS,
+    ConfigError,
+    JoinError,
+    StorageUnavailableError,
+    UserError,
+)
+from mingpt_ddp.interrupts import INTERRUPTED
+from mingpt_ddp.terminal import echo_error, escape_what_streams_cannot_encode
+
+if TYPE_CHECKING:
+    from mingpt_ddp.distributed.group.failures import Failure
+    from mingpt_ddp.distributed.group.process_group import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+ROOT_CAUSE_TIMEOUT_S = 1.0  # how long a rank that lost a peer waits for the root cause
+# Other ranks give local rank 0 this long to report an error that all ranks have.
+SLOWER_S = 5.0
+# An agent takes this long to notice that a worker has exited. Then it kills the other workers.
+AGENT_POLL_S = 1.0
+
+
+class ProcessExit:
+    """Turn errors of this rank into outcomes. Find the root cause that another one reports."""
+
+    def __init__(self, job: int = 0) -> None:
+        """
+        Args:
+            job: Number of the job in a sweep.
+        """
+        self.env = DistEnv()
+        self.job = job
+        with contextlib.suppress(ConfigError):  # `train` will raise it again
+            self.env = read_env()
+        self.group: ProcessGroup | None = None  # set when this rank has joined its group
+        self.is_symmetric = True  # True if all ranks have the same errors
+
+    def outcome_of(self, error: Exception, in_sweep: bool = False) -> Outcome:
+        """Report an error of this rank to the others, and return how the job has ended.
+
+        After losing a peer, wait for its report and log that.
+
+        Args:
+            in_sweep: True if another job may follow in this process. It does if all ranks have
+                failed in the same way.
+        """
+        if isinstance(error, UserError):
+            if in_sweep and self._failed_on_all_ranks(error):
+                return failed(error)
+            return self._of_user(error)
+        if in_sweep and self.env.world_size == 1:
+            self._log_traceback("the job failed", error)
+            return replace(failed(UserError(self._describe(error))), exit_code=FAILURE)
+        return replace(self._of_rank(error), ends_process=True)
+
+    def _of_user(self, error: UserError) -> Outcome:
+        if self.group is not None:
+            self.group.failures.record(str(error), type(error).__name__)
+        return replace(failed(error), ends_process=True)
+
+    def _of_rank(self, error: Exception) -> Outcome:
+        """Return the outcome of an error that no user can mend, or of the loss of a peer."""
+        import torch.distributed as dist
+
+        is_gloo_error = isinstance(error, RuntimeError) and "gloo" in str(error)
+        if isinstance(error, dist.DistError) or is_gloo_error:
+            return self._lost_peer(error)
+        text = self._describe(error)
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(Exception):  # write the error file for torchrun's summary
+            get_error_handler().record_exception(error)
+        rank = self.env.rank
+        self._log_traceback(f"rank {rank} failed", error)
+        if self._record_for_later(error, text):
+            advice = "a restart would not help: mend it, then run the same command to resume"
+            twice = UserError(f"rank {rank}: {text}; it came twice at the same step, so {advice}")
+            # a peer that exits earlier is restarted
+            return replace(self._of_user(twice), reporter=Reporter.THIS_RANK)
+        if self.group is not None:
+            self.group.failures.record(text)
+        error = UserError(f"rank {rank}: {text}")
+        return Outcome(
+            RunStatus.FAILED, error=error, exit_code=FAILURE, reporter=Reporter.THIS_RANK
+        )
+
+    def log_peer_failure(self, failure: "Failure") -> None:
+        """Log the failure of another rank. A user error is logged once per agent."""
+        if not failure.kind:
+            log.error("error: rank %d: %s", failure.rank, failure.message)
+        elif failure.kind == StorageUnavailableError.__name__:
+            self.env.call_on_rank_zero(lambda: log.error(failure.message))
+        elif _is_first_report(self.env, self.job, failure.message):
+            log.error(failure.message)
+
+    def _record_for_later(self, error: Exception, text: str) -> bool:
+        """Record an error in a step. Return True if an earlier attempt had it at the same step."""
+        from mingpt_ddp.distributed.error_text import is_transient
+
+        if self.group is None or is_transient(error):
+            return False
+        has_step = re.search(r"step \d", self.group.heartbeat["activity"])
+        return bool(has_step) and self.group.failures.record_for_later(text)
+
+    def _describe(self, error: Exception) -> str:
+        """Return the error, its file and line, and the activity of this rank, as one line."""
+        from mingpt_ddp.distributed.error_text import describe_error
+
+        return describe_error(error, self.group.heartbeat["activity"] if self.group else "")
+
+    def _log_traceback(self, what: str, error: Exception) -> None:
+        """Log a traceback to the file, or to the console if there is no file yet."""
+        log.error(what, exc_info=error, extra={"file_only": logs.has_file()})
+
+    def _lost_peer(self, error: Exception) -> Outcome:
+        """Log the root cause, which another rank may report."""
+        rank = self.env.rank
+        log.info("rank %d lost a peer", rank, exc_info=error, extra={"file_only": True})
+        cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S)
+        if cause is not None:
+            self.log_peer_failure(cause)
+        else:
+            what = "lost another rank, which has reported no error"
+            log.error("error: rank %d %s: %s", rank, what, self._describe(error))
+        logs.close()  # errors of other threads must not follow the root cause
+        return Outcome(RunStatus.FAILED, exit_code=FAILURE, reporter=Reporter.NOBODY)
+
+    def on_signal(self, number: int, ask_for_cause: bool = True) -> NoReturn:
+        """Exit. If the signal comes from an agent after another rank failed, log the root cause.
+
+        Args:
+            ask_for_cause: Look up the root cause in the store. This can take seconds if it is down.
+        """
+        try:
+            cause = self.peer_failure(ROOT_CAUSE_TIMEOUT_S) if ask_for_cause else None
+            if cause is not None:
+                self.log_peer_failure(cause)
+            elif self.env.is_rank_zero:
+                name = signal.Signals(number).name
+                log.error("ended by %s; rerun the same command to resume", name)
+        finally:
+            exit_process(None, signal_exit_code(self.env, 128 + number))
+
+    def _failed_on_all_ranks(self, error: UserError) -> bool:
+        """Return True if every rank has this error. Then all can start the next job of a sweep."""
+        if self.is_symmetric:
+            return True
+        if self.group is None or not self.group.failures.compare_with_all(str(error)):
+            return False
+        self.group.leave()  # the next job has another group
+        return True
+
+    def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
+        """Return the failure that another rank has reported or reports within `wait_s` seconds."""
+        if self.group is None:
+            return None
+        return self.group.failures.first(wait_s)
+
+
+def failed(error: UserError) -> Outcome:
+    """Return the outcome of an error that a user can mend."""
+    return Outcome(RunStatus.FAILED, error=error, exit_code=USER_ERROR)
+
+
+def exit_with(
+    outcome: Outcome, job: int = 0, report: Callable[[Outcome], object] | None = None
+) -> NoReturn:
+    """Print the error of the last job, once for all ranks of an agent, and exit with its code.
+
+    Args:
+        job: Number of the job in a sweep.
+        report: Gets the outcome, and prints its error. None to print it here.
+    """
+    if report is not None:
+        report(outcome)
+    env = DistEnv()
+    with contextlib.suppress(ConfigError):  # it is the error, or was reported before
+        env = read_env()
+    if not outcome.has_failed:
+        is_preempted = outcome.status is RunStatus.PREEMPTED
+        exit_process(None, signal_exit_code(env, outcome.exit_code) if is_preempted else 0)
+    error = outcome.error
+    if error is None or outcome.reporter is Reporter.NOBODY:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if env.has_agent:
+            time.sleep(AGENT_POLL_S)  # torchrun blames the first exit: let it be the failed rank
+        exit_process(None, outcome.exit_code)
+    if not logging.getLogger(logs.ROOT).handlers:
+        logs.to_console(env)
+    prints = report is None
+    if outcome.exit_code == FAILURE:
+        exit_process(error, FAILURE, prints)
+    if outcome.reporter is Reporter.ONE_RANK and env.has_agent and env.local_rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(SLOWER_S)  # the agent ends this process when local rank 0 has exited
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent need not end this process
+    if isinstance(error, JoinError):
+        kill_stopped_siblings(env)
+    if isinstance(error, MAY_PASS):
+        is_of_all = isinstance(error, StorageUnavailableError)
+        shown = env.call_on_rank_zero(lambda: error) if is_of_all else error
+        exit_process(shown, EX_TEMPFAIL if env.has_agent else USER_ERROR, prints)
+    first = error if _is_first_report(env, job, str(error)) else None
+    exit_process(first, USER_ERROR, prints)
+
+
+def _is_first_report(env: DistEnv, job: int, message: str) -> bool:
+    """Record a user error for later attempts. Return True if its agent has none so far.
+
+    If the store is lost, every rank prints the error.
+    """
+    if not env.has_agent:
+        return True
+    from mingpt_ddp.distributed.group.rendezvous import ask_store, record_fatal
+
+    return ask_store(lambda: record_fatal(env, job, message), otherwise=True)
+
+
+@contextlib.contextmanager
+def cli_errors() -> Iterator[None]:
+    """Report errors of a command-line tool as one line and an exit code.
+
+    If torchrun started several ranks, one of them reports the error.
+    """
+    escape_what_streams_cannot_encode()
+    try:
+        yield
+    except (UserError, OSError) as error:
+        if isinstance(error, UserError) and has_parent_launcher():
+            exit_with(failed(error))
+        text = str(error)
+        if not isinstance(error, UserError):
+            text = f"error: {' '.join(text.split())}"
+        echo_error(text[:LONGEST_LINE])
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        echo_error("interrupted")
+        sys.exit(INTERRUPTED)
+
+
+@contextlib.contextmanager
+def process_exit() -> Iterator[None]:
+    """Exit after the body of a script that trains, with the exit code that main.py would have.
+
+    An error is one line. A rank that torchrun has started exits when torchrun dies. The exit is
+    os._exit, because normal interpreter shutdown sometimes aborts in a background thread of torch,
+    which torchrun counts as a failure.
+    """
+    if has_parent_launcher():
+        die_with_parent()
+    exits = ProcessExit()
+    logs.to_console(exits.env)
+    try:
+        yield
+    except Exception as error:
+        exit_with(exits.outcome_of(error))
+    exit_process(None, 0)

@@ -1,0 +1,250 @@
+"""Run a job, in this process or on local workers, and return how it has ended."""
+
+import asyncio
+import gc
+import math
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, run_name
+from mingpt_ddp.distributed.device.machine import threads_per_worker
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.channels import reporter as parent_judge
+from mingpt_ddp.distributed.launch.launcher import Ended, Launch, run_workers
+from mingpt_ddp.distributed.launch.slots import Slot
+from mingpt_ddp.distributed.launch.workers import SignalForwarder
+from mingpt_ddp.distributed.root_cause import ProcessExit
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.errors import ChangedTextError, JobError
+from mingpt_ddp.storage.run_directory import next_free_name, read_result
+
+if TYPE_CHECKING:
+    from mingpt_ddp.distributed.group.process_group import ProcessGroup
+
+
+class Known(NamedTuple):
+    """What rank zero knows of a job before it runs, as JSON values."""
+
+    name: str  # its run.name
+    value: float | None = None  # its objective, if it is complete
+    failure: str | None = None  # the reason, if it has failed for good
+
+
+class Records:
+    """What a sweep knows about its jobs. These are the records of a single run: nothing."""
+
+    def look_up(self, job: Job) -> Known:
+        """Return what is known of a job. Called on rank zero.
+
+        Raises:
+            ChangedTextError: The text has changed since another job was complete.
+        """
+        return Known(run_name(job.config))
+
+    def value_of(self, job: Job) -> float:
+        """Return what ranks a complete job among others. Called on rank zero.
+
+        Raises:
+            RunError: The job has not measured it.
+        """
+        loss = read_result(job.directory).get("val_loss")
+        return math.nan if loss is None else float(loss)
+
+    def judge_of(self, job: Job) -> Judge | None:
+        """Return the function that judges the evaluations of a job; None if nothing does."""
+        return None
+
+    def threads(self, workers: int, default: int) -> int | None:
+        """Return the number of torch threads of each worker; None if nothing fixes it.
+
+        Args:
+            default: The number at the first start of a sweep.
+        """
+        return None
+
+
+def run_job(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
+    """Run a job to its end, or to a signal. Return all errors as outcomes.
+
+    Args:
+        started_at: time.monotonic() when this job began.
+    """
+    if not runs_on_workers(job, env):
+        return _run_here(job, env, records, started_at)
+    try:
+        ready = name_job(job, env, records)
+        if isinstance(ready, Outcome):
+            return ready
+        forwarder = SignalForwarder()
+        with forwarder.installed():
+            return asyncio.run(run_on_workers(ready, env, records, started_at, forwarder))
+    except Exception as error:
+        return outcome_of(error, ProcessExit(job.number), job)
+
+
+def outcome_of(error: Exception, exits: ProcessExit, job: Job) -> Outcome:
+    """Report an error to the other ranks, and return how the job has ended."""
+    outcome = exits.outcome_of(error, in_sweep=job.trial is not None)
+    if outcome.error is not None:
+        # Its traceback would keep the model in memory.
+        outcome.error.__context__ = outcome.error.__cause__ = None
+        outcome.error.with_traceback(None)
+    if isinstance(error, ChangedTextError):
+        outcome = replace(outcome, ends_process=True)
+    return outcome
+
+
+def value_or_error(outcome: Outcome, label: str) -> float:
+    """Return what Hydra's launchers and the sweepers of others get from a job.
+
+    Raises:
+        JobError: The job has failed, or a signal has ended it.
+    """
+    if outcome.has_failed or outcome.value is None:
+        raise JobError(f"{label} failed")
+    return outcome.value
+
+
+def runs_on_workers(job: Job, env: DistEnv) -> bool:
+    """Return True if a job needs local workers that this process starts."""
+    return bool(job.config.ddp.nproc_per_node) and not env.has_local_rank
+
+
+def name_job(job: Job, env: DistEnv, records: Records) -> Job | Outcome:
+    """Return a job for local workers with its final run.name, or its outcome if that is known."""
+    known = records.look_up(job)
+    job = job.with_run(name=known.name)
+    if outcome := _known_outcome(job, known):
+        return outcome
+    if job.config.run.resume == "never" and env.is_standalone:  # all restarts share a directory
+        job = job.with_run(name=next_free_name(job), resume="auto")
+    return job
+
+
+async def run_on_workers(
+    job: Job,
+    env: DistEnv,
+    records: Records,
+    started_at: float,
+    forwarder: SignalForwarder,
+    slot: Slot | None = None,
+) -> Outcome:
+    """Run a job that `name_job` has named on local workers.
+
+    Args:
+        forwarder: Installed.
+        slot: Slot of a concurrent job. None if it has the whole machine and the console.
+    """
+    workers = job.config.ddp.local_workers or 1
+    default = threads_per_worker(workers, len(slot.cores) if slot else None)
+    threads = records.threads(workers, default)
+    launch = Launch(job, records.judge_of(job), slot, threads)
+    ended = await run_workers(launch, env, started_at, forwarder)
+    return _outcome_on_workers(job, ended, records)
+
+
+def _outcome_on_workers(job: Job, ended: Ended, records: Records) -> Outcome:
+    preempted_code = job.config.ddp.preempted_exit_code
+    directory = job.directory
+    if ended.code not in (0, preempted_code) and not ended.signalled:
+        error = ended.error or JobError(f"its workers exited with code {ended.code}")
+        # Workers have printed their error, and those of a single run what else there is to say.
+        reporter = Reporter.NOBODY if ended.error or job.trial is None else Reporter.ONE_RANK
+        return Outcome(RunStatus.FAILED, directory, None, error, ended.code, reporter)
+    status = read_result(directory).get("status")
+    if ended.code != 0 or status not in (RunStatus.COMPLETE, RunStatus.PRUNED):
+        return Outcome(RunStatus.PREEMPTED, directory, exit_code=ended.code, signalled=True)
+    value = records.value_of(job)
+    return Outcome(RunStatus(status), directory, value, signalled=ended.signalled)
+
+
+def _known_outcome(job: Job, known: Known) -> Outcome | None:
+    """Return the outcome of a job that has ended before, else None."""
+    if known.value is not None:
+        return Outcome(RunStatus.COMPLETE, job.directory, known.value, was_known=True)
+    if known.failure is not None:
+        error = JobError(f"it has failed before: {known.failure}")
+        return Outcome(RunStatus.FAILED, job.directory, error=error, was_known=True)
+    return None
+
+
+def _run_here(job: Job, env: DistEnv, records: Records, started_at: float) -> Outcome:
+    """Run a job as one rank, in this process."""
+    exits = ProcessExit(job.number)
+    signals = SignalHandler(exits)
+    signals.install()
+    try:
+        outcome = _train(job, env, records, started_at, exits, signals)
+    except Exception as error:
+        outcome = outcome_of(error, exits, job)
+    if not outcome.ends_process:
+        exits.group = None  # the signal handlers outlive the job and would keep it in memory
+        if outcome.has_failed:
+            gc.collect()
+    return outcome
+
+
+def _train(
+    job: Job,
+    env: DistEnv,
+    records: Records,
+    started_at: float,
+    exits: ProcessExit,
+    signals: SignalHandler,
+) -> Outcome:
+    from mingpt_ddp.distributed.runtime import Runtime  # imports torch: report a mistyped key first
+
+    exits.is_symmetric = env.world_size == 1
+    runtime = Runtime(job.config, env, job.number)
+    group = exits.group = runtime.group
+    job, outcome = _agree(job, group, records)
+    if outcome is not None:
+        runtime.close()
+        return outcome
+    if job.trial is not None and env.world_size == 1 and not runtime.strategy.is_canonical:
+        _use_threads(records)
+    from mingpt_ddp.training.run import train_run
+
+    # A local worker asks its launcher, and any other rank the sweep in its own process.
+    metrics = train_run(job, runtime, signals, started_at, parent_judge() or records.judge_of(job))
+    ended = None
+    if metrics is not None:
+        ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))
+    # possibly too late for this job
+    signalled = any(group.all_gather(signals.signal_name is not None))
+    runtime.close()
+    if job.trial is not None:
+        runtime.free_memory()
+    code = job.config.ddp.preempted_exit_code if signalled else 0
+    status, value = ended or (RunStatus.PREEMPTED, None)
+    directory = job.directory
+    return Outcome(RunStatus(status), directory, value, exit_code=code, signalled=signalled)
+
+
+def _status(job: Job) -> str:
+    return str(read_result(job.directory)["status"])
+
+
+def _agree(job: Job, group: "ProcessGroup", records: Records) -> tuple[Job, Outcome | None]:
+    """Return the job with its final run.name, and its outcome if it has ended before. A collective.
+
+    Rank zero decides, because other nodes may not see its directories.
+    """
+    known = Known(*group.run_on_rank_zero(lambda: records.look_up(job)))
+    job = job.with_run(name=known.name)
+    outcome = _known_outcome(job, known)
+    if outcome is None and job.config.run.resume == "never":
+        free_name = partial(group.get_or_set, "run.name", partial(next_free_name, job))
+        job = job.with_run(name=group.run_on_rank_zero(free_name))
+    return job, outcome
+
+
+def _use_threads(records: Records) -> None:
+    """Use as many threads of torch in this process as at the first start of the sweep."""
+    import torch
+
+    threads = records.threads(1, torch.get_num_threads())
+    if threads not in (None, torch.get_num_threads()):
+        torch.set_num_threads(threads)
