@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mingpt_ddp.loop import (
+    Config,
     Evaluator,
     Meter,
     RunState,
@@ -48,9 +49,8 @@ EVAL_EVERY = 100
 SAVE_EVERY = 100
 
 
-def train(settings: dict[str, dict[str, Any]]) -> TrainState:
+def train(config: Config) -> TrainState:
     """Train to trainer.max_steps; return what was reached."""
-    config = from_mapping(settings)
     runtime = Runtime(config, read_env())  # device, precision, process group, strategy
     task = build_task(config, runtime.group)  # the data, and what a model learns from it
     loader = task.train_loader(runtime.device)
@@ -99,4 +99,4 @@ def train(settings: dict[str, dict[str, Any]]) -> TrainState:
 
 if __name__ == "__main__":
     with process_exit():  # an error is one line
-        train(SETTINGS)
+        train(from_mapping(SETTINGS))

@@ -3,11 +3,12 @@
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, plan_batches
 from mingpt_ddp.distributed.env import read_env
-from mingpt_ddp.distributed.exit import process_exit
+from mingpt_ddp.distributed.root_cause import process_exit
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.sweeps.script import resolve
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state
@@ -34,6 +35,7 @@ __all__ = [
     "plan_batches",
     "process_exit",
     "read_env",
+    "resolve",
     "restore_newest",
     "snapshot_state",
 ]

@@ -38,7 +38,7 @@ settings["trainer"]["max_steps"] = {STEPS}
 train.EVAL_EVERY = 10
 train.SAVE_EVERY = 5
 with train.process_exit():
-    train.train(settings)
+    train.train(train.from_mapping(settings))
 """
 
 
@@ -98,6 +98,26 @@ def test_the_ranks_die_with_torchrun(tmp_path):
     ranks = job.kill_agent()
     assert len(ranks) == 2
     wait_for(lambda: not any(map(is_running, ranks)), what="the end of the ranks")
+
+
+def test_a_sweep_over_the_loop_as_the_page_says(tmp_path):
+    """Killed in its second job, the same command continues it."""
+    page = (ROOT / "docs" / "research.md").read_text()
+    block = re.search(r"end the copy with\n\n```py\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    source, main, _ = EXAMPLE.read_text().partition('if __name__ == "__main__":')
+    assert main
+    script = tmp_path / "train.py"
+    script.write_text(source.replace("SAVE_EVERY = 100", "SAVE_EVERY = 10") + block[1])
+    words = [*overrides(), "trainer.max_steps=300", "run.name=rates", "optimizer.lr=0.01,0.02"]
+    command = [*launcher(1), str(script), "-m", *words]
+    job = Job(command, tmp_path, PYTHONPATH=str(ROOT))
+    wait_for(lambda: "step 30:" in job.text().partition("job 2 of 2")[2], what="step 30 of job 2")
+    job.kill_agent()
+    first, _, second = succeed(command, tmp_path).partition("job 2 of 2: optimizer.lr=0.02")
+    assert "from step 300 of 300" in first
+    assert re.search(r"from step [1-9]\d* of 300\n", second)
+    assert len([*(tmp_path / "outputs" / "rates").glob("optimizer.lr=0.0[12]-*")]) == 2
 
 
 def test_the_page_documents_what_the_loop_may_import():

@@ -48,4 +48,4 @@ def test_the_loop_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = example["SETTINGS"]
     settings["trainer"] |= {"max_steps": 3, "device": "cpu"}
-    assert example["train"](settings).step == 3
+    assert example["train"](example["from_mapping"](settings)).step == 3

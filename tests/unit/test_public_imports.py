@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # By module. A name here keeps its path: move the code behind it, never the name.
 PUBLIC = {
     "mingpt_ddp": (
-        "LoadedRun again conf distributed evaluate history load loop parts plan registry "
-        "one_line_errors report rows snapshots sweep train versions"
+        "LoadedRun conf distributed history load loop one_line_errors parts registry rows "
+        "sweep train"
     ),
     "mingpt_ddp.data": "rng",
     "mingpt_ddp.data.rng": "derive_seed feistel_permute",
@@ -21,9 +21,9 @@ PUBLIC = {
     "mingpt_ddp.distributed": "get_rank get_world_size",
     "mingpt_ddp.errors": "UserError",
     "mingpt_ddp.loop": (
-        "Evaluator Meter RunState Runtime SnapshotManager SnapshotStore TrainState TrainStep "
-        "build_task build_trainable from_mapping plan_batches process_exit read_env "
-        "restore_newest snapshot_state"
+        "Config Evaluator Meter RunState Runtime SnapshotManager SnapshotStore TrainState "
+        "TrainStep build_task build_trainable from_mapping plan_batches process_exit read_env "
+        "resolve restore_newest snapshot_state"
     ),
     "mingpt_ddp.metrics.jsonl": "read_history",
     "mingpt_ddp.models": "LanguageModel SupportsKVCache SupportsSeveralDevices",
