@@ -12,7 +12,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fuzz.cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 40  # also on a slow machine: what grows without bounds takes longer
@@ -70,10 +73,10 @@ class Worker:
         self.process.wait()
 
 
-def faults(command: str, done: dict[str, Any]) -> list[str]:
+def faults(case: Case, done: dict[str, Any]) -> list[str]:
     """Return what is wrong with the outcome of a case."""
     found, lines = [], [line for line in done["stderr"].splitlines() if not re.match(NOTICES, line)]
-    allowed = {"snapshots verify": (0, 1, 2), "replay": (0, 1, 2, 3)}.get(command, (0, 2))
+    allowed = {"snapshots verify": (0, 1, 2), "replay": (0, 1, 2, 3)}.get(case.command, (0, 2))
     if done["code"] not in allowed:
         found.append(f"exit code {done['code']}")
     if re.search(r"Traceback \(most recent|Stack \(most|panicked", done["stderr"] + done["stdout"]):
@@ -85,7 +88,7 @@ def faults(command: str, done: dict[str, Any]) -> list[str]:
     if lines and not lines[-1].startswith("code error: ") and re.search(INTERNAL, lines[-1]):
         found.append("an exception that is no explanation")
     # A lock that was there before the command is held, and written, until it is refused.
-    locks = {f"cwd/{step[-1]}" for step in done["steps"] if str(step[-1]).endswith("/.lock")}
+    locks = {f"cwd/{step[-1]}" for step in case.steps if str(step[-1]).endswith("/.lock")}
     left = [name for name in done["changed"] if name not in locks]
     if done["code"] == 2 and left:
         found.append(f"left behind: {', '.join(left[:5])}")

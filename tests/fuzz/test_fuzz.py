@@ -36,7 +36,7 @@ def test_hostile_values_are_refused_in_one_line(first, worker):
     wrong = []
     for number in range(first, min(first + BATCH, CASES)):
         done, case = worker.run(SEED, number), draw(SEED, number)
-        if found := faults(case.command, done):
+        if found := faults(case, done):
             how = f"python tests/fuzz/driver.py {SEED} {number}"
             wrong.append(
                 f"{'; '.join(found)}\n  {case.shell()}\n  to see it: {how}\n  "
