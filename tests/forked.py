@@ -81,9 +81,11 @@ class ForkServer:
             ]
             files = [outputs.get("stdout", files[0]), outputs.get("stderr", files[1])]
             child = self._fork(command, cwd, env, files)
-            waiter = os.pidfd_open(child)
-            is_done = bool(select.select([waiter], [], [], timeout)[0])
-            os.close(waiter)
+            is_done = True
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the server knows it
+                waiter = os.pidfd_open(child)
+                is_done = bool(select.select([waiter], [], [], timeout)[0])
+                os.close(waiter)
             if not is_done:
                 os.killpg(child, signal.SIGKILL)
             code = self._answer()
