@@ -108,7 +108,7 @@ class StepLines(io.TextIOBase):
     All other lines are dropped, because they describe a directory that will be deleted.
     """
 
-    _rest = ""  # of the text so far, without its whole lines
+    _rest = ""  # the beginning of a line whose end has not been written yet
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")

@@ -180,7 +180,7 @@ def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome
         outcomes.append(outcome)
         return outcome.value
     if sweep is not None:
-        sweep.record(trial, outcome)
+        outcome = sweep.record(trial, outcome)
         if sweep.stopped is not None:
             raise EndsProcess(sweep.finish(), job.number)
     elif outcome.ends_process or outcome.status is RunStatus.PREEMPTED:

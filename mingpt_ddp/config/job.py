@@ -51,7 +51,7 @@ class Outcome:
     directory: Path | None = None  # the run directory; None if the job failed before it had one
     value: float | None = None  # what its sweep ranks the job by; None if it is not complete
     error: UserError | None = None
-    exit_code: int = 0  # of the process, if no other job follows
+    exit_code: int = 0  # with which the process ends, if no other job follows
     reporter: Reporter = Reporter.ONE_RANK
     signalled: bool = False  # the process received a signal, perhaps too late for this job
     was_known: bool = False  # an earlier start has recorded it, and the job did not run again
@@ -113,6 +113,11 @@ class Trial:
 
     number: int  # from 0
     label: str  # its swept overrides
+
+    @classmethod
+    def of(cls, number: int, swept: Mapping[str, str]) -> Trial:
+        """Return the place of a job with these swept overrides, by key."""
+        return cls(number, ", ".join(map("=".join, swept.items())) or "the only job")
 
 
 @dataclass(frozen=True)

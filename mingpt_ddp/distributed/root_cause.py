@@ -75,7 +75,7 @@ class ProcessExit:
             return self._of_user(error)
         if in_sweep and self.env.world_size == 1:
             self._log_traceback("the job failed", error)
-            return replace(failed(UserError(self._describe(error))), exit_code=FAILURE)
+            return failed(UserError(self._describe(error)), FAILURE)
         return replace(self._of_rank(error), ends_process=True)
 
     def _of_user(self, error: UserError) -> Outcome:
@@ -182,9 +182,9 @@ class ProcessExit:
         return self.group.failures.first(wait_s)
 
 
-def failed(error: UserError) -> Outcome:
-    """Return the outcome of an error that a user can mend."""
-    return Outcome(RunStatus.FAILED, error=error, exit_code=USER_ERROR)
+def failed(error: UserError, exit_code: int = USER_ERROR) -> Outcome:
+    """Return the outcome of an error, by default of one that a user can mend."""
+    return Outcome(RunStatus.FAILED, error=error, exit_code=exit_code)
 
 
 def exit_with(

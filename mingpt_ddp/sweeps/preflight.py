@@ -59,19 +59,19 @@ class Preflight(Callback):
     """Hydra's callback that checks a run or a sweep before anything is written."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with _exit_on_error():
+        with _leave_hydra_on_error():
             check_hydra_keys(config)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         # Hydra's shuffle() must have the same order on every rank and at every start.
         random.seed(0)
-        with _exit_on_error():
+        with _leave_hydra_on_error():
             check_hydra_keys(config)
             _started.append(_start(config, read_env()))
 
 
 @contextlib.contextmanager
-def _exit_on_error() -> Iterator[None]:
+def _leave_hydra_on_error() -> Iterator[None]:
     """Leave Hydra at an exception, which it would only log as a warning."""
     try:
         yield

@@ -40,8 +40,8 @@ class Source:
             words: Its overrides, if they are known.
         """
         words = self.overrides(number) if words is None else words
-        swept = [word.lstrip("+~") for word in words if key_of(word) in self.swept]
-        return Trial(number, ", ".join(swept) or "the only job")
+        values = {key_of(word): word.partition("=")[2] for word in words}
+        return Trial.of(number, {key: values[key] for key in values if key in self.swept})
 
 
 def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:

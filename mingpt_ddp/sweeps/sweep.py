@@ -12,7 +12,7 @@ from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, Trial
 from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.distributed.exit import FAILURE
+from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR
 from mingpt_ddp.distributed.launch.channels import Judge
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.root_cause import failed
@@ -38,7 +38,7 @@ class Sweep(JobRecords):
     env: DistEnv
     config: Config  # configuration of the first job, with the settings of the sweep
     directory: Path  # the sweep's own directory, or run.root
-    planned: int  # number of jobs; 0 if a sweeper of others decides
+    planned: int  # number of jobs; 0 if only a sweeper of others knows it
     is_remote: bool = False  # other processes run the jobs, count them and log their errors
     lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
     source: Source | None = None  # None if a sweeper of others chooses the jobs
@@ -66,7 +66,7 @@ class Sweep(JobRecords):
 
     @property
     def is_over(self) -> bool:
-        """True if all jobs have ended. Never, if a sweeper of others chooses the jobs."""
+        """True if all jobs have ended. Never, if only a sweeper of others knows their number."""
         return 0 < self.planned <= len(self.done) + len(self.failed)
 
     @property
@@ -152,7 +152,7 @@ class Sweep(JobRecords):
         return known
 
     def threads(self, workers: int, default: int) -> int | None:
-        """Return as many threads as at the first start of the sweep; ranks of torchrun have own."""
+        """Return as many threads as at the first start. Ranks of torchrun keep their number."""
         if self.source is None or self.env.world_size > 1:
             return None
         return self.file.threads(workers, default)
@@ -257,8 +257,7 @@ class Sweep(JobRecords):
         unwritten = self._print_table()
         if self.is_remote:
             if self.failed:
-                error = JobError(next(iter(self.failed.values())))
-                return replace(failed(error), exit_code=FAILURE, reporter=Reporter.THIS_RANK)
+                return failed(JobError(next(iter(self.failed.values()))), FAILURE)
             return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
         count = len(self.done) + len(self.failed)
         n_pruned = 0 if self.study is None else self.study.n_pruned
@@ -281,11 +280,7 @@ class Sweep(JobRecords):
             again = f"{left} have not started; raise sweep.max_failures, or {again}"
         which = "; ".join(dict.fromkeys(self.failed.values()))
         error = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
-        return (
-            failed(error)
-            if self.exit_code != FAILURE
-            else replace(failed(error), exit_code=FAILURE, reporter=Reporter.THIS_RANK)
-        )
+        return failed(error, FAILURE if self.exit_code == FAILURE else USER_ERROR)
 
     def _print_table(self) -> OutputError | None:
         """Write the page of the jobs and print their table. Return the error if that fails.

@@ -4,7 +4,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -183,7 +182,7 @@ def _run_batches(
                 sweep.record_done(trial, directory)
             else:
                 error = RunError(_reason(returned))
-                sweep.record(trial, replace(failed(error), exit_code=FAILURE))
+                sweep.record(trial, failed(error, FAILURE))
 
 
 def _reason(returned: object) -> str:

@@ -41,5 +41,7 @@ def run(config: ReplayConfig) -> int:
     try:
         words = shlex.split(config.words)
     except ValueError as error:
-        raise ConfigError(f"words={config.words} is no command line: {error}") from error
+        raise ConfigError(
+            f"words={config.words} cannot be read as a command line: {error}"
+        ) from error
     return replay(config.url, config.steps, config.nproc_per_node, words)

@@ -33,9 +33,8 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
     if swept is None:
         swept = values.keys() - set(hydra.job.config.override_dirname.exclude_keys)
     values = {key: value for key, value in values.items() if key in swept}
-    label = ", ".join("=".join(pair) for pair in values.items()) or "the only job"
     job = job.with_run(name=job_name(job.config, values))
-    return replace(job, trial=Trial(int(hydra.job.num), label))
+    return replace(job, trial=Trial.of(int(hydra.job.num), values))
 
 
 def compose_job(
@@ -93,7 +92,7 @@ def preset_directories(hydra: Any) -> list[str]:
 
 
 def application_state() -> tuple[frozenset[str], list[str]]:
-    """Return what another Hydra application has: its command line's keys, its preset directories.
+    """Return the keys on the command line of another Hydra application, and its preset directories.
 
     Both are empty if its configuration does not come from `@hydra.main`.
     """
