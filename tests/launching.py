@@ -196,11 +196,10 @@ def wait_for(condition, timeout: float = PATIENCE_S, what: str = "the condition"
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            jobs = "\n--- ".join(
-                job.text()[-3000:] for job in Job.started if job.process.poll() is None
-            )
+            # The last jobs are those of this test, which may have ended when they should not.
+            jobs = "\n--- ".join(job.text()[-3000:] for job in Job.started[-3:])
             raise AssertionError(
-                f"timed out after {timeout} s waiting for {what}; running jobs wrote:\n--- {jobs}"
+                f"timed out after {timeout} s waiting for {what}; the last jobs wrote:\n--- {jobs}"
             )
         time.sleep(0.005)
 

@@ -44,6 +44,7 @@ class Lease:
         self.storage = storage
         self.id = uuid.uuid4().hex
         self._count = 0  # heartbeats sent
+        self._stale_id: str | None = None  # of the owner from whom this process took the lease
         self._new_owner: str | None = None  # who took over the lease
         self._stopped = threading.Event()
         try:
@@ -58,6 +59,7 @@ class Lease:
         if owner is None and self.storage.put_if_absent(OWNER, self._record()):
             return
         owner = owner or self._read()  # a record may be damaged for a moment
+        self._stale_id = (owner or {}).get("id")
         if owner is not None and (dead is None or owner.get("id") != dead):
             self._wait_until_stale(owner)
         self.storage.write(OWNER, self._record())
@@ -119,6 +121,10 @@ class Lease:
     def check(self) -> None:
         """Check that the lease is still held.
 
+        A process that was suspended between this check and its heartbeat sends that heartbeat when
+        it wakes up, although another process has taken over meanwhile. The new owner then writes
+        its own record again, and the old one ends when it reads it.
+
         Raises:
             RunError: another process has taken it over.
             OSError: the storage does not respond.
@@ -126,13 +132,16 @@ class Lease:
         if self._new_owner is None:
             # again, because it may be damaged while it is replaced
             owner = self._read() or self._read()
-            if owner is not None and owner.get("id") != self.id:
-                self._new_owner = _describe(owner)
-        if self._new_owner is not None:
-            raise RunError(
-                f"{self.storage.url} was taken over by {self._new_owner}, because this run "
-                "sent no heartbeats"
-            )
+            if owner is None or owner.get("id") == self.id:
+                return
+            if self._stale_id is not None and owner.get("id") == self._stale_id:
+                self.storage.write(OWNER, self._record())
+                return
+            self._new_owner = _describe(owner)
+        raise RunError(
+            f"{self.storage.url} was taken over by {self._new_owner}, because this run "
+            "sent no heartbeats"
+        )
 
     def release(self) -> None:
         """Delete owner.json.
