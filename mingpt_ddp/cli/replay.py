@@ -14,9 +14,9 @@ import yaml
 
 from mingpt_ddp.cli.api import train
 from mingpt_ddp.cli.recorded_run import Interval, RecordedRun, choose_interval, read_snapshot
-from mingpt_ddp.cli.recorded_words import command_words, is_left_out
 from mingpt_ddp.config.compose.hydra_utils import hydra_value
 from mingpt_ddp.config.config import decides_bits
+from mingpt_ddp.config.recorded import is_untrusted
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, WEIGHT_KINDS, directory_name
@@ -169,7 +169,7 @@ def train_again(
         write_config(directory / "recorded", interval.state["config"])
         typed = [*changes(recorded, interval, directory), *words]
         with contextlib.redirect_stdout(StepLines()):
-            train(command_words(str(directory / "recorded"), typed), ranks)
+            train(["again", str(directory / "recorded"), *typed], ranks)
         run = directory / REPLAY_RUN_NAME
         hashes = {step: record.hashes for step, record in Ledger(run).read().items()}
         snapshot = read_snapshot(SnapshotStore(f"{run}/snapshots"), interval.target)
@@ -185,7 +185,7 @@ def write_config(directory: Path, config: Mapping[str, Any]) -> None:
         for key, value in keys.items():
             name = f"{group}.{key}"
             is_quiet = group in QUIET_GROUPS and not decides_bits(name, value)
-            if not is_quiet and not is_left_out(name, value):
+            if not is_quiet and not is_untrusted(name, value):
                 kept[group][key] = value
     directory.mkdir()
     (directory / "config.yaml").write_text(yaml.safe_dump(kept))

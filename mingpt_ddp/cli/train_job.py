@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -45,13 +45,17 @@ from mingpt_ddp.training.start.command_line import prepare_command_line
 log = logging.getLogger(__name__)
 
 
-def main() -> None:
-    """Run the command; always exit through os._exit."""
+def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
+    """Run the command; always exit through os._exit.
+
+    Args:
+        to_words: Makes the words for Hydra from the command line.
+    """
     _set_up_process()
     caller = take_caller()
     if caller or has_parent_launcher():
         die_with_parent(caller.pid if caller else None)
-    outcome, job = _run(caller)
+    outcome, job = _run(caller, to_words)
     exit_with(outcome, job, report=partial(_tell, caller) if caller else None)
 
 
@@ -63,7 +67,7 @@ def _tell(caller: Caller, outcome: Outcome) -> None:
         stream.write(outcome.to_json())
 
 
-def _run(caller: Caller | None) -> tuple[Outcome, int]:
+def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> tuple[Outcome, int]:
     """Run what the command line or the caller says. Return its outcome and its number in a sweep.
 
     Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
@@ -75,6 +79,7 @@ def _run(caller: Caller | None) -> tuple[Outcome, int]:
         if text := hydra_utils.answer(sys.argv[1:]):
             echo(text)
             return Outcome(RunStatus.COMPLETE), 0
+        sys.argv[1:] = to_words(sys.argv[1:])
         prepare_command_line(exits.env)
         if caller is not None and caller.job is not None:
             return _run_job_of(caller.job), 0

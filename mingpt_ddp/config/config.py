@@ -16,7 +16,6 @@ from mingpt_ddp.config.keys.fields import Effect, enters_name
 from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
 from mingpt_ddp.config.keys.schema import (
-    BASES,
     GROUPS,
     DDPConfig,
     RunConfig,
@@ -34,15 +33,6 @@ DEFAULT_CHOICE = {"task": "language_model"}
 # Groups that a recorded configuration of format 2 may lack.
 LATER_GROUPS: dict[str, Any] = {"task": {}, "tracker": {}}
 KEYS = known_keys()  # the keys of the schema, without the keys that users register
-# Keys that say where the files of a run are. No two runs share all of them.
-PLACES = (
-    "run.root",
-    "run.name",
-    "data.cache_dir",
-    "snapshot.path",
-)
-# Format 2 recorded this key in each group with code of the user. It is not a setting.
-CODE_SHA256 = "code_sha256"
 # config.yaml and snapshots omit these keys if they are null.
 OMITTED_IF_NULL = ("reader", "code")
 
@@ -132,32 +122,6 @@ def decides_bits(key: str, value: Any) -> bool:
     return key not in KEYS or enters_name(KEYS[key]) or value != KEYS[key].default
 
 
-def as_read_then(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration that reads its text like the version that recorded it.
-
-    Versions without the key `data.format` read any UTF-8 file as text.
-    """
-    data = values["data"]
-    if "dataset" in data or "format" in data:
-        return values
-    return {**values, "data": {**data, "format": "text"}}
-
-
-def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration as this version would have recorded it.
-
-    Keys that were added since have their defaults, and removed keys are dropped. If a user's class
-    is not registered, the keys of its base class are added.
-    """
-    filled = {}
-    for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
-        selector, _ = selected(group, keys)
-        base = BASES["dataset" if selector == "dataset" else group] if selector else None
-        cls = _class_of(group, keys) or base
-        filled[group] = keys | (default_values(cls) if cls else {}) | keys
-    return filled
-
-
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration by dotted key, `group.key`."""
     flat = {}
@@ -235,31 +199,6 @@ def drop_defaults_of_others(group: str, values: Any, typed: set[str]) -> None:
         is_default = any(values[key] == default_values(c).get(key, ...) for c in classes.values())
         if is_default and f"{group}.{key}" not in typed:
             del values[key]
-
-
-def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration without the keys that this version does not know.
-
-    A group with code of the user keeps all its keys, so that a key which the code no longer has is
-    refused. The group `data` is an exception, because a run compares the content of its data.
-    """
-    known = {}
-    for group, keys in values.items():
-        if group not in GROUPS:
-            continue
-        cls = _class_of(group, keys)
-        has_code = group != "data" and keys.get("code") is not None
-        known[group] = keys
-        if cls is not None:
-            names = {*keys} - {CODE_SHA256} if has_code else field_types(cls)
-            known[group] = {key: value for key, value in keys.items() if key in names}
-    return known
-
-
-def _class_of(group: str, keys: dict[str, Any]) -> type | None:
-    """Return the dataclass of a group's keys, or None if the selected name is not registered."""
-    _, choice = selected(group, keys)
-    return GROUPS[group][1].get(DEFAULT_CHOICE.get(group) if choice is None else str(choice))
 
 
 def build_group(group: str, values: Any) -> Any:

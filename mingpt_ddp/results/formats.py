@@ -12,6 +12,7 @@ from typing import Any
 
 from mingpt_ddp import errors
 from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
+from mingpt_ddp.config.recorded import untrusted_values
 from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import Job, Row, Value
 from mingpt_ddp.storage.yaml_and_json import read_yaml
@@ -106,32 +107,31 @@ def when(seconds: float | None) -> str:
 
 
 def command_line(job: Job) -> str:
-    """Return the command that trains a job, quoted for shell and Hydra.
+    """Return the command that trains a job again, or goes on with it, quoted for a shell.
 
-    Its words compose to the configuration of the job's last start. So they continue the job, or
-    repeat it under another run.name. Return NO_COMMAND if no run.name is recorded.
+    Return NO_COMMAND if no run.name is recorded.
     """
     # Without it, the command would begin another run.
     if "run.name" not in job.config:
         return NO_COMMAND
-    overrides = _read_record(job.directory, "overrides")
-    if isinstance(overrides, list) and all(isinstance(override, str) for override in overrides):
-        words = overrides
-        with contextlib.suppress(KeyError, TypeError):
-            words = [*config_flags(_read_record(job.directory, "hydra")["hydra"]), *overrides]
-        words = [word for word in words if not word.startswith(("sweep.", "sweep="))]
-    else:
-        # Remove the presets of these groups, because each preset has other keys.
-        words = ["~model", "~optimizer"]
-        words += [f"++{key}={hydra_value(value)}" for key, value in job.config.items()]
-    name = job.config["run.name"]
-    named = [word for word in words if re.match(r"\+{0,2}run\.name=", word)]
-    # The overrides of a job have the run.name of its sweep. The overrides of local workers have
-    # two: the run.name from the command line and the name of the directory.
-    if isinstance(name, str) and ("/" in name or len(named) > 1):
-        words = [word for word in words if word not in named]
-        words.append(f"run.name={hydra_value(name)}")
-    return f"{errors.command()} {shlex.join(words)}".rstrip()
+    words = [str(job.directory), *words_to_type(job.directory, job.config)]
+    return f"{errors.command('again')} {shlex.join(words)}"
+
+
+def words_to_type(directory: Path, recorded: dict[str, Any]) -> list[str]:
+    """Return what the again command takes from a command line only, as the run had it.
+
+    Args:
+        recorded: the configuration of the run by dotted key.
+    """
+    untrusted = untrusted_values(recorded)
+    words = [f"{key}={hydra_value(value)}" for key, value in untrusted.items()]
+    if any(key.endswith(".code") for key in untrusted):
+        flags = ["--config-dir=DIR"]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            flags = config_flags(read_yaml(directory / ".hydra" / "hydra.yaml")["hydra"])
+        words = [*flags, *words]
+    return words
 
 
 def compare_command(directories: Iterable[Path], objective: Objective) -> str:
@@ -140,8 +140,3 @@ def compare_command(directories: Iterable[Path], objective: Objective) -> str:
     if objective.note:
         words.append(f"metric={objective.metric}")
     return f"{errors.command('report')} {shlex.join(words)}"
-
-
-def _read_record(directory: Path, name: str) -> Any:
-    with contextlib.suppress(OSError, ValueError):
-        return read_yaml(directory / ".hydra" / f"{name}.yaml")

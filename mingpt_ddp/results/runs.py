@@ -14,7 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mingpt_ddp.config.config import PLACES, with_defaults
+from mingpt_ddp.config.recorded import PLACES, with_defaults
 from mingpt_ddp.config.validation import hint_at
 from mingpt_ddp.errors import DataError, RunError
 from mingpt_ddp.metrics.jsonl import METRICS, MetricsHistory, read_history

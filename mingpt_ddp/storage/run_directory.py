@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mingpt_ddp.config.config import flatten, without_unknown
+from mingpt_ddp.config.config import flatten
 from mingpt_ddp.config.job import Job
+from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.errors import RunError, StorageUnavailableError, reason
 from mingpt_ddp.storage.lease import Lease
 from mingpt_ddp.storage.lock import LOCK, LOCK_WAIT_S, acquire_lock, is_lock_of

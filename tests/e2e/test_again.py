@@ -9,8 +9,7 @@ from runs import read_result, recorded_config, succeed, tool
 def test_again(tmp_path):
     succeed([*python_main(), *TINY, "run.name=first"], tmp_path)
     command = tool("again", "outputs/first")
-    text = succeed([*command, "optimizer.lr=1e-2", "run.name=second"], tmp_path)
-    assert text.startswith("python -m mingpt_ddp ")
+    succeed([*command, "optimizer.lr=1e-2", "run.name=second"], tmp_path)
     first, second = (recorded_config(tmp_path / "outputs" / name) for name in ("first", "second"))
     first["optimizer"]["lr"], first["run"]["name"], first["run"]["root"] = (
         1e-2,
@@ -19,3 +18,18 @@ def test_again(tmp_path):
     )
     assert second == first
     assert read_result(tmp_path / "outputs" / "second")["step"] == 12
+
+
+def test_a_sweep_around_a_recorded_run(tmp_path):
+    """Two jobs at a time, with ranks of their own; the recorded model is of another class."""
+    model = ["model=modern_nano", "model.n_layer=1", "model.n_embd=24", "optimizer=muon"]
+    succeed([*python_main(), *TINY, *model, "trainer.max_steps=6", "run.name=first"], tmp_path)
+    words = ["-m", "optimizer.lr=0.01,0.02", "run.name=lr", "sweep.parallel=2"]
+    succeed([*tool("again", "outputs/first"), *words, "ddp.nproc_per_node=2"], tmp_path)
+    [*jobs] = sorted((tmp_path / "outputs" / "lr").glob("optimizer.lr=*"))
+    expected = recorded_config(tmp_path / "outputs" / "first")
+    for job, lr in zip(jobs, (0.01, 0.02), strict=True):
+        assert read_result(job)["step"] == 6
+        config = recorded_config(job)
+        assert config["model"] == expected["model"]
+        assert config["optimizer"] == {**expected["optimizer"], "lr": lr}

@@ -26,13 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mingpt_ddp.cli.arguments import run_command
 from mingpt_ddp.config.builders import attribute_errors_to_user_code, run_file
-from mingpt_ddp.config.config import (
-    DEFAULT_CHOICE,
-    Config,
-    as_read_then,
-    from_mapping,
-    without_unknown,
-)
+from mingpt_ddp.config.config import DEFAULT_CHOICE, Config, from_mapping
+from mingpt_ddp.config.recorded import as_read_then, without_unknown
 from mingpt_ddp.config.user_code import is_user_defined
 from mingpt_ddp.config.validation import NotRegisteredError, check
 from mingpt_ddp.distributed.env import read_env

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.launch.fork_server import server_pid, start_server
@@ -11,8 +12,12 @@ from mingpt_ddp.linux import kill
 from mingpt_ddp.storage.sockets import delete_socket_directory
 
 
-def main() -> None:
-    """Run main.py and `python -m mingpt_ddp`; always exit."""
+def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
+    """Run main.py and `python -m mingpt_ddp`; always exit.
+
+    Args:
+        to_words: makes the words for Hydra from the command line; its UserError ends the process.
+    """
     try:
         if _forks_workers(sys.argv[1:]):
             start_server()  # which imports torch for seconds
@@ -23,7 +28,7 @@ def main() -> None:
             f"error: {error.name} is not installed here; install mingpt_ddp with pip, or in a "
             "checkout type `make train` once, then `. .venv/bin/activate`"
         )
-    train_job.main()
+    train_job.main(to_words)
 
 
 def _end_server() -> None:

@@ -33,7 +33,6 @@ WHITELIST: dict[str, Any] = {} if UNCHECKED is None else {"execution_whitelist":
 # Hydra 1.3 warns without it, 1.4 with it.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if UNCHECKED is None else {}
 FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
-BATCH_SIZES = ("trainer.batch_size", "trainer.batch_size_per_rank")
 SWITCHES = ("--help", "--hydra-help", "--version", "--resolve", "--run", "--multirun", "--info")
 PRINTING = ("--hydra-help", "--cfg", "-c", "--info", "-i", "--shell-completion", "-sc")
 SWEEPER = "hydra_plugins.mingpt_ddp_sweeper.JobSweeper"
@@ -203,5 +202,9 @@ def hydra_value(value: Any) -> str:
         return f"{{{','.join(pairs)}}}"
     if not isinstance(value, str):
         return json.dumps(value, default=str)  # for a date in an edited file
-    without_interpolation = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
-    return QuotedString(without_interpolation, Quote.double).with_quotes()
+    return QuotedString(literal(value), Quote.double).with_quotes()
+
+
+def literal(text: str) -> str:
+    """Escape what OmegaConf would replace by another value, as `${oc.env:HOME}`."""
+    return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from mingpt_ddp.config.builders import attribute_errors_to_user_code
-from mingpt_ddp.config.config import build_group, without_unknown
+from mingpt_ddp.config.config import build_group
 from mingpt_ddp.config.keys.model_config import ModelConfig, TransformerConfig, changed_parts
+from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.config.validation import NotRegisteredError
 from mingpt_ddp.data.tokenizers.tokenizer import Tokenizer, tokenizer_from_state

@@ -10,13 +10,8 @@ from typing import Any
 
 from torch.amp import GradScaler
 
-from mingpt_ddp.config.config import (
-    Config,
-    flatten,
-    from_mapping,
-    named_keys,
-    without_unknown,
-)
+from mingpt_ddp.config.config import Config, flatten, from_mapping, named_keys
+from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.config.validation import NotRegisteredError, build
 from mingpt_ddp.data.dataloader import BatchPlan
 from mingpt_ddp.distributed.runtime import Runtime

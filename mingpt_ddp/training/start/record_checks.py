@@ -8,8 +8,9 @@ from typing import Any, get_args
 
 import torch
 
-from mingpt_ddp.config.config import Config, as_read_then
+from mingpt_ddp.config.config import Config
 from mingpt_ddp.config.keys.components import DataConfig, Form
+from mingpt_ddp.config.recorded import as_read_then
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from mingpt_ddp.config.config import Config, as_read_then, flatten, with_defaults
+from mingpt_ddp.config.config import Config, flatten
 from mingpt_ddp.config.keys.optimizer_config import OptimizerConfig
+from mingpt_ddp.config.recorded import as_read_then, with_defaults
 from mingpt_ddp.distributed.device.device import chooses_fp32
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import MAX_BYTES, METRICS, HistoryEnd

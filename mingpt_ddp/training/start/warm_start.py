@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mingpt_ddp.config.config import Config, build_group, without_unknown
+from mingpt_ddp.config.config import Config, build_group
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.config.user_code import is_own_model
 from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import ConfigError, SnapshotError

@@ -1,22 +1,23 @@
-"""The again command: the command line that it prints, and what that composes to."""
+"""The again command: what configuration it trains, and what it refuses."""
 
 from __future__ import annotations
 
 import datetime
-import os
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from multiprocess.ranks import configure
-from tools import call_tool
 
-from mingpt_ddp.cli.commands import again
-
-Words = tuple[list[str], str]
+from mingpt_ddp.cli.recorded_preset import store_recorded
+from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
+from mingpt_ddp.config.compose.resolve import command_line_keys
+from mingpt_ddp.config.config import to_plain
+from mingpt_ddp.config.job import Job
+from mingpt_ddp.errors import ConfigError
 
 
 def recorded(root: Path, *overrides: str, name: str = "run", **changes: Any) -> str:
@@ -30,42 +31,32 @@ def recorded(root: Path, *overrides: str, name: str = "run", **changes: Any) -> 
     return str(root / name)
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Return a function that calls the command, which does not go on to train."""
-    monkeypatch.setattr(os, "execv", lambda *_: None)
-    return call_tool(again, monkeypatch, capsys)
+def composed(run: str, *typed: str, presets: Path | None = None) -> dict[str, Any]:
+    """Return the configuration that the command trains."""
+    words = store_recorded(run, [*typed])
+    path = [] if presets is None else [str(presets)]
+    with initialize_config_dir(str(config_directory()), **VERSION_BASE):
+        values = to_plain(compose("config", [*words, f"hydra.searchpath={path}"]))
+    return Job.build(values, command_line_keys(words), path, {}, {}).config.to_dict()
 
 
-@pytest.fixture
-def printed(call):
-    """Return a function that returns the words of the printed command line, and what is logged."""
-
-    def read(run: str, *typed: str) -> Words:
-        code, out, err = call(run, *typed)
-        assert code == 0, err
-        python, m, package, *words = shlex.split(out)
-        assert (python, m, package) == ("python", "-m", "mingpt_ddp")
-        return words, err
-
-    return read
-
-
-@pytest.fixture
-def composed(printed):
-    """Return a function that returns the configuration that the printed command line trains."""
-    return lambda run, *typed: configure(*printed(run, *typed)[0])
+def refusal(run: str, *typed: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        store_recorded(run, [*typed])
+    message = str(refused.value)
+    assert "\n" not in message
+    return message
 
 
 @pytest.mark.parametrize("experiment", ["demo", "shakespeare_char_best", "shakespeare_bpe_cpu"])
-def test_the_words_compose_to_the_recorded_configuration(experiment, tmp_path, composed):
+def test_it_is_the_recorded_configuration(experiment, tmp_path):
     own = ["trainer.max_epochs=7", "run.seed=5", "model.name='a b=\"c'", "tracker=[mlflow]"]
     run = recorded(tmp_path, f"experiment={experiment}", *own)
     expected = configure(f"experiment={experiment}", *own, f"run.root={tmp_path}", "run.name=run")
     assert composed(run) == expected
 
 
-def test_a_mapping_is_taken_literally(tmp_path, composed):
+def test_a_mapping_is_taken_literally(tmp_path):
     """Also what Hydra would replace by a variable of the environment."""
     paths = {"wiki": "my wiki.txt", "odd": "${oc.env:HOME},{a: 'b\"}"}
     assert composed(recorded(tmp_path, data__val_paths=paths))["data"]["val_paths"] == paths
@@ -86,7 +77,7 @@ def test_a_mapping_is_taken_literally(tmp_path, composed):
         (["model=gpt_nano"], False),
     ],
 )
-def test_the_run_goes_on_unless_its_numbers_change(typed, goes_on, tmp_path, composed):
+def test_the_run_goes_on_unless_its_numbers_change(typed, goes_on, tmp_path):
     run = recorded(tmp_path, "optimizer.lr=1e-3", name="sweep/lr=1", run__name="sweep/lr=1")
     values = yaml.safe_load(Path(run, "config.yaml").read_text())
     del values["optimizer"]["weight_decay"]
@@ -96,15 +87,14 @@ def test_the_run_goes_on_unless_its_numbers_change(typed, goes_on, tmp_path, com
     assert config["run"]["name"] == ("sweep/lr=1" if goes_on else None)
 
 
-def test_one_limit_and_one_batch_size(tmp_path, composed, printed):
+def test_one_limit_and_one_batch_size(tmp_path):
     run = recorded(tmp_path, "trainer.max_steps=50", "trainer.batch_size=8")
     trainer = composed(run, "trainer.max_epochs=3")["trainer"]
     assert (trainer["max_epochs"], trainer["max_steps"]) == (3, None)
-    words, _ = printed(run, "trainer.batch_size_per_rank=4")
-    assert not any(word.startswith("trainer.batch_size=") for word in words)
+    assert composed(run, "trainer.batch_size_per_rank=4")["trainer"]["batch_size_per_rank"] == 4
 
 
-def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, printed):
+def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, capsys):
     theirs = {
         "snapshot__path": "s3://theirs/x",
         "run__resume": "http://theirs/y",
@@ -114,21 +104,23 @@ def test_what_a_stranger_could_misuse_is_left_out_unless_it_is_typed(tmp_path, p
         "data__cache_dir": "/home/x",
     }
     run = recorded(tmp_path, **theirs)
-    words, logged = printed(run)
-    assert not any(word in " ".join(words) for word in ("theirs", "::", "/home/x", "code"))
+    config = composed(run, "data.path=mine.txt")
+    for key, value in theirs.items():
+        group, _, key = key.partition("__")
+        assert config[group][key] != value, key
+    logged = capsys.readouterr().err
     assert logged.count("\n") == 1 and "snapshot.path=s3://theirs/x" in logged
-    assert "snapshot.path=s3://mine/x" in printed(run, "snapshot.path=s3://mine/x")[0]
+    typed = ["data.path=mine.txt", "snapshot.path=s3://mine/x"]
+    assert composed(run, *typed)["snapshot"]["path"] == "s3://mine/x"
 
 
-def test_a_date_that_somebody_has_typed_is_a_text(tmp_path, composed):
+def test_a_date_that_somebody_has_typed_is_a_text(tmp_path):
     run = recorded(tmp_path, data__name=datetime.date(2020, 1, 1))
     assert composed(run)["data"]["name"] == "2020-01-01"
 
 
 @pytest.mark.parametrize(("recorded_keys", "format"), [({}, "text"), ({"format": "auto"}, "auto")])
-def test_a_text_is_read_as_by_the_version_that_has_recorded_it(
-    recorded_keys, format, tmp_path, composed
-):
+def test_a_text_is_read_as_by_the_version_that_has_recorded_it(recorded_keys, format, tmp_path):
     """Runs without data.format took JSON Lines as text, and files that are skipped now."""
     values = configure("run.name=run")
     del values["data"]["format"]
@@ -137,28 +129,40 @@ def test_a_text_is_read_as_by_the_version_that_has_recorded_it(
     assert composed(str(tmp_path))["data"]["format"] == format
 
 
-def test_code_of_yours_needs_its_preset(tmp_path, call, printed):
-    run = recorded(tmp_path, model__architecture="lstm", model__code="mine.py")
-    code, out, err = call(run)
-    assert (code, out) == (2, "")
-    assert re.search(r"model.architecture=lstm is in code of yours; type .* model=NAME", err)
-    words, _ = printed(run, "--config-dir=mine", "model=lstm", "optimizer.lr=1")
-    assert "++model.n_layer=4" in words, "the recorded keys of the preset"
-    assert words[-3:] == ["--config-dir=mine", "model=lstm", "optimizer.lr=1"]
+CODE = """
+from dataclasses import dataclass
+from mingpt_ddp.registry import ModelConfig, register
+
+@dataclass(frozen=True, kw_only=True)
+class LSTMConfig(ModelConfig):
+    cells: int = 1
+
+@register("model", "lstm", LSTMConfig)
+class LSTM:
+    pass
+"""
 
 
-def test_code_of_yours_is_typed(tmp_path, call, printed):
-    """One line has all the words, before anything is printed."""
-    run = recorded(tmp_path, model__activation="mine", model__code="mine.py")
-    code, out, err = call(run)
-    assert (code, out) == (2, "") and err.endswith(" with --config-dir=DIR model.code=mine.py\n")
-    source = {"provider": "command-line", "path": "/my recipe"}
+def test_code_of_yours_is_typed(tmp_path):
+    """By its preset or by its key. One line has all the words, before anything is printed."""
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "mine.py").write_text(CODE)
+    (tmp_path / "mine" / "model" / "lstm.yaml").write_text("architecture: lstm\ncode: mine.py\n")
+    run = recorded(tmp_path)
+    values = yaml.safe_load(Path(run, "config.yaml").read_text())
+    values["model"] = {"name": "a", "architecture": "lstm", "code": "mine.py", "cells": 3}
+    Path(run, "config.yaml").write_text(yaml.safe_dump(values))
+    assert refusal(run).endswith(" with --config-dir=DIR 'model.code=\"mine.py\"'")
+    source = {"provider": "command-line", "path": str(tmp_path / "mine")}
     hydra = {"job": {"config_name": "config"}, "runtime": {"config_sources": [source]}}
-    (tmp_path / "run" / ".hydra").mkdir()
-    (tmp_path / "run" / ".hydra" / "hydra.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
-    assert call(run)[2].endswith(" with '--config-dir=/my recipe' model.code=mine.py\n")
-    typed = ["--config-dir=/my recipe", "model.code=mine.py"]
-    assert printed(run, *typed)[0][-2:] == typed
+    Path(run, ".hydra").mkdir()
+    Path(run, ".hydra", "hydra.yaml").write_text(yaml.safe_dump({"hydra": hydra}))
+    advice = shlex.split(refusal(run).partition(" with ")[2])
+    assert advice == [f"--config-dir={tmp_path}/mine", 'model.code="mine.py"']
+    for word in ("model=lstm", advice[1]):
+        model = composed(run, word, presets=tmp_path / "mine")["model"]
+        assert model["code"] == "mine.py"
+        assert (model["architecture"], model["cells"]) == ("lstm", 3)
 
 
 ODD_KEY = "model: {architecture: mine, 'code ': x}\nrun: {}\noptimizer: {}\ndata: {}\ntrainer: {}"
@@ -170,14 +174,13 @@ ODD_KEY = "model: {architecture: mine, 'code ': x}\nrun: {}\noptimizer: {}\ndata
         (None, "has no config.yaml of a run"),
         ("", "has no config.yaml of a run"),
         ("model: {architecture: gpt}", "has no config.yaml of a run"),
-        (ODD_KEY, "has the key 'code '"),
+        (ODD_KEY, "has the key 'model.code '"),
     ],
 )
-def test_other_directories_are_refused(content, message, tmp_path, call):
+def test_other_directories_are_refused(content, message, tmp_path):
     if content is None:
         (tmp_path / "config.yaml").symlink_to("config.yaml")
     else:
         (tmp_path / "config.yaml").write_text(content)
-    code, out, err = call(str(tmp_path))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("config error: ") and message in err
+    error = refusal(str(tmp_path))
+    assert message in error

@@ -13,16 +13,11 @@ from hydra import compose, initialize_config_dir
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
 from mingpt_ddp.config.compose.resolve import to_job
-from mingpt_ddp.config.config import (
-    OMITTED_IF_NULL,
-    Config,
-    from_mapping,
-    to_plain,
-    without_unknown,
-)
+from mingpt_ddp.config.config import OMITTED_IF_NULL, Config, from_mapping, to_plain
 from mingpt_ddp.config.job import run_name
 from mingpt_ddp.config.keys.schema import GROUPS, DDPConfig, selected
 from mingpt_ddp.config.keys.trainer_config import TrainerConfig
+from mingpt_ddp.config.recorded import without_unknown
 from mingpt_ddp.errors import ConfigError
 
 CONF = config_directory()

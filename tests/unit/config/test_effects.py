@@ -14,16 +14,15 @@ from fake_runs import fake_run
 
 from mingpt_ddp.config.config import (
     OMITTED_IF_NULL,
-    PLACES,
     default_values,
     effect_of,
     named_values,
-    with_defaults,
 )
 from mingpt_ddp.config.hints import known_keys
 from mingpt_ddp.config.keys.components import DatasetConfig
 from mingpt_ddp.config.keys.fields import enters_name
 from mingpt_ddp.config.keys.schema import GROUPS, selected
+from mingpt_ddp.config.recorded import PLACES, with_defaults
 from mingpt_ddp.config.validation import adapter
 from mingpt_ddp.results.groups import replicates
 from mingpt_ddp.results.notes import pooling_notes

@@ -1,0 +1,147 @@
+"""The configuration that a run has recorded, as presets of Hydra."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from mingpt_ddp.cli.arguments import parse_value
+from mingpt_ddp.config.compose.hydra_utils import (
+    hydra_value,
+    key_of,
+    key_of_group,
+    literal,
+)
+from mingpt_ddp.config.config import DEFAULT_CHOICE, KEYS, flatten
+from mingpt_ddp.config.keys.fields import enters_name
+from mingpt_ddp.config.keys.schema import GROUPS, selected
+from mingpt_ddp.config.recorded import (
+    as_read_then,
+    is_untrusted,
+    untrusted_values,
+    with_defaults,
+)
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.errors import LONGEST_LINE, ConfigError
+from mingpt_ddp.results.formats import words_to_type
+from mingpt_ddp.storage.run_directory import recorded_config
+from mingpt_ddp.terminal import echo_error
+
+PRESET = "recorded"
+
+
+def store_recorded(run: str, typed: list[str]) -> list[str]:
+    """Register the configuration of a run with Hydra, and log what is left out of it.
+
+    Args:
+        run: a run directory, untrusted.
+        typed: the words after it on the command line, which change the configuration.
+
+    Returns:
+        The words of a train command that select the configuration, and those that are typed.
+
+    Raises:
+        ConfigError: there is no recorded configuration, or it needs a word that is not typed.
+    """
+    directory = Path(os.path.realpath(run))  # Path.resolve() raises in a loop of links
+    recorded = recorded_config(directory) if "://" not in run else None
+    if recorded is None or not {*recorded} >= {"run", "model", "optimizer", "data", "trainer"}:
+        raise ConfigError(f"{run} has no config.yaml of a run; name a run directory")
+    recorded = with_defaults(as_read_then(recorded))
+    for key in flatten(recorded):
+        is_name = key.partition(".")[2].isidentifier()
+        check(is_name, f"{run}/config.yaml has the key {key[:50]!r}, which no run writes")
+    values = {key_of(word): word.partition("=")[2] for word in typed if not word.startswith("-")}
+    words = []
+    for group in GROUPS:
+        if group not in recorded or not GROUPS[group][0]:
+            continue
+        if group not in values:
+            # An empty preset replaces the default one, which may have keys of another model.
+            ConfigStore.instance().store(group=group, name=PRESET, node={})
+            words.append(f"{group}={PRESET}")
+        elif _is_built_in(group, recorded[group]):
+            del recorded[group]  # a typed preset replaces it
+    names = _directory_words(directory, recorded, values)
+    _leave_out(recorded, values, run, directory)
+    for group, keys in recorded.items():
+        has_code = {group, "experiment", f"{group}.code"} & values.keys()
+        if not has_code and not _is_built_in(group, keys):
+            selector, choice = selected(group, keys)
+            advice = f"type its preset, as in --config-dir=DIR {group}=NAME"
+            raise ConfigError(f"{group}.{selector}={choice} is in code of yours; {advice}")
+    # Last in the list of presets, so that the recorded values replace those of an experiment.
+    node = _node(recorded)
+    ConfigStore.instance().store(group=PRESET, name=PRESET, package="_global_", node=node)
+    return [*words, f"+{PRESET}={PRESET}", *names, *typed]
+
+
+def _is_built_in(group: str, keys: dict[str, Any]) -> bool:
+    """Return whether no file of the user has defined the recorded model, optimizer or task."""
+    choice = selected(group, keys)[1] or DEFAULT_CHOICE.get(group)
+    is_known = choice is None or isinstance(choice, str)
+    return is_known and choice in GROUPS[group][1]
+
+
+def _leave_out(recorded: dict[str, Any], typed: dict[str, str], run: str, directory: Path) -> None:
+    """Delete the values that could run a program or send files, and log those that are not typed.
+
+    Raises:
+        ConfigError: a file of the user is needed, and not typed.
+    """
+    flat = flatten(recorded)
+    for key, value in flat.items():
+        if is_untrusted(key, value):
+            group, _, name = key.partition(".")
+            del recorded[group][name]
+    omitted = {key: value for key, value in untrusted_values(flat).items() if key not in typed}
+    if not omitted:
+        return
+    listed = ", ".join(f"{key}={value}" for key, value in omitted.items())
+    for key in omitted:
+        # A typed preset may name the file.
+        if key.endswith(".code") and not {key.partition(".")[0], "experiment"} & typed.keys():
+            needed = shlex.join(words_to_type(directory, flat))
+            raise ConfigError(f"not taken from {run}: {listed}; type what you trust, with {needed}")
+    echo_error(f"not taken from {run}: {listed}; type what you trust"[:LONGEST_LINE])
+
+
+def _node(value: Any) -> Any:
+    """Return a value for OmegaConf, which takes every text literally."""
+    if isinstance(value, dict):
+        return {str(key): _node(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_node(each) for each in value]
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return value if is_plain else literal(str(value))  # a date in an edited file is text
+
+
+def _directory_words(directory: Path, recorded: dict[str, Any], typed: dict[str, str]) -> list[str]:
+    """Return run.root, and run.name if the run itself goes on, unless they are typed."""
+    depth = str(recorded["run"].get("name") or "").count("/") + 1  # sweep/job has 2 parts
+    names = {"root": str(directory.parents[depth - 1]), "name": "/".join(directory.parts[-depth:])}
+    if _is_another_run(recorded, typed):
+        del names["name"]
+    words = []
+    for key, value in names.items():
+        if f"run.{key}" not in typed:
+            words.append(f"run.{key}={hydra_value(value)}")
+    return words
+
+
+def _is_another_run(recorded: dict[str, Any], typed: dict[str, str]) -> bool:
+    """Return whether the command line gives the run another name."""
+    if {*GROUPS, "experiment"} & typed.keys():  # a preset
+        return True
+    flat = flatten(recorded)
+    for key, value in typed.items():
+        whole = key_of_group(key)
+        # A key that the schema does not know is one of the user's.
+        enters = whole.partition(".")[0] in GROUPS and (
+            whole not in KEYS or enters_name(KEYS[whole])
+        )
+        if enters and parse_value(value) != flat.get(key):
+            return True
+    return False

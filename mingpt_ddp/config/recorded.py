@@ -1,0 +1,86 @@
+"""The configuration that a run has recorded: read by a later version, and not trusted."""
+
+from typing import Any
+
+from mingpt_ddp.config.config import DEFAULT_CHOICE, KEYS, LATER_GROUPS, default_values
+from mingpt_ddp.config.keys.schema import BASES, GROUPS, selected
+from mingpt_ddp.config.validation import field_types
+
+# Keys that say where the files of a run are. No two runs share all of them.
+PLACES = ("run.root", "run.name", "data.cache_dir", "snapshot.path")
+# A stranger who wrote the run could use these keys to be sent files.
+UNTRUSTED = (*PLACES, "run.resume", "tracker.entity", "tracker.uri")
+# Format 2 recorded this key in each group with code of the user. It is not a setting.
+CODE_SHA256 = "code_sha256"
+
+
+def as_read_then(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration that reads its text like the version that recorded it.
+
+    Versions without the key `data.format` read any UTF-8 file as text.
+    """
+    data = values["data"]
+    if "dataset" in data or "format" in data:
+        return values
+    return {**values, "data": {**data, "format": "text"}}
+
+
+def with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration as this version would have recorded it.
+
+    Keys that were added since have their defaults, and removed keys are dropped. If a user's class
+    is not registered, the keys of its base class are added.
+    """
+    filled = {}
+    for group, keys in without_unknown({**values, **LATER_GROUPS, **values}).items():
+        selector, _ = selected(group, keys)
+        base = BASES["dataset" if selector == "dataset" else group] if selector else None
+        cls = _class_of(group, keys) or base
+        filled[group] = keys | (default_values(cls) if cls else {}) | keys
+    return filled
+
+
+def without_unknown(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration without the keys that this version does not know.
+
+    A group with code of the user keeps all its keys, so that a key which the code no longer has is
+    refused. The group `data` is an exception, because a run compares the content of its data.
+    """
+    known = {}
+    for group, keys in values.items():
+        if group not in GROUPS:
+            continue
+        cls = _class_of(group, keys)
+        has_code = group != "data" and keys.get("code") is not None
+        known[group] = keys
+        if cls is not None:
+            names = {*keys} - {CODE_SHA256} if has_code else field_types(cls)
+            known[group] = {key: value for key, value in keys.items() if key in names}
+    return known
+
+
+def is_untrusted(key: str, value: Any) -> bool:
+    """Return whether a recorded value could run a program or send files somewhere."""
+    if key in UNTRUSTED or key.endswith(".code"):
+        return True
+    is_url = "://" in str(value) and not key.startswith("data.")
+    return is_url or "::" in str(value)
+
+
+def untrusted_values(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that a user has to type again, of a flat configuration by dotted key.
+
+    Defaults do nothing, and the run directory itself says `run.root` and `run.name`.
+    """
+    found = {}
+    for key, value in recorded.items():
+        is_default = value is None or (key in KEYS and value == KEYS[key].default)
+        if not is_default and key not in ("run.root", "run.name") and is_untrusted(key, value):
+            found[key] = value
+    return found
+
+
+def _class_of(group: str, keys: dict[str, Any]) -> type | None:
+    """Return the dataclass of a group's keys, or None if the selected name is not registered."""
+    _, choice = selected(group, keys)
+    return GROUPS[group][1].get(DEFAULT_CHOICE.get(group) if choice is None else str(choice))
