@@ -11,13 +11,11 @@ from omegaconf import DictConfig
 class JobSweeper(Sweeper):
     """Run the jobs of a sweep: a grid or a search, one after another or several concurrently."""
 
-    def __init__(self, max_batch_size: int | None, params: dict[str, str] | None) -> None:
+    def __init__(self, params: dict[str, str] | None) -> None:
         """
         Args:
-            max_batch_size: Jobs of a grid that an external launcher gets at once. None for all.
             params: Overrides of the sweep, which `mingpt_ddp.sweeps.preflight` has parsed.
         """
-        self.max_batch_size = max_batch_size
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -35,4 +33,4 @@ class JobSweeper(Sweeper):
         sweep = started_sweep()
         assert sweep is not None, "the callback of this package was replaced"
         task = self.task_function
-        run_jobs(sweep, self.hydra_context, task, self.config, self.max_batch_size)
+        run_jobs(sweep, self.hydra_context, task, self.config)

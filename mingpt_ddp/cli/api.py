@@ -128,42 +128,43 @@ def _nproc_words(nproc: int | str | None) -> list[str]:
 def _start(words: list[str], job: str | None, quiet: bool) -> Outcome:
     """Run the train command, print its output, and return how it has ended.
 
+    The command composes the configuration from the words, or trains a job that this process has
+    composed. It prints no error: that is part of the outcome.
+
     Args:
         job: what to train as JSON, instead of words.
 
     Raises:
         UserError: it has failed.
     """
-    from mingpt_ddp.config.job import Outcome
+    from mingpt_ddp.config.job import Outcome, RunStatus
     from mingpt_ddp.distributed.env import SHOWS_PROGRESS, Caller
     from mingpt_ddp.distributed.launch.fork_server import import_path
     from mingpt_ddp.errors import RunError, UserError
 
-    told, tells = os.pipe()
-    scratch = tempfile.TemporaryDirectory(prefix="mingpt_ddp-")
-    file = Path(scratch.name, "job.json")
-    file.write_text(job or "")
-    caller = Caller(os.getpid(), tells, None if job is None else str(file))
-    environ = {**os.environ, "PYTHONPATH": import_path(), **caller.environ()}
-    if _is_notebook():
-        environ[SHOWS_PROGRESS] = "1"
-    with scratch, os.fdopen(told) as stream:
+    with tempfile.TemporaryDirectory(prefix="mingpt_ddp-") as scratch:
+        told = Path(scratch, "outcome.json")
+        file = Path(scratch, "job.json")
+        file.write_text(job or "")
+        # The command ends with this process.
+        caller = Caller(os.getpid(), str(told), None if job is None else str(file))
+        environ = {**os.environ, "PYTHONPATH": import_path(), **caller.environ()}
+        if _is_notebook():
+            environ[SHOWS_PROGRESS] = "1"
         # In a session of its own: Ctrl-C on the terminal arrives once, from here.
         with subprocess.Popen(
             [sys.executable, "-m", "mingpt_ddp", *words],
             env={**environ, "PYTHONUNBUFFERED": "1"},
-            pass_fds=(tells,),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=subprocess.DEVNULL if quiet else subprocess.STDOUT,
         ) as process:
-            os.close(tells)
             _print_output_of(process)
-        text = stream.read()
-    if not text:  # a signal or a crash has ended it
-        raise UserError(f"training ended with exit code {process.returncode}")
-    outcome = Outcome.from_json(text)
+        try:
+            outcome = Outcome.from_json(told.read_text())
+        except (OSError, ValueError):  # a signal or a crash has ended it
+            outcome = Outcome(RunStatus.FAILED)
     if outcome.error is not None:
         raise outcome.error
     if process.returncode != 0:

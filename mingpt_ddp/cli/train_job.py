@@ -1,4 +1,7 @@
-"""Train: compose, validate, start local workers, report an error as one line."""
+"""Train: compose, validate, start local workers, report an error as one line.
+
+`commands/train.py` calls `main`, and `distributed/launch/workers.py` calls `train_as_worker`.
+"""
 
 import contextlib
 import gc
@@ -8,7 +11,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
-from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -16,7 +18,7 @@ from omegaconf import DictConfig
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import resolve
-from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus
+from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus, Trial
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import (
@@ -37,8 +39,9 @@ from mingpt_ddp.interrupts import INTERRUPTED
 from mingpt_ddp.storage.urls import check_text
 from mingpt_ddp.sweeps.ended_jobs import JobRecords
 from mingpt_ddp.sweeps.preflight import started_sweep
+from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.terminal import echo, escape_what_streams_cannot_encode
-from mingpt_ddp.training.run_job import Records, run_job, value_or_error
+from mingpt_ddp.training.run_job import SingleRun, run_job
 from mingpt_ddp.training.start.checked_job import checked_job
 from mingpt_ddp.training.start.command_line import prepare_command_line
 
@@ -55,21 +58,18 @@ def main(to_words: Callable[[list[str]], list[str]] = list) -> None:
     caller = take_caller()
     if caller or has_parent_launcher():
         die_with_parent(caller.pid if caller else None)
-    outcome, job = _run(caller, to_words)
-    exit_with(outcome, job, report=partial(_tell, caller) if caller else None)
+    outcome = _run(caller, to_words)
+    if caller is not None and caller.outcome is not None:
+        with contextlib.suppress(OSError):
+            Path(caller.outcome).write_text(outcome.to_json())
+    # Workers print their errors, and a caller in Python raises them.
+    exit_with(outcome, prints=caller is None)
 
 
-def _tell(caller: Caller, outcome: Outcome) -> None:
-    """Tell a caller in Python how this process has ended."""
-    if caller.outcome is None:
-        return
-    with contextlib.suppress(OSError), os.fdopen(caller.outcome, "w") as stream:
-        stream.write(outcome.to_json())
+def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> Outcome:
+    """Run what the command line or the caller says, and return how it has ended.
 
-
-def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> tuple[Outcome, int]:
-    """Run what the command line or the caller says. Return its outcome and its number in a sweep.
-
+    A single run leaves Hydra by EndsProcess unless it is complete: Hydra returns no value.
     Normal interpreter shutdown sometimes aborts in a background thread of torch, which torchrun
     counts as a failure. Therefore the process exits where nothing is left to be done.
     """
@@ -78,11 +78,11 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> t
     try:
         if text := hydra_utils.answer(sys.argv[1:]):
             echo(text)
-            return Outcome(RunStatus.COMPLETE), 0
+            return Outcome(RunStatus.COMPLETE)
         sys.argv[1:] = to_words(sys.argv[1:])
         prepare_command_line(exits.env)
         if caller is not None and caller.job is not None:
-            return _run_job_of(caller.job), 0
+            return _run_job_of(caller.job)
 
         def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
             return train(cfg, swept, outcomes)
@@ -94,63 +94,29 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> t
             if "ray" in sys.modules:  # whose processes survive os._exit
                 sys.modules["ray"].shutdown()
     except EndsProcess as end:
-        return end.outcome, end.job
+        return end.outcome
     except JobError as error:
         if started_sweep() is None:
-            return failed(error), 0
+            return failed(error)
+        # A sweeper of others has ended at a failed job. The table of its jobs follows.
     except UserError as error:
-        return failed(error), 0
+        return failed(error)
     except KeyboardInterrupt:  # while other processes run the jobs
         log.error("interrupted; rerun the same command to resume")
-        return Outcome(RunStatus.FAILED, exit_code=INTERRUPTED, reporter=Reporter.NOBODY), 0
+        return Outcome(RunStatus.FAILED, exit_code=INTERRUPTED, reporter=Reporter.NOBODY)
     except Exception as error:  # of Hydra
-        return failed(ConfigError(explain(error))), 0
+        return failed(ConfigError(explain(error)))
     logs.to_console(exits.env)
     sweep = started_sweep()
     if sweep is not None:
-        return sweep.finish(), 0
-    return outcomes[-1] if outcomes else Outcome(RunStatus.COMPLETE), 0
-
-
-def _run_job_of(path: str) -> Outcome:
-    """Run the job that a caller in Python has written as JSON."""
-    try:
-        job = checked_job(Job.from_json(Path(path).read_text()))
-        return run_job(job, _check(job), Records(), process_start_time())
-    except Exception as error:
-        return ProcessExit().outcome_of(error)
-
-
-def train_as_worker(text: str, ends: WorkerEnds) -> None:
-    """Train the job that the parent of this local worker has resolved; always exit.
-
-    Args:
-        text: The job as JSON.
-    """
-    _set_up_process()
-    exits = ProcessExit()
-    logs.to_console(exits.env)
-    escape_what_streams_cannot_encode()
-    logging.raiseExceptions = False
-    SignalHandler(exits).install()
-    try:
-        job = Job.from_json(text)
-        outcome = run_job(job, exits.env, Records(), process_start_time())
-    except Exception as error:
-        outcome = exits.outcome_of(error)
-    ends.send(outcome)
-    exit_with(outcome)
-
-
-def _set_up_process() -> None:
-    # By default a third of the time in which torch is imported goes into collections.
-    gc.set_threshold(20_000)
-    if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
-        signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
+        return sweep.finish()
+    return outcomes[-1] if outcomes else Outcome(RunStatus.COMPLETE)
 
 
 def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome]) -> float:
     """Train what Hydra has composed: a run, or a job that a sweeper or launcher of others starts.
+
+    The jobs of our own sweeper do not come here: `sweeps/sweeper.py` runs them.
 
     Args:
         swept: The keys that the sweep varies. None if only Hydra's state says so.
@@ -175,25 +141,43 @@ def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome
             raise EndsProcess(outcome) from None
         log.error("%s", outcome.error)
         raise JobError(f"a job of the sweep is invalid: {outcome.error}") from None
+    if job.trial is None:
+        return _train_run(job, env, outcomes)
+    return _train_for_others(job, job.trial, env, sweep)
+
+
+def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
+    """Train a single run. Hydra gets its loss if it is complete, and is left if it is not."""
+    outcome = run_job(job, env, SingleRun(), process_start_time())
+    if outcome.value is None:
+        raise EndsProcess(outcome)
+    outcomes.append(outcome)
+    return outcome.value
+
+
+def _train_for_others(job: Job, trial: Trial, env: DistEnv, sweep: Sweep | None) -> float:
+    """Train a job that a sweeper or a launcher of others starts.
+
+    Args:
+        sweep: None if this process belongs to the launcher.
+
+    Raises:
+        JobError: The job has failed; another one may follow.
+    """
     started_at = process_start_time() if job.number == 0 else time.monotonic()
-    records = Records() if job.trial is None else sweep or JobRecords()
-    outcome = run_job(job, env, records, started_at)
-    trial = job.trial
-    if trial is None:  # a single run
-        if outcome.value is None:
-            raise EndsProcess(outcome)
-        outcomes.append(outcome)
-        return outcome.value
+    outcome = run_job(job, env, sweep or JobRecords(), started_at)
     if sweep is not None:
         outcome = sweep.record(trial, outcome)
         if sweep.stopped is not None:
-            raise EndsProcess(sweep.finish(), job.number)
+            raise EndsProcess(sweep.finish())
     elif outcome.ends_process or outcome.status is RunStatus.PREEMPTED:
-        exit_with(outcome, job.number)  # this process belongs to a launcher of others
+        exit_with(outcome)
     elif outcome.has_failed:
         log.error("%s", outcome.error)
-    logs.to_console(exits.env)
-    return value_or_error(outcome, trial.label)
+    logs.to_console(env)
+    if outcome.value is None:
+        raise JobError(f"{trial.label} failed")
+    return outcome.value
 
 
 def _check(job: Job) -> DistEnv:
@@ -205,4 +189,45 @@ def _check(job: Job) -> DistEnv:
     ignored = sorted(key for key in job.command_line_keys if key.startswith("sweep."))
     if ignored and job.trial is None:
         log.warning("%s: without -m this is one run, no sweep", ", ".join(ignored))
-    return read_env(config.ddp.local_workers or 1)
+    return read_env(config.ddp.ranks_here)
+
+
+def _set_up_process() -> None:
+    # By default a third of the time in which torch is imported goes into collections.
+    gc.set_threshold(20_000)
+    if os.getpid() == 1:  # in a container: the kernel drops signals without a handler
+        signal.signal(signal.SIGTERM, lambda number, _: exit_process(None, 128 + number))
+
+
+# Other ways to this file, which take a job as JSON instead of words.
+
+
+def _run_job_of(path: str) -> Outcome:
+    """Run the job that a caller in Python has written as JSON."""
+    try:
+        job = checked_job(Job.from_json(Path(path).read_text()))
+        return run_job(job, _check(job), SingleRun(), process_start_time())
+    except Exception as error:
+        return ProcessExit().outcome_of(error)
+
+
+def train_as_worker(text: str, ends: WorkerEnds) -> None:
+    """Train the job that the parent of this local worker has resolved; always exit.
+
+    Args:
+        text: The job as JSON.
+    """
+    _set_up_process()
+    exits = ProcessExit()
+    logs.to_console(exits.env)
+    escape_what_streams_cannot_encode()
+    logging.raiseExceptions = False
+    SignalHandler(exits).install()
+    try:
+        job = Job.from_json(text)
+        records = SingleRun(ends.judge if ends.is_judged else None)
+        outcome = run_job(job, exits.env, records, process_start_time())
+    except Exception as error:
+        outcome = exits.outcome_of(error)
+    ends.send(outcome)
+    exit_with(outcome)

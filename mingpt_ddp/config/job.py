@@ -60,6 +60,7 @@ class Outcome:
     # For a sweep: what to report, and the metric by which it ranks its jobs; None: the default.
     directories: tuple[Path, ...] = ()
     metric: str | None = None
+    job: int = 0  # its number in the sweep
 
     @property
     def has_failed(self) -> bool:
@@ -98,13 +99,8 @@ class EndsProcess(BaseException):
     It is not an Exception, which Hydra or the sweeper would catch.
     """
 
-    def __init__(self, outcome: Outcome, job: int = 0) -> None:
-        """
-        Args:
-            job: Number of the job in a sweep.
-        """
+    def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.job = job
 
 
 @dataclass(frozen=True)

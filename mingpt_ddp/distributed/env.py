@@ -25,7 +25,7 @@ class Caller:
     """The process that has started this one from Python."""
 
     pid: int  # this process ends with it
-    outcome: int | None = None  # descriptor to which this process writes how it has ended
+    outcome: str | None = None  # file to which this process writes how it has ended, as JSON
     job: str | None = None  # file with the job as JSON; None: the command line has the words
 
     def environ(self) -> dict[str, str]:

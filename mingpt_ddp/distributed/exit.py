@@ -6,17 +6,12 @@ import multiprocessing
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.env import DistEnv
-from mingpt_ddp.errors import (
-    UserError,
-)
+from mingpt_ddp.errors import UserError
 from mingpt_ddp.storage.sockets import delete_socket_directory
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

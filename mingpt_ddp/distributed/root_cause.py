@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -24,6 +24,7 @@ from mingpt_ddp.distributed.parent_watch import die_with_parent, kill_stopped_si
 from mingpt_ddp.errors import (
     LONGEST_LINE,
     MAY_PASS,
+    ChangedTextError,
     ConfigError,
     JoinError,
     StorageUnavailableError,
@@ -70,18 +71,19 @@ class ProcessExit:
                 failed in the same way.
         """
         if isinstance(error, UserError):
-            if in_sweep and self._failed_on_all_ranks(error):
+            may_go_on = in_sweep and not isinstance(error, ChangedTextError)
+            if may_go_on and self._failed_on_all_ranks(error):
                 return failed(error)
             return self._of_user(error)
         if in_sweep and self.env.world_size == 1:
             self._log_traceback("the job failed", error)
             return failed(UserError(self._describe(error)), FAILURE)
-        return replace(self._of_rank(error), ends_process=True)
+        return replace(self._of_rank(error), ends_process=True, job=self.job)
 
     def _of_user(self, error: UserError) -> Outcome:
         if self.group is not None:
             self.group.failures.record(str(error), type(error).__name__)
-        return replace(failed(error), ends_process=True)
+        return replace(failed(error), ends_process=True, job=self.job)
 
     def _of_rank(self, error: Exception) -> Outcome:
         """Return the outcome of an error that no user can mend, or of the loss of a peer."""
@@ -104,10 +106,7 @@ class ProcessExit:
             return replace(self._of_user(twice), reporter=Reporter.THIS_RANK)
         if self.group is not None:
             self.group.failures.record(text)
-        error = UserError(f"rank {rank}: {text}")
-        return Outcome(
-            RunStatus.FAILED, error=error, exit_code=FAILURE, reporter=Reporter.THIS_RANK
-        )
+        return failed(UserError(f"rank {rank}: {text}"), FAILURE)
 
     def log_peer_failure(self, failure: "Failure") -> None:
         """Log the failure of another rank. A user error is logged once per agent."""
@@ -187,17 +186,12 @@ def failed(error: UserError, exit_code: int = USER_ERROR) -> Outcome:
     return Outcome(RunStatus.FAILED, error=error, exit_code=exit_code)
 
 
-def exit_with(
-    outcome: Outcome, job: int = 0, report: Callable[[Outcome], object] | None = None
-) -> NoReturn:
+def exit_with(outcome: Outcome, prints: bool = True) -> NoReturn:
     """Print the error of the last job, once for all ranks of an agent, and exit with its code.
 
     Args:
-        job: Number of the job in a sweep.
-        report: Gets the outcome, and prints its error. None to print it here.
+        prints: False if somebody else shows the error; the log file gets it anyway.
     """
-    if report is not None:
-        report(outcome)
     env = DistEnv()
     with contextlib.suppress(ConfigError):  # it is the error, or was reported before
         env = read_env()
@@ -212,7 +206,6 @@ def exit_with(
         exit_process(None, outcome.exit_code)
     if not logging.getLogger(logs.ROOT).handlers:
         logs.to_console(env)
-    prints = report is None
     if outcome.exit_code == FAILURE:
         exit_process(error, FAILURE, prints)
     if outcome.reporter is Reporter.ONE_RANK and env.has_agent and env.local_rank > 0:
@@ -225,7 +218,7 @@ def exit_with(
         is_of_all = isinstance(error, StorageUnavailableError)
         shown = env.call_on_rank_zero(lambda: error) if is_of_all else error
         exit_process(shown, EX_TEMPFAIL if env.has_agent else USER_ERROR, prints)
-    first = error if _is_first_report(env, job, str(error)) else None
+    first = error if _is_first_report(env, outcome.job, str(error)) else None
     exit_process(first, USER_ERROR, prints)
 
 

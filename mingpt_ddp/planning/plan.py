@@ -124,7 +124,7 @@ def _gpus(config: Config, machine: Machine) -> Devices:
         name=gpu.name,
         precision=precision,
         nodes=machine.nodes,
-        ranks_per_node=config.ddp.local_workers or 1,
+        ranks_per_node=config.ddp.ranks_here,
         memory=gpu.memory,
         is_gpu=True,
         peak_flops=peak_flops_of(gpu.name, DTYPES[precision]),
@@ -134,7 +134,7 @@ def _gpus(config: Config, machine: Machine) -> Devices:
 
 
 def _here(config: Config, runtime: Runtime) -> Devices:
-    ranks = config.ddp.local_workers or 1
+    ranks = config.ddp.ranks_here
     if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_per_worker(ranks))
     memory = total_memory(runtime.device)
@@ -153,7 +153,7 @@ def _here(config: Config, runtime: Runtime) -> Devices:
 def _alone(config: Config) -> Config:
     """Return the configuration with which one rank trains alone like each of several ranks."""
     device = resolve_device(config.trainer.device, "trainer.device")
-    compiles = should_compile(config, device, config.ddp.local_workers or 1)
+    compiles = should_compile(config, device, config.ddp.ranks_here)
     trainer = replace(config.trainer, compile=compiles and config.trainer.compile)
     return replace(config, ddp=for_one_rank(config.ddp), trainer=trainer)
 

@@ -52,8 +52,6 @@ def check_hydra_keys(config: DictConfig) -> None:
             value in allowed,
             f"hydra.{key}={value} has no effect here: run.root and run.name set the run directory",
         )
-    size = OmegaConf.select(config, "hydra.sweeper.max_batch_size")
-    check(size is None or size >= 1, f"hydra.sweeper.max_batch_size={size} must be at least 1")
 
 
 def parse_overrides(config: DictConfig) -> list[Override]:

@@ -15,7 +15,7 @@ NOT_OF_A_RUN = (KeyError, TypeError, ValueError, ArithmeticError, AttributeError
 
 
 class JobRecords(Records):
-    """Look up the directory of a job, whatever process runs the sweep."""
+    """The records of a job in a sweep, as its directory has them, in any process."""
 
     def __init__(self) -> None:
         self.kept = KeptResults()
@@ -29,6 +29,12 @@ class JobRecords(Records):
 
     def value_of(self, job: Job) -> float:
         return objective_named(job.config.sweep.metric).value(read_result(job.directory))
+
+    def judge_of(self, job: Job) -> None:
+        return None
+
+    def threads(self, workers: int, default: int) -> None:
+        return None
 
 
 def final_value(job: Job, objective: Objective) -> float | None:

@@ -23,7 +23,6 @@ OF_WINDOWS = ("block_size", "stride")
 class KeptResults:
     """Checks the results of a sweep's complete jobs, on rank zero."""
 
-    accepts: bool = False  # run.accept_code
     _named: set[str] = field(default_factory=set)  # changed files that the log has named
     # SHA-256 of each text, by its settings as JSON.
     _texts: dict[str, str] = field(default_factory=dict)
@@ -38,13 +37,12 @@ class KeptResults:
             ChangedTextError: The text has changed.
             DataError: It cannot be read.
         """
-        self.accepts = config.run.accept_code
         result = read_result(directory)
         self._check_text(directory, result, _data_of(directory, config.data))
         changed = changed_files(recorded_code(result))
         new = [name for name in changed if name not in self._named]
         self._named |= {*new}
-        if new and self.accepts:
+        if new and config.run.accept_code:
             log.info(
                 "run.accept_code=true: results of complete jobs count, although %s",
                 _have_changed(new),

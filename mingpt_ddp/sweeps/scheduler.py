@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.job import Job, Outcome, RunStatus
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.distributed.root_cause import ProcessExit, failed
-from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.errors import UserError
 from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.sweeps.progress_line import ProgressLine
 from mingpt_ddp.sweeps.sources import Source
@@ -39,21 +38,19 @@ class Scheduler:
         self._forwarder = SignalForwarder()
         self._running: dict[Slot, Job] = {}
         self._line = ProgressLine(sweep, self._running)
-        self._interrupted: list[Outcome] = []  # of jobs that a signal ended
 
     def run(self) -> None:
         """Run all jobs. Set `sweep.stopped` if a signal ends the sweep before its last job."""
         with self._forwarder.installed():
             asyncio.run(self._run())
-        if self._is_interrupted and not self._sweep.is_over and self._sweep.stopped is None:
-            codes = [outcome.exit_code for outcome in self._interrupted]
-            code = max(codes) if codes else 128 + self._forwarder.received[-1]
+        if self._forwarder.received and not self._sweep.is_over and self._sweep.stopped is None:
+            code = 128 + self._forwarder.received[-1]
             self._sweep.stopped = Outcome(RunStatus.PREEMPTED, exit_code=code, signalled=True)
 
     @property
     def _is_interrupted(self) -> bool:
         """True after a signal to this process or to a job. Then no other job starts."""
-        return bool(self._forwarder.received or self._interrupted or self._sweep.stopped)
+        return bool(self._forwarder.received or self._sweep.stopped)
 
     async def _run(self) -> None:
         self._changed = asyncio.Condition()
@@ -82,7 +79,9 @@ class Scheduler:
             if outcome is None:  # a signal came while it waited
                 return
             if outcome.status is RunStatus.PREEMPTED:
-                self._interrupted.append(outcome)
+                earlier = self._sweep.stopped
+                if earlier is None or earlier.exit_code < outcome.exit_code:
+                    self._sweep.stopped = outcome
                 log.info("job %d: interrupted after %.0f s", number + 1, seconds)
                 return
             outcome = self._sweep.record(trial, replace(outcome, signalled=False))
@@ -126,8 +125,8 @@ class Scheduler:
         """Return a job that is ready to start, or its outcome if it has ended or is invalid."""
         try:
             job = self._compose(number)
-        except Exception as error:
-            return failed(error if isinstance(error, UserError) else ConfigError(explain(error)))
+        except UserError as error:
+            return failed(error)
         try:
             return name_job(job, self._sweep.env, self._sweep)
         except Exception as error:

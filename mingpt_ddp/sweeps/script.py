@@ -58,7 +58,7 @@ def resolve(words: Sequence[str] | None = None) -> Job:
     except EndsProcess as end:
         if isinstance(end.outcome.error, UserError):
             raise end.outcome.error from None
-        exit_with(end.outcome, end.job)
+        exit_with(end.outcome)
     except UserError:
         raise
     except Exception as error:  # of Hydra

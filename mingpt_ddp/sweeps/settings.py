@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.config import Config
@@ -58,7 +58,7 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
     )
     launcher = str(config.hydra.launcher._target_)
     is_remote = hydra_utils.is_external(launcher)
-    _check_sweeper(config, settings, is_remote)
+    _check_sweeper(config, settings)
     if settings.is_search:
         _check_search(jobs[0])
     if is_remote:
@@ -77,14 +77,8 @@ def check_settings(config: DictConfig, jobs: list[Config], env: DistEnv) -> Swee
     return settings
 
 
-def _check_sweeper(config: DictConfig, settings: SweepConfig, is_remote: bool) -> None:
-    """Check the chosen sweeper, and max_batch_size, which only external launchers use."""
-    has_batches = OmegaConf.select(config, "hydra.sweeper.max_batch_size") is not None
-    gives_batches = is_remote and not settings.is_search
-    check(
-        not has_batches or gives_batches or not has_own_sweeper(config),
-        "hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how many jobs run",
-    )
+def _check_sweeper(config: DictConfig, settings: SweepConfig) -> None:
+    """Check the chosen sweeper."""
     check(
         has_own_sweeper(config) or (not settings.is_search and settings.parallel == 1),
         "sweep.sampler and sweep.parallel need hydra/sweeper=mingpt_ddp, not "
@@ -178,7 +172,7 @@ def plan_slots(settings: SweepConfig, jobs: list[Config], directory: Path | None
             job.ddp.nproc_per_node != "gpu",
             "ddp.nproc_per_node=gpu takes all GPUs for one job; give a number of workers",
         )
-    ranks = max(job.ddp.local_workers or 1 for job in jobs)
+    ranks = max(job.ddp.ranks_here for job in jobs)
     gpus = None
     if any(job.trainer.device != "cpu" for job in jobs):
         gpus = visible_gpus() or None

@@ -20,10 +20,9 @@ from mingpt_ddp.errors import JobError, OutputError, RunError, counted
 from mingpt_ddp.results.objective import objective_named
 from mingpt_ddp.storage.sweep_file import SweepFile
 from mingpt_ddp.sweeps.ended_jobs import JobRecords
-from mingpt_ddp.sweeps.kept_results import KeptResults
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.terminal import echo
-from mingpt_ddp.training.run_job import Known
+from mingpt_ddp.training.run_job import Known, Records
 
 if TYPE_CHECKING:
     from mingpt_ddp.sweeps.search.study import Study
@@ -32,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Sweep(JobRecords):
+class Sweep(Records):
     """The sweep whose jobs this process runs or launches."""
 
     env: DistEnv
@@ -44,15 +43,14 @@ class Sweep(JobRecords):
     source: Source | None = None  # None if a sweeper of others chooses the jobs
     # One slot for each concurrent job. Empty if jobs run one after another.
     slots: list[Slot] = field(default_factory=list)
+    job_records: JobRecords = field(default_factory=JobRecords)
     file: SweepFile = field(default_factory=lambda: SweepFile(None))
-    kept: KeptResults = field(default_factory=KeptResults)
     done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
     n_done_before: int = 0  # how many jobs of `done` an earlier start completed
     failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
-    exit_code: int = 0
+    crashed: set[int] = field(default_factory=set)  # numbers of those that no user error has failed
     # The outcome that ends the sweep before its last job. Then no other job starts.
     stopped: Outcome | None = None
-    _names: dict[int, str] = field(default_factory=dict)  # names of job directories, by number
 
     @property
     def settings(self) -> SweepConfig:
@@ -110,7 +108,7 @@ class Sweep(JobRecords):
             return False
         directory = self.study.directory_of(number)
         if directory is not None:
-            self.kept.check(directory, self.config)
+            self.job_records.kept.check(directory, self.config)
             self.done[number] = directory
             self.n_done_before += 1
             log.info("%s: already complete", directory)
@@ -119,7 +117,7 @@ class Sweep(JobRecords):
             return False
         trial = source.trial(number)
         self.failed[number] = trial.label
-        log.info("%s has failed before: %s", trial.label, self._reason(trial))
+        log.info("%s has failed before: %s", trial.label, self._reason(trial.label, ""))
         return True
 
     def attempts(self, number: int) -> Iterator[None]:
@@ -133,23 +131,25 @@ class Sweep(JobRecords):
             del self.failed[number]  # it has not failed for good
             yield
 
-    def _reason(self, trial: Trial) -> str:
+    def _reason(self, label: str, directory: str) -> str:
         """Return the reason for which a job has failed for good."""
-        failure = self.file.failure_of(trial.label, self._names.get(trial.number, ""))
+        failure = self.file.failure_of(label, directory)
         return "its reason is not recorded" if failure is None else failure.reason
 
     def look_up(self, job: Job) -> Known:
         """Return what is known of a job, and say that it starts if nothing is."""
         assert job.trial is not None
         number = job.number
-        known = super().look_up(job)
-        self._names[number] = PurePath(known.name).name
+        known = self.job_records.look_up(job)
         if self.study is not None and self.study.has_failed(number):
-            known = known._replace(failure=self._reason(job.trial))
+            known = known._replace(failure=self._reason(job.trial.label, PurePath(known.name).name))
         if known.value is None and known.failure is None:
             total = f" of {self.planned}" if self.planned else ""
             log.info("job %d%s: %s", number + 1, total, job.trial.label)
         return known
+
+    def value_of(self, job: Job) -> float:
+        return self.job_records.value_of(job)
 
     def threads(self, workers: int, default: int) -> int | None:
         """Return as many threads as at the first start. Ranks of torchrun keep their number."""
@@ -217,8 +217,10 @@ class Sweep(JobRecords):
         if outcome.was_known:
             log.info("%s: %s", trial.label, outcome.error)
             return
-        code = outcome.exit_code
-        self.exit_code = FAILURE if FAILURE in (self.exit_code, code) else code
+        if outcome.exit_code == FAILURE:
+            self.crashed.add(trial.number)
+        else:  # the last attempt counts
+            self.crashed.discard(trial.number)
         self.env.call_on_rank_zero(lambda: self._keep_failed(trial, outcome))
 
     def _keep_failed(self, trial: Trial, outcome: Outcome) -> None:
@@ -229,7 +231,7 @@ class Sweep(JobRecords):
             log.error("%s", message)
         if self.source is None:
             return
-        directory = self._names.get(trial.number, "")
+        directory = outcome.directory.name if outcome.directory else ""
         self.file.fail(trial.label, directory, message)
         failure = self.file.failure_of(trial.label, directory)
         if self.study is not None and failure and failure.count > self.settings.retries:
@@ -280,7 +282,7 @@ class Sweep(JobRecords):
             again = f"{left} have not started; raise sweep.max_failures, or {again}"
         which = "; ".join(dict.fromkeys(self.failed.values()))
         error = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
-        return failed(error, FAILURE if self.exit_code == FAILURE else USER_ERROR)
+        return failed(error, FAILURE if self.crashed & self.failed.keys() else USER_ERROR)
 
     def _print_table(self) -> OutputError | None:
         """Write the page of the jobs and print their table. Return the error if that fails.
@@ -294,7 +296,7 @@ class Sweep(JobRecords):
                 if self.directories and (self.done or self.is_remote):
                     page = self.directory / PAGE
                     metric = self.settings.metric
-                    echo(report(self.directories, page, metric, self.kept.accepts))
+                    echo(report(self.directories, page, metric, self.config.run.accept_code))
         except OutputError as error:
             return error
         except RunError as error:  # e.g. no job has written a result that this machine can read

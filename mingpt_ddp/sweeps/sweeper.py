@@ -11,25 +11,26 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, TaskFunction
+from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.compose.hydra_errors import explain
-from mingpt_ddp.config.compose.resolve import compose_job, resolve
-from mingpt_ddp.config.job import Job, Outcome, RunStatus, Trial, existing_name
+from mingpt_ddp.config.compose.resolve import compose_job
+from mingpt_ddp.config.job import Job, Outcome, Trial, existing_name
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.exit import FAILURE
 from mingpt_ddp.distributed.root_cause import ProcessExit, failed
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import JobError, RunError
+from mingpt_ddp.errors import ConfigError, JobError, RunError
 from mingpt_ddp.interrupts import raise_interrupts
 from mingpt_ddp.storage.run_directory import read_result
 from mingpt_ddp.sweeps.scheduler import Scheduler
 from mingpt_ddp.sweeps.sources import Source
 from mingpt_ddp.sweeps.sweep import Sweep
-from mingpt_ddp.training.run_job import run_job, value_or_error
+from mingpt_ddp.training.run_job import run_job
 from mingpt_ddp.training.start.checked_job import checked_job
 
 log = logging.getLogger(__name__)
@@ -40,15 +41,16 @@ def run_jobs(
     context: HydraContext,
     task_function: Callable[..., float],
     config: DictConfig,
-    max_batch_size: int | None,
 ) -> None:
-    """Run the jobs of a sweep that are left, until `sweep.stopped` is set.
+    """Run the jobs of a sweep that are left.
+
+    Ends when none is left, when too many have failed, or when `sweep.stopped` is set. The callback
+    in `preflight` has checked the sweep and opened it; `cli/train_job` prints its table afterwards.
 
     Args:
         task_function: Trains the job that Hydra's state describes, in the process of an external
             launcher. If it has an attribute `run_job`, that runs the jobs in this process.
         config: Hydra's configuration of the sweep.
-        max_batch_size: Jobs of a grid that an external launcher gets at once. None for all.
     """
     source = sweep.source
     assert source is not None
@@ -56,6 +58,10 @@ def run_jobs(
     compose = partial(_compose, context, config, source)
     run = getattr(task_function, "run_job", run_job)
     if run is not run_job:
+        check(
+            sweep.settings.pruner == "none",
+            "sweep.pruner needs the evaluations of main.py; leave it out over a script of your own",
+        )
         check(
             not sweep.slots and not sweep.is_remote and sweep.env.is_standalone,
             "a sweep over a script of your own runs its jobs one after another on this machine; "
@@ -65,21 +71,20 @@ def run_jobs(
         Scheduler(sweep, source, compose).run()
         return
 
-    def launcher(task: TaskFunction) -> Launcher:
-        return Plugins.instance().instantiate_launcher(
-            hydra_context=context, task_function=task, config=config
-        )
-
     if not sweep.is_remote:
-        _run_in_turn(sweep, source, run, launcher)
+        _run_in_turn(sweep, source, run, compose)
         return
     raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
-    remote = launcher(partial(task_function, swept=source.swept))
+    remote = Plugins.instance().instantiate_launcher(
+        hydra_context=context,
+        task_function=partial(task_function, swept=source.swept),
+        config=config,
+    )
     try:
         if sweep.settings.is_search:
             _run_batches(sweep, source, remote, compose)
         else:
-            _run_grid(sweep, source, remote, max_batch_size or sweep.planned)
+            _run_grid(sweep, source, remote)
     except (HydraException, JobError):
         raise
     except Exception as error:  # of the launcher
@@ -97,73 +102,55 @@ def _compose(context: HydraContext, config: DictConfig, source: Source, number: 
     Raises:
         HydraException, UserError: It is invalid.
     """
-    job = compose_job(context, config, number, source.overrides(number), source.swept)
-    return _checked(job)
-
-
-def _checked(job: Job) -> Job:
+    try:
+        job = compose_job(context, config, number, source.overrides(number), source.swept)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
     job = checked_job(job)
     check_machine(job.config)
     return job
 
 
 def _run_in_turn(
-    sweep: Sweep,
-    source: Source,
-    run: Callable[..., Outcome],
-    launcher_of: Callable[[TaskFunction], Launcher],
+    sweep: Sweep, source: Source, run: Callable[..., Outcome], compose: Callable[[int], Job]
 ) -> None:
     """Run one job after the other, in this process or by a parent of workers.
 
     Args:
         run: With the parameters of `run_job`.
     """
-    trial = Trial(0, "")  # of the job that runs
-    outcome = Outcome(RunStatus.COMPLETE)
-
-    def task(cfg: DictConfig) -> float:
-        nonlocal outcome
-        outcome = sweep.record(trial, _run_one(sweep, source, run, cfg))
-        if not outcome.ends_process:
-            logs.close()
-        return value_or_error(outcome, trial.label)
-
-    launcher = launcher_of(task)
     for number in sweep.jobs_left(source):
-        words = source.overrides(number)
-        trial = source.trial(number, words)
         for _ in sweep.attempts(number):
-            launcher.launch([words], initial_job_idx=number)
+            outcome = sweep.record(source.trial(number), _run_one(sweep, run, compose, number))
             if not outcome.ends_process:
                 logs.to_console(sweep.env)
             if sweep.stopped is not None or not outcome.has_failed:
                 break
 
 
-def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: DictConfig) -> Outcome:
-    """Run the job that Hydra has composed."""
+def _run_one(
+    sweep: Sweep, run: Callable[..., Outcome], compose: Callable[[int], Job], number: int
+) -> Outcome:
+    """Compose and run a job."""
     started_at = time.monotonic()
-    logs.to_console(sweep.env)
     exits = ProcessExit()
     SignalHandler(exits).install()
     try:
-        job = _checked(resolve(cfg, source.swept))
+        job = compose(number)
     except Exception as error:
         return exits.outcome_of(error, in_sweep=True)
     return run(job, sweep.env, sweep, started_at)
 
 
-def _run_grid(sweep: Sweep, source: Source, launcher: Launcher, size: int) -> None:
+def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
     """Give an external launcher batches of the jobs of a grid."""
     jobs = [source.overrides(number) for number in range(sweep.planned)]
-    for first in range(0, sweep.planned, size):
-        batch = launcher.launch(jobs[first : first + size], initial_job_idx=first)
-        for number, returned in enumerate(batch, first):
-            try:
-                _ = returned.return_value  # raises the error of a job that has failed
-            except JobError as error:
-                sweep.failed[number] = str(error.args[0])
-                return
+    for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
+        try:
+            _ = returned.return_value  # raises the error of a job that has failed
+        except JobError as error:
+            sweep.failed[number] = str(error.args[0])
+            return
 
 
 def _run_batches(

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,13 +12,12 @@ from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, run_name
 from mingpt_ddp.distributed.device.machine import threads_per_worker
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.launch.channels import Judge
-from mingpt_ddp.distributed.launch.channels import reporter as parent_judge
 from mingpt_ddp.distributed.launch.launcher import Ended, Launch, run_workers
 from mingpt_ddp.distributed.launch.slots import Slot
 from mingpt_ddp.distributed.launch.workers import SignalForwarder
 from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.distributed.signals import SignalHandler
-from mingpt_ddp.errors import ChangedTextError, JobError
+from mingpt_ddp.errors import JobError
 from mingpt_ddp.storage.run_directory import next_free_name, read_result
 
 if TYPE_CHECKING:
@@ -32,36 +32,59 @@ class Known(NamedTuple):
     failure: str | None = None  # the reason, if it has failed for good
 
 
-class Records:
-    """What a sweep knows about its jobs. These are the records of a single run: nothing."""
+class Records(ABC):
+    """What is known about a job before it runs, and what its end is worth."""
 
+    @abstractmethod
     def look_up(self, job: Job) -> Known:
         """Return what is known of a job. Called on rank zero.
 
         Raises:
             ChangedTextError: The text has changed since another job was complete.
         """
-        return Known(run_name(job.config))
 
+    @abstractmethod
     def value_of(self, job: Job) -> float:
         """Return what ranks a complete job among others. Called on rank zero.
 
         Raises:
             RunError: The job has not measured it.
         """
-        loss = read_result(job.directory).get("val_loss")
-        return math.nan if loss is None else float(loss)
 
+    @abstractmethod
     def judge_of(self, job: Job) -> Judge | None:
         """Return the function that judges the evaluations of a job; None if nothing does."""
-        return None
 
+    @abstractmethod
     def threads(self, workers: int, default: int) -> int | None:
         """Return the number of torch threads of each worker; None if nothing fixes it.
 
         Args:
             default: The number at the first start of a sweep.
         """
+
+
+class SingleRun(Records):
+    """The records of a run outside of a sweep: nothing is known."""
+
+    def __init__(self, judge: Judge | None = None) -> None:
+        """
+        Args:
+            judge: Asks the process that runs a sweep about the evaluations of this worker.
+        """
+        self._judge = judge
+
+    def look_up(self, job: Job) -> Known:
+        return Known(run_name(job.config))
+
+    def value_of(self, job: Job) -> float:
+        loss = read_result(job.directory).get("val_loss")
+        return math.nan if loss is None else float(loss)
+
+    def judge_of(self, job: Job) -> Judge | None:
+        return self._judge
+
+    def threads(self, workers: int, default: int) -> int | None:
         return None
 
 
@@ -91,20 +114,7 @@ def outcome_of(error: Exception, exits: ProcessExit, job: Job) -> Outcome:
         # Its traceback would keep the model in memory.
         outcome.error.__context__ = outcome.error.__cause__ = None
         outcome.error.with_traceback(None)
-    if isinstance(error, ChangedTextError):
-        outcome = replace(outcome, ends_process=True)
-    return outcome
-
-
-def value_or_error(outcome: Outcome, label: str) -> float:
-    """Return what Hydra's launchers and the sweepers of others get from a job.
-
-    Raises:
-        JobError: The job has failed, or a signal has ended it.
-    """
-    if outcome.has_failed or outcome.value is None:
-        raise JobError(f"{label} failed")
-    return outcome.value
+    return replace(outcome, directory=job.directory)
 
 
 def runs_on_workers(job: Job, env: DistEnv) -> bool:
@@ -137,7 +147,7 @@ async def run_on_workers(
         forwarder: Installed.
         slot: Slot of a concurrent job. None if it has the whole machine and the console.
     """
-    workers = job.config.ddp.local_workers or 1
+    workers = job.config.ddp.ranks_here
     default = threads_per_worker(workers, len(slot.cores) if slot else None)
     threads = records.threads(workers, default)
     launch = Launch(job, records.judge_of(job), slot, threads)
@@ -207,8 +217,7 @@ def _train(
         _use_threads(records)
     from mingpt_ddp.training.run import train_run
 
-    # A local worker asks its launcher, and any other rank the sweep in its own process.
-    metrics = train_run(job, runtime, signals, started_at, parent_judge() or records.judge_of(job))
+    metrics = train_run(job, runtime, signals, started_at, records.judge_of(job))
     ended = None
     if metrics is not None:
         ended = group.run_on_rank_zero(lambda: (_status(job), records.value_of(job)))

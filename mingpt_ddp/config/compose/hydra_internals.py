@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from hydra._internal import utils
-from hydra._internal.callbacks import Callbacks as Callbacks
 from omegaconf import DictConfig
 
 from mingpt_ddp.errors import ConfigError

@@ -19,9 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mingpt_ddp import __version__
 from mingpt_ddp.config.compose.hydra_internals import own_parser
-from mingpt_ddp.config.config import (
-    default_values,
-)
+from mingpt_ddp.config.config import default_values
 from mingpt_ddp.config.hints import known_keys, suggest
 from mingpt_ddp.config.keys.schema import GROUPS
 from mingpt_ddp.errors import ConfigError, with_commands
@@ -51,7 +49,6 @@ class JobSweeperConf:
     """The keys of `hydra.sweeper`, as in Hydra's own sweeper. All other keys are in `sweep`."""
 
     _target_: str = SWEEPER
-    max_batch_size: int | None = None
     params: dict[str, str] | None = field(default_factory=dict)
 
 

@@ -150,6 +150,11 @@ class DDPConfig:
         """The number of workers to start; `nproc_per_node=gpu` has been resolved."""
         return int(self.nproc_per_node or 0)
 
+    @property
+    def ranks_here(self) -> int:
+        """The number of ranks of a job that this command starts itself."""
+        return self.local_workers or 1
+
     def __post_init__(self) -> None:
         check(
             # a crash, a user's error, storage that is unavailable

@@ -20,8 +20,6 @@ from mingpt_ddp.storage.lines import MAX_LINE_BYTES
 # A pruner callback. It gets the step and the metrics of an evaluation by name, and returns the
 # reason to end the run, or None to go on.
 Judge: TypeAlias = Callable[[int, Mapping[str, float]], str | None]
-# Environment variable of a worker: the descriptor of the channel, or -1 on ranks but zero.
-REPORTS = "MINGPT_DDP_REPORTS"
 MAX_MESSAGE_BYTES = MAX_LINE_BYTES  # size limit of a message with the metrics of an evaluation
 MAX_OUTCOME_BYTES = select.PIPE_BUF - 64  # so that the messages of workers do not mix
 
@@ -36,16 +34,20 @@ class WorkerEnds:
     is_judged: bool  # True if the launcher has a pruner callback for evaluations
 
     def open(self) -> None:
-        """Silence a worker without a console, and leave the end of a channel to `reporter`."""
+        """Silence a worker without a console."""
         if not self.has_console:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             for name, descriptor in (("stdout", 1), ("stderr", 2)):
                 os.dup2(nowhere, descriptor)
                 # The old stream may be that of a file, which has a position.
                 setattr(sys, name, os.fdopen(descriptor, "w", closefd=False))
-        if self.is_judged:
-            descriptor = -1 if self.reports is None else os.dup(self.reports.fileno())
-            os.environ[REPORTS] = str(descriptor)
+
+    def judge(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """Ask the pruner callback of the launcher. Called on rank zero."""
+        assert self.reports is not None
+        self.reports.send_bytes(json.dumps([step, {**metrics}]).encode())
+        reason = json.loads(self.reports.recv_bytes(MAX_MESSAGE_BYTES))
+        return None if reason is None else str(reason)
 
     def send(self, outcome: Outcome) -> None:
         """Tell the launcher how this worker has ended."""
@@ -53,22 +55,6 @@ class WorkerEnds:
             content = outcome.to_json().encode()
             if len(content) <= MAX_OUTCOME_BYTES:
                 self.outcomes.send_bytes(content)
-
-
-def reporter() -> Judge | None:
-    """Return the function that asks the launcher, on rank zero. None if no pruner is asked."""
-    text = os.environ.pop(REPORTS, None)
-    if text is None:
-        return None
-    connection = None if text == "-1" else Connection(int(text))
-
-    def report(step: int, metrics: Mapping[str, float]) -> str | None:
-        assert connection is not None, "called on another rank than zero"
-        connection.send_bytes(json.dumps([step, {**metrics}]).encode())
-        reason = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
-        return None if reason is None else str(reason)
-
-    return report
 
 
 class Channels:

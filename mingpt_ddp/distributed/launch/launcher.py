@@ -54,11 +54,6 @@ class Launch:
     slot: Slot | None = None  # slot of a concurrent job; None for the whole machine and the console
     threads: int | None = None  # threads of each worker; None for an equal share of the cores
 
-    @property
-    def workers(self) -> int:
-        """The number of workers. It is 1 if the run could train in its own process."""
-        return self.job.config.ddp.local_workers or 1
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -83,8 +78,8 @@ async def run_workers(
         ConfigError: WORLD_SIZE is too small for the workers.
         RunError: the store cannot be hosted at MASTER_ADDR:MASTER_PORT.
     """
-    n = launch.workers
     ddp = launch.job.config.ddp
+    n = ddp.ranks_here
     if not env.is_rank_zero:
         logs.to_console(DistEnv())
         log.info("starting %d local workers; rank 0 runs at %s:%d", n, *env.master_address)
@@ -226,8 +221,8 @@ class _WorkerGroup:
             self.store.ensure_running()
             first = replace(first, master_address=("localhost", self.store.port))
         launch = self.launch
-        n = launch.workers
         ddp = self.config.ddp
+        n = ddp.ranks_here
         context: Any = multiprocessing.get_context(ddp.launcher)
         threads = canonical_threads(ddp) or launch.threads
         shared = shared_environ(n, first.is_standalone, threads)

@@ -254,10 +254,6 @@ SWEEPS = [
         "config error: optimizer.lr=interval(1e-4,1e-3) is for a search",
     ),
     (
-        "-m hydra.sweeper.max_batch_size=2 run.seed=1,2",
-        "config error: hydra.sweeper.max_batch_size has no effect here; sweep.parallel says how",
-    ),
-    (
         "-m hydra.job.chdir=true run.seed=1,2",
         "config error: hydra.job.chdir=true would move the jobs",
     ),

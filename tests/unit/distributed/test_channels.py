@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from mingpt_ddp.config.job import Outcome, RunStatus
-from mingpt_ddp.distributed.launch.channels import Channels, WorkerEnds, reporter
+from mingpt_ddp.distributed.launch.channels import Channels, WorkerEnds
 from mingpt_ddp.distributed.launch.workers import join_workers
 from mingpt_ddp.errors import ConfigError, RunError, UserError
 
@@ -18,10 +18,8 @@ from mingpt_ddp.errors import ConfigError, RunError, UserError
 def evaluate(ends: WorkerEnds) -> None:
     """The worker: report until a step is pruned, tell why, and end."""
     ends.open()
-    report = reporter()
-    assert reporter() is None, "the variable is not inherited by what the job starts"
     for step in (1, 2, 3):
-        reason = report(step, {"loss": 1.0 / step})
+        reason = ends.judge(step, {"loss": 1.0 / step})
         if reason is not None:
             error = ConfigError(f"pruned at {step}: {reason}")
             ends.send(Outcome(RunStatus.FAILED, error=error, exit_code=3))
@@ -31,8 +29,7 @@ def evaluate(ends: WorkerEnds) -> None:
 
 def wait_for_signal(ends: WorkerEnds) -> None:
     ends.open()
-    report = reporter()
-    report(1, {"loss": 1.0})
+    ends.judge(1, {"loss": 1.0})
     while True:
         signal.pause()
 
@@ -57,7 +54,7 @@ def run(target, report, n: int = 1) -> tuple[tuple[int, str], UserError | None]:
 
 def idle(ends: WorkerEnds) -> None:
     ends.open()
-    assert reporter() is not None, "every rank knows that the evaluations are judged"
+    assert ends.is_judged, "every rank knows that the evaluations are judged"
     os._exit(0)
 
 
@@ -97,7 +94,7 @@ def test_much_output_does_not_block_a_worker():
 
 def evaluate_much(ends: WorkerEnds) -> None:
     ends.open()
-    reporter()(1, {f"loss of a label {i:020d}": 1.0 for i in range(30_000)})
+    ends.judge(1, {f"loss of a label {i:020d}": 1.0 for i in range(30_000)})
     os._exit(0)
 
 
