@@ -29,7 +29,7 @@ PRINTING = """
 from hydra.experimental.callback import Callback
 
 class Print(Callback):
-    def on_job_end(self, **kwargs):
+    def on_multirun_end(self, **kwargs):
         print("a callback")
 """
 
@@ -51,7 +51,6 @@ def test_hydra_warns_of_nothing(command, tmp_path):
     settings = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONWARNINGS": "always"}
     done = call([sys.executable, "-W", "always", *command], tmp_path, **settings)
     assert done.returncode == 0, done.stdout
-    # in the parent of the 2 local ranks
     assert done.stdout.count("a callback") == (1 if command == [MAIN, *SEARCH] else 0)
     theirs = r".*(?:Hydra\w*Warning|/(?:hydra|omegaconf|hydra_plugins)/.*Warning).*"
     assert re.findall(theirs, done.stdout) == []

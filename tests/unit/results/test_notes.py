@@ -173,5 +173,6 @@ def test_one_run_is_the_best_of_nothing(tmp_path):
     run = fake_run(tmp_path / "sweep" / "a", {"run.name": "a"}, overrides=["run.name=a"])
     lines = report([run], tmp_path / "page.html").splitlines()
     assert lines[1].split()[0] == "2.0000"
-    assert lines[2:] == ["python -m mingpt_ddp run.name=a", f"the page is {tmp_path / 'page.html'}"]
+    again = f"python -m mingpt_ddp again {run}"
+    assert lines[2:] == [again, f"the page is {tmp_path / 'page.html'}"]
     assert "best" in report([tmp_path / "sweep"], tmp_path / "page.html"), "of a sweep of one job"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from multiprocess.ranks import configure, typed
 
@@ -12,29 +14,29 @@ from mingpt_ddp.distributed.root_cause import failed
 from mingpt_ddp.errors import ConfigError, JobError
 from mingpt_ddp.sweeps.sweep import Sweep
 
-CRASH = failed(JobError("crashed"), FAILURE)
-MISTAKE = failed(ConfigError("a mistake"))
+ENDS = {
+    "crash": failed(JobError("crashed"), FAILURE),
+    "mistake": failed(ConfigError("a mistake")),
+    "complete": Outcome(RunStatus.COMPLETE, value=1.0),
+}
 
 
 @pytest.mark.parametrize(
     ("attempts", "code"),
     [
-        ([MISTAKE], USER_ERROR),
-        ([CRASH], FAILURE),
-        ([CRASH, MISTAKE], USER_ERROR),
-        ([MISTAKE, CRASH], FAILURE),
-        ([CRASH, Outcome(RunStatus.COMPLETE)], USER_ERROR),  # the other job's
+        (["mistake"], USER_ERROR),
+        (["crash"], FAILURE),
+        (["crash", "mistake"], USER_ERROR),
+        (["mistake", "crash"], FAILURE),
+        (["crash", "complete"], USER_ERROR),  # the other job's
     ],
-    ids=str,
 )
 def test_the_last_attempt_of_each_job_decides(attempts, code, tmp_path):
     config = typed(configure(f"run.root={tmp_path}"))
     sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=2)
-    sweep.record(Trial(1, "another job"), MISTAKE)
-    for outcome in attempts:
-        if outcome.status is RunStatus.COMPLETE:
-            outcome = Outcome(RunStatus.COMPLETE, tmp_path / "job", 1.0)
+    sweep.record(Trial(1, "another job"), ENDS["mistake"])
+    for end in attempts:
         sweep.failed.pop(0, None)  # as a retry does
-        sweep.record(Trial(0, "a job"), outcome)
-    end = sweep.finish()
-    assert (end.exit_code, type(end.error)) == (code, JobError)
+        sweep.record(Trial(0, "a job"), replace(ENDS[end], directory=tmp_path / "job"))
+    outcome = sweep.finish()
+    assert (outcome.exit_code, type(outcome.error)) == (code, JobError)
