@@ -33,9 +33,14 @@ class Source:
     swept: frozenset[str]  # keys that differ from job to job
     study: "Study | None"  # None for a grid, and on all ranks but rank zero
 
-    def trial(self, number: int) -> Trial:
-        """Return the place of a job in the sweep."""
-        values = {key_of(word): word.partition("=")[2] for word in self.overrides(number)}
+    def trial(self, number: int, words: list[str] | None = None) -> Trial:
+        """Return the place of a job in the sweep.
+
+        Args:
+            words: Its overrides, if they are known.
+        """
+        words = self.overrides(number) if words is None else words
+        values = {key_of(word): word.partition("=")[2] for word in words}
         return Trial.of(number, {key: values[key] for key in values if key in self.swept})
 
 

@@ -11,13 +11,13 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext
+from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.compose.hydra_errors import explain
-from mingpt_ddp.config.compose.resolve import compose_job
-from mingpt_ddp.config.job import Job, Outcome, Trial, existing_name
+from mingpt_ddp.config.compose.resolve import compose_job, resolve
+from mingpt_ddp.config.job import Job, Outcome, RunStatus, Trial, existing_name
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
@@ -71,15 +71,16 @@ def run_jobs(
         Scheduler(sweep, source, compose).run()
         return
 
+    def launcher(task: TaskFunction) -> Launcher:
+        return Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task, config=config
+        )
+
     if not sweep.is_remote:
-        _run_in_turn(sweep, source, run, compose)
+        _run_in_turn(sweep, source, run, launcher)
         return
     raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
-    remote = Plugins.instance().instantiate_launcher(
-        hydra_context=context,
-        task_function=partial(task_function, swept=source.swept),
-        config=config,
-    )
+    remote = launcher(partial(task_function, swept=source.swept))
     try:
         if sweep.settings.is_search:
             _run_batches(sweep, source, remote, compose)
@@ -100,50 +101,73 @@ def _compose(context: HydraContext, config: DictConfig, source: Source, number: 
     """Return a job, checked.
 
     Raises:
-        HydraException, UserError: It is invalid.
+        UserError: It is invalid.
     """
     try:
         job = compose_job(context, config, number, source.overrides(number), source.swept)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
+    return _checked(job)
+
+
+def _checked(job: Job) -> Job:
     job = checked_job(job)
     check_machine(job.config)
     return job
 
 
 def _run_in_turn(
-    sweep: Sweep, source: Source, run: Callable[..., Outcome], compose: Callable[[int], Job]
+    sweep: Sweep,
+    source: Source,
+    run: Callable[..., Outcome],
+    launcher_of: Callable[[TaskFunction], Launcher],
 ) -> None:
     """Run one job after the other, in this process or by a parent of workers.
+
+    Hydra's launcher composes each job, and calls its callbacks.
 
     Args:
         run: With the parameters of `run_job`.
     """
+    trial = Trial(0, "")  # of the job that runs
+    outcome = Outcome(RunStatus.COMPLETE)
+
+    def task(cfg: DictConfig) -> float:
+        nonlocal outcome
+        outcome = sweep.record(trial, _run_one(sweep, source, run, cfg))
+        if not outcome.ends_process:
+            logs.close()
+        if outcome.value is None:
+            raise JobError(f"{trial.label} failed")
+        return outcome.value
+
+    launcher = launcher_of(task)
     for number in sweep.jobs_left(source):
+        words = source.overrides(number)
+        trial = source.trial(number, words)
         for _ in sweep.attempts(number):
-            outcome = sweep.record(source.trial(number), _run_one(sweep, run, compose, number))
+            launcher.launch([words], initial_job_idx=number)
             if not outcome.ends_process:
                 logs.to_console(sweep.env)
             if sweep.stopped is not None or not outcome.has_failed:
                 break
 
 
-def _run_one(
-    sweep: Sweep, run: Callable[..., Outcome], compose: Callable[[int], Job], number: int
-) -> Outcome:
-    """Compose and run a job."""
+def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: DictConfig) -> Outcome:
+    """Run the job that Hydra has composed."""
     started_at = time.monotonic()
+    logs.to_console(sweep.env)
     exits = ProcessExit()
     SignalHandler(exits).install()
     try:
-        job = compose(number)
+        job = _checked(resolve(cfg, source.swept))
     except Exception as error:
         return exits.outcome_of(error, in_sweep=True)
     return run(job, sweep.env, sweep, started_at)
 
 
 def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
-    """Give an external launcher batches of the jobs of a grid."""
+    """Give an external launcher the jobs of a grid."""
     jobs = [source.overrides(number) for number in range(sweep.planned)]
     for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
         try:

@@ -29,7 +29,7 @@ PRINTING = """
 from hydra.experimental.callback import Callback
 
 class Print(Callback):
-    def on_multirun_end(self, **kwargs):
+    def on_job_end(self, **kwargs):
         print("a callback")
 """
 
