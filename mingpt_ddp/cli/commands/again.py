@@ -17,14 +17,16 @@ import sys
 
 from mingpt_ddp.cli.arguments import answer
 from mingpt_ddp.cli.commands import train
+from mingpt_ddp.distributed.root_cause import cli_errors
 from mingpt_ddp.terminal import echo
 
 
 def main() -> None:
     """Run `python -m mingpt_ddp again`."""
-    if text := answer(__doc__, sys.argv[1:]):
-        echo(text)
-        return
+    with cli_errors():
+        if text := answer(__doc__, sys.argv[1:]):
+            echo(text)
+            return
     train.main(_words)
 
 
