@@ -90,7 +90,7 @@ def worker_main(plan: dict[str, Any]) -> None:
         Path(plan["out"], f"rank{self.runtime.group.rank}.json").write_text(json.dumps(found))
         self.runtime.group.barrier()
         self.metrics.close()
-        return trainer.Outcome(RunStatus.PREEMPTED, {})
+        return trainer.TrainingEnd(RunStatus.PREEMPTED, {})
 
     trainer.Trainer.fit = fit  # type: ignore[method-assign]
     launch.main()

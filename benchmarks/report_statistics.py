@@ -44,7 +44,7 @@ from common import ROOT, log, parser, report, timed
 from scipy import stats
 
 from mingpt_ddp.results.analysis.compare import Setting, compare
-from mingpt_ddp.results.runs import Job, MetricsSummary, by_objective, read_jobs
+from mingpt_ddp.results.runs import MetricsSummary, RunRecord, by_objective, read_jobs
 from mingpt_ddp.results.stats.intervals import estimate
 from mingpt_ddp.results.stats.significance import LEVEL, difference
 
@@ -150,7 +150,9 @@ def setting(label: str, values: dict[str, float]) -> Setting:
     for seed, loss in values.items():
         config: dict[str, Any] = {"run.seed": seed}
         jobs.append(
-            Job(seed, Path(seed), "complete", config, {"val_loss": loss}, MetricsSummary(), [])
+            RunRecord(
+                seed, Path(seed), "complete", config, {"val_loss": loss}, MetricsSummary(), []
+            )
         )
     return Setting(jobs, {}, label)
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import resolve
-from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus, Trial
+from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus, SweepPlace
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import (
@@ -155,7 +155,7 @@ def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
     return outcome.value
 
 
-def _train_for_others(job: Job, trial: Trial, env: DistEnv, sweep: Sweep | None) -> float:
+def _train_for_others(job: Job, trial: SweepPlace, env: DistEnv, sweep: Sweep | None) -> float:
     """Train a job that a sweeper or a launcher of others starts.
 
     Args:

@@ -52,7 +52,7 @@ MAX_CODE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Entry:
+class Registration:
     """What a user's file has registered."""
 
     group: str
@@ -84,11 +84,11 @@ class UserFile:
     """A user's file that has been run."""
 
     sha256: str
-    entries: list[Entry]
+    entries: list[Registration]
 
 
 _files: dict[Path, UserFile] = {}  # files run so far
-_entries: list[Entry] = []  # registered so far, one after the other
+_entries: list[Registration] = []  # registered so far, one after the other
 CHOSEN: dict[str, Path] = {}  # the files that the configuration names, by group
 
 
@@ -143,7 +143,7 @@ def register(
             )
 
     def add(builder: Builder) -> Builder:
-        add_entry(Entry(group, name, config, builder, files))
+        add_entry(Registration(group, name, config, builder, files))
         return builder
 
     return add
@@ -166,13 +166,13 @@ def register_comm_hook(name: str) -> Callable[[Builder], Builder]:
     return register("comm_hook", name, DDPConfig)
 
 
-def add_entry(entry: Entry) -> None:
+def add_entry(entry: Registration) -> None:
     """Register what a user's file has."""
     entry.add()
     _entries.append(entry)
 
 
-def reader_of(name: str) -> tuple[Entry, str] | None:
+def reader_of(name: str) -> tuple[Registration, str] | None:
     """Return a reader and the SHA-256 of its file, or None if it is not in a user's file."""
     for file in _files.values():
         for entry in file.entries:

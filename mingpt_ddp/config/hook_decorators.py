@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from mingpt_ddp.config.builders import BUILDERS, Entry, add_entry
+from mingpt_ddp.config.builders import BUILDERS, Registration, add_entry
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 EVENTS = ("step", "evaluate", "end")
@@ -73,7 +73,7 @@ def _decorator(name: str, kind: str, event: str, events: tuple[str, ...]) -> Any
             raise ValueError(
                 f"@{name}({event!r}) has two hooks {hook.__qualname__}; give them two names"
             )
-        add_entry(Entry(kind, key, None, hook))
+        add_entry(Registration(kind, key, None, hook))
         return hook
 
     return add

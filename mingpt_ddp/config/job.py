@@ -104,14 +104,14 @@ class EndsProcess(BaseException):
 
 
 @dataclass(frozen=True)
-class Trial:
+class SweepPlace:
     """The place of a job in its sweep."""
 
     number: int  # from 0
     label: str  # its swept overrides
 
     @classmethod
-    def of(cls, number: int, swept: Mapping[str, str]) -> Trial:
+    def of(cls, number: int, swept: Mapping[str, str]) -> SweepPlace:
         """Return the place of a job with these swept overrides, by key."""
         return cls(number, ", ".join(map("=".join, swept.items())) or "the only job")
 
@@ -126,7 +126,7 @@ class Job:
     # Where the files that the configuration names as `code` are searched, see `run_code`.
     preset_directories: tuple[str, ...] = ()
     presets: Mapping[str, str] = field(default_factory=dict)  # the chosen ones by group
-    trial: Trial | None = None  # None outside of a sweep
+    trial: SweepPlace | None = None  # None outside of a sweep
 
     @property
     def directory(self) -> Path:

@@ -16,7 +16,7 @@ from mingpt_ddp.data.dataset import EncodedText, RecordedText
 from mingpt_ddp.data.locate_tokens import locate
 from mingpt_ddp.data.text.encode import encode, is_divided
 from mingpt_ddp.data.text.text import Text, sha256_of_all
-from mingpt_ddp.data.text.text_cache import Entry, TextCache
+from mingpt_ddp.data.text.text_cache import CachedText, TextCache
 from mingpt_ddp.data.tokenizers.chosen_tokenizer import (
     check_same_tokenizer,
     given_tokenizer,
@@ -191,7 +191,7 @@ class Texts:
                     return [f"{text.source} and {other.source} have a file in common: {file}"]
         return []
 
-    def found(self) -> Entry | None:
+    def found(self) -> CachedText | None:
         """Return the entry of these texts in the cache. None if the texts must be read first."""
         entry = self.cache.find(self.directory)
         return entry if entry and entry.is_settled and not self.cache.reads_all else None
@@ -233,7 +233,7 @@ class Texts:
         self._check_sha256(entry.text.sha256)
         return entry.text
 
-    def _add(self) -> Entry:
+    def _add(self) -> CachedText:
         """Read the texts, and encode them unless the cache has these very texts."""
         settled_ns = time.time_ns() - SETTLED_NS
         sha256 = self.sha256()
@@ -251,7 +251,7 @@ class Texts:
             notes = [note for text in self.texts for note in text.notes()]
             notes += self._shared_files()
             encoded = replace(encoded, directory=str(self.directory), notes=notes)
-            entry = Entry(encoded, is_settled, files)
+            entry = CachedText(encoded, is_settled, files)
             self.cache.write(entry, directory)
         return entry
 

@@ -34,7 +34,7 @@ from mingpt_ddp.interrupts import INTERRUPTED
 from mingpt_ddp.terminal import echo_error, escape_what_streams_cannot_encode
 
 if TYPE_CHECKING:
-    from mingpt_ddp.distributed.group.failures import Failure
+    from mingpt_ddp.distributed.group.failures import RankFailure
     from mingpt_ddp.distributed.group.process_group import ProcessGroup
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class ProcessExit:
             self.group.failures.record(text)
         return failed(UserError(f"rank {rank}: {text}"), FAILURE)
 
-    def log_peer_failure(self, failure: "Failure") -> None:
+    def log_peer_failure(self, failure: "RankFailure") -> None:
         """Log the failure of another rank. A user error is logged once per agent."""
         if not failure.kind:
             log.error("error: rank %d: %s", failure.rank, failure.message)
@@ -174,7 +174,7 @@ class ProcessExit:
         self.group.leave()  # the next job has another group
         return True
 
-    def peer_failure(self, wait_s: float = 0.0) -> "Failure | None":
+    def peer_failure(self, wait_s: float = 0.0) -> "RankFailure | None":
         """Return the failure that another rank has reported or reports within `wait_s` seconds."""
         if self.group is None:
             return None

@@ -43,7 +43,7 @@ def generate(
     cache for every token.)
 
     Args:
-        model: a `LanguageModel` from `build_model`. The windows, and so the text, are the same with
+        model: a model from `build_model`. The windows, and so the text, are the same with
             a KV cache (`SupportsKVCache`) and without.
         tokens: (B, T) the prompt, T >= 1; its last block_size tokens are used.
         rng: source of the random numbers; None is the global generator.

@@ -22,7 +22,7 @@ from mingpt_ddp.models.modern import Modern
 BUILDERS["model"].update(gpt=GPT, modern=Modern)
 
 
-class LanguageModel(Protocol):
+class ModelProtocol(Protocol):
     """The interface of every model: an nn.Module with this forward."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

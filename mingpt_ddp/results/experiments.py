@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mingpt_ddp.errors import reason
-from mingpt_ddp.results.runs import Job
+from mingpt_ddp.results.runs import RunRecord
 from mingpt_ddp.storage.lines import append_line
 from mingpt_ddp.terminal import echo_error
 
@@ -14,7 +14,7 @@ EXPERIMENTS = "experiments.jsonl"  # in the directory of the runs
 MAX_BYTES = 1 << 26
 
 
-def root_of(job: Job) -> Path:
+def root_of(job: RunRecord) -> Path:
     """Return the run.root of a job: `outputs` if its directory is outputs/sweep/job."""
     directory = job.directory.resolve()
     name = PurePosixPath(str(job.config.get("run.name"))).parts

@@ -14,7 +14,7 @@ from mingpt_ddp import errors
 from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
 from mingpt_ddp.config.recorded import untrusted_values
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.results.runs import Job, Row, Value
+from mingpt_ddp.results.runs import Row, RunRecord, Value
 from mingpt_ddp.storage.yaml_and_json import read_yaml
 
 NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
@@ -106,7 +106,7 @@ def when(seconds: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def command_line(job: Job) -> str:
+def command_line(job: RunRecord) -> str:
     """Return the command that trains a job again, or goes on with it, quoted for a shell.
 
     Return NO_COMMAND if no run.name is recorded.

@@ -15,8 +15,8 @@ from mingpt_ddp.results.objective import Objective
 from mingpt_ddp.results.runs import (
     ACCEPT_CODE,
     DIVERGED,
-    Job,
     Row,
+    RunRecord,
     Value,
     by_objective,
     grouped,
@@ -39,11 +39,11 @@ Recipe = tuple[tuple[str, Hashable], ...]
 class Group:
     """Jobs of one recipe with different seeds; one job is a group too."""
 
-    jobs: list[Job]  # at least one, in the order of `read_jobs`
+    jobs: list[RunRecord]  # at least one, in the order of `read_jobs`
     config: dict[str, Value]  # shared keys that determine the results, without run.seed
 
     @property
-    def first(self) -> Job:
+    def first(self) -> RunRecord:
         """The job whose command line stands for the group."""
         return self.jobs[0]
 
@@ -58,7 +58,7 @@ class Group:
         return ", ".join(dict.fromkeys(marked))
 
     @cached_property
-    def samples(self) -> list[Job]:
+    def samples(self) -> list[RunRecord]:
         """One job of each seed: complete ones, or all if none is complete."""
         jobs = [job for job in self.jobs if job.objective is not None] or self.jobs
         return [*{seed_of(job): job for job in reversed(jobs)}.values()][::-1]
@@ -139,7 +139,7 @@ class Group:
         """The mean objective, or the mean of the last values if no job is complete."""
         return self.latest.mean
 
-    def estimate_of(self, measure: Callable[[Job], float | None]) -> Estimate:
+    def estimate_of(self, measure: Callable[[RunRecord], float | None]) -> Estimate:
         """Return the estimate of a measurement over the seeds of the jobs that have one.
 
         If a seed has diverged, the estimate has the number of seeds but no mean, because the other
@@ -152,7 +152,7 @@ class Group:
 G = TypeVar("G", bound=Group)
 
 
-def replicates(jobs: Iterable[Job]) -> list[Group]:
+def replicates(jobs: Iterable[RunRecord]) -> list[Group]:
     """Group the jobs that differ in `run.seed` alone. Sort by mean; groups without one come last.
 
     Keys that change at most the last bits of a result (where files are, how ranks share the work,
@@ -172,7 +172,7 @@ def replicates(jobs: Iterable[Job]) -> list[Group]:
     return sorted(groups, key=by_objective)
 
 
-def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
+def _by_inputs(jobs: list[RunRecord]) -> Iterator[tuple[dict[str, Value], list[RunRecord]]]:
     """Divide jobs of one recipe by their text and by the user's code. Yield the keys that differ.
 
     A job that is not complete may have recorded neither. It joins the others if they all have the
@@ -180,7 +180,7 @@ def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
     """
     are_accepted = accepts_code(jobs)
 
-    def inputs(job: Job) -> tuple[str | None, str] | None:
+    def inputs(job: RunRecord) -> tuple[str | None, str] | None:
         if not recorded_code(job.result):
             return None
         return text_of(job), "" if are_accepted else job.code
@@ -196,7 +196,7 @@ def _by_inputs(jobs: list[Job]) -> Iterator[tuple[dict[str, Value], list[Job]]]:
         yield dict(itertools.compress(named, differ)), part
 
 
-def text_of(job: Job) -> str | None:
+def text_of(job: RunRecord) -> str | None:
     """Return the first digits of the SHA-256 of a job's text or data. None if they are unknown."""
     recorded = job.result.get("data")
     sha256 = recorded.get("sha256") if isinstance(recorded, dict) else None
@@ -204,7 +204,7 @@ def text_of(job: Job) -> str | None:
     return sha256[:12] if isinstance(sha256, str) else None
 
 
-def accepts_code(jobs: Iterable[Job]) -> bool:
+def accepts_code(jobs: Iterable[RunRecord]) -> bool:
     """Return True if a job has run.accept_code=true, so that the code does not separate jobs."""
     return any(job.config.get(ACCEPT_CODE) is True for job in jobs)
 
@@ -214,7 +214,7 @@ def has_replicates(groups: Iterable[Group]) -> bool:
     return any(group.seeds > 1 for group in groups)
 
 
-def singles(jobs: Iterable[Job]) -> list[Group]:
+def singles(jobs: Iterable[RunRecord]) -> list[Group]:
     """Return a group for each job, with all of its keys."""
     return [Group([job], job.config) for job in jobs]
 
@@ -252,7 +252,7 @@ def shared_seeds(groups: Sequence[Group]) -> list[str]:
     return sorted(common)
 
 
-def _makes_results(job: Job, key: str) -> bool:
+def _makes_results(job: RunRecord, key: str) -> bool:
     """Return True if a key changes the final loss of a job by more than its last bits."""
     if key == "trainer.eval_steps":  # chooses the windows that the loss is measured on
         return True
@@ -261,7 +261,7 @@ def _makes_results(job: Job, key: str) -> bool:
     return key != SEED and effect_of(key) in ("training", "end")
 
 
-def _swept(jobs: list[Job]) -> set[str]:
+def _swept(jobs: list[RunRecord]) -> set[str]:
     """Return the keys in which jobs of one recipe and seed differ, for two seeds or more."""
     swept = set()
     for members in grouped(jobs, lambda job: _recipe(job, set())).values():
@@ -272,12 +272,12 @@ def _swept(jobs: list[Job]) -> set[str]:
     return swept
 
 
-def _keys(job: Job, swept: set[str]) -> list[str]:
+def _keys(job: RunRecord, swept: set[str]) -> list[str]:
     """List the keys that make the recipe of a job."""
     return [key for key in job.config if key in swept or _makes_results(job, key)]
 
 
-def _recipe(job: Job, swept: set[str]) -> Recipe:
+def _recipe(job: RunRecord, swept: set[str]) -> Recipe:
     return recipe(job, sorted(_keys(job, swept)))
 
 
@@ -286,7 +286,9 @@ def recipe(row: Row, keys: Iterable[str]) -> Recipe:
     return tuple((key, identity(row.config[key])) for key in keys)
 
 
-def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -> dict[str, float]:
+def means_by_seed(
+    jobs: Iterable[RunRecord], measure: Callable[[RunRecord], float | None]
+) -> dict[str, float]:
     """Return a measurement by seed, for the seeds that have one.
 
     Jobs with the same seed are not independent samples, so their mean counts once.
@@ -298,6 +300,6 @@ def means_by_seed(jobs: Iterable[Job], measure: Callable[[Job], float | None]) -
     return means
 
 
-def seed_of(job: Job) -> str:
+def seed_of(job: RunRecord) -> str:
     """Return the seed of a job as JSON, or its directory if it has recorded none."""
     return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)

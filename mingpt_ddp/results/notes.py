@@ -23,7 +23,7 @@ from mingpt_ddp.results.objective import (
     loss_unit,
 )
 from mingpt_ddp.results.runs import (
-    Job,
+    RunRecord,
     Value,
     identity,
     number,
@@ -39,7 +39,7 @@ OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  
 TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
 
 
-def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
+def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[str]:
     """Return notes on an unusual ranking, and on reasons why results do not compare.
 
     Args:
@@ -84,7 +84,7 @@ def comparison_notes(jobs: list[Job], are_versions: bool = False) -> list[str]:
     return notes
 
 
-def _code_notes(jobs: list[Job]) -> list[str]:
+def _code_notes(jobs: list[RunRecord]) -> list[str]:
     """Return notes on jobs that different code has trained."""
     contents = dict[str, set[str]]()
     packages = dict[str, str]()  # by SHA-256
@@ -108,7 +108,7 @@ def _code_notes(jobs: list[Job]) -> list[str]:
     return notes
 
 
-def _equal_minutes(jobs: list[Job]) -> str:
+def _equal_minutes(jobs: list[RunRecord]) -> str:
     """Add to a note that all jobs had the same minutes, if minutes were their only limit."""
     limits = [job.config.get(key) for job in jobs for key in OTHER_LIMITS]
     if any(limit is not None for limit in limits):
@@ -179,7 +179,7 @@ def _cut(keys: list[str]) -> str:
     return cut(", ".join(keys), 200)
 
 
-def _different_data(jobs: list[Job]) -> list[str]:
+def _different_data(jobs: list[RunRecord]) -> list[str]:
     """List the keys by which the jobs differ in the data that measures them."""
     if kinds := _differing(jobs, ("data.dataset",)):  # other datasets have other keys
         return kinds
@@ -197,7 +197,7 @@ def _different_data(jobs: list[Job]) -> list[str]:
     return [key for key in DATA_KEYS if key in keys]
 
 
-def _form(job: Job) -> Value:
+def _form(job: RunRecord) -> Value:
     """Return the format in which a text was read, or auto if that is unknown."""
     recorded = job.result.get("data")
     if isinstance(recorded, dict) and job.config.get("data.format") == "auto":
@@ -205,14 +205,14 @@ def _form(job: Job) -> Value:
     return job.config.get("data.format", "auto")
 
 
-def _different_parts(jobs: list[Job]) -> list[str]:
+def _different_parts(jobs: list[RunRecord]) -> list[str]:
     """List the keys by which the jobs differ in the part of the split that they evaluate."""
     if len({_evaluated_part(job) for job in jobs}) < 2:
         return []
     return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
 
 
-def _evaluated_part(job: Job) -> Hashable:
+def _evaluated_part(job: RunRecord) -> Hashable:
     """Return a hashable key of the evaluated part of the split. None is the whole split."""
     if job.config.get(WINDOWS[0]) is None:
         return None
@@ -223,7 +223,7 @@ def _evaluated_part(job: Job) -> Hashable:
     return windows, identity(block_size), loss_unit(job.config, job.directory)
 
 
-def _differing(jobs: Iterable[Job], keys: Iterable[str]) -> list[str]:
+def _differing(jobs: Iterable[RunRecord], keys: Iterable[str]) -> list[str]:
     differing = []
     for key in keys:
         values = {identity(job.config.get(key)) for job in jobs}

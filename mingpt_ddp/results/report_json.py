@@ -9,7 +9,7 @@ from typing import Any
 from mingpt_ddp.results.formats import LONGEST, cut
 from mingpt_ddp.results.groups import SEED, Group, replicates
 from mingpt_ddp.results.results import Results, read_with_failures
-from mingpt_ddp.results.runs import Job, number, varying
+from mingpt_ddp.results.runs import RunRecord, number, varying
 
 
 def json_report(results: Results) -> str:
@@ -56,7 +56,7 @@ def _group(group: Group, keys: list[str]) -> dict[str, Any]:
     }
 
 
-def _job(job: Job) -> dict[str, Any]:
+def _job(job: RunRecord) -> dict[str, Any]:
     result = {}
     for key, value in job.result.items():
         if type(value) in (int, float):

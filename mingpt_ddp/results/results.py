@@ -19,9 +19,9 @@ from mingpt_ddp.results.groups import (
 )
 from mingpt_ddp.results.notes import best_notes, comparison_notes, diverged_notes, pooling_notes
 from mingpt_ddp.results.objective import Objective
-from mingpt_ddp.results.runs import Job, is_locked, known, number, read_jobs, varying
+from mingpt_ddp.results.runs import RunRecord, is_locked, known, number, read_jobs, varying
 from mingpt_ddp.storage.storage import read_regular
-from mingpt_ddp.storage.sweep_file import Failure, read_failures
+from mingpt_ddp.storage.sweep_file import JobFailure, read_failures
 
 MOST_OF_REASON = 300  # characters
 MULTIRUN = "multirun.yaml"  # Hydra's configuration of the last start of a sweep
@@ -33,7 +33,7 @@ SEARCHED_BY_LOGARITHM = re.compile(r"([\w.]+)(?:=|: )\W?tag\(\s*log\b")
 class Results:
     """The jobs of a report, the groups that it compares, and notes on both."""
 
-    jobs: list[Job]  # best first
+    jobs: list[RunRecord]  # best first
     groups: list[Group]  # best first; each job alone if there are no replicates
     keys: list[str]  # the parameters in which the groups differ
     notes: list[str]  # on the comparison of the groups
@@ -49,7 +49,7 @@ class Results:
         return has_replicates(self.groups)
 
     @property
-    def only_job(self) -> Job | None:
+    def only_job(self) -> RunRecord | None:
         """The job if there is only one, so that there is nothing to compare."""
         return self.jobs[0] if len(self.jobs) == 1 else None
 
@@ -121,7 +121,7 @@ def read_results(
 
 def read_with_failures(
     directories: Sequence[Path], metric: str | None = None, accept_code: bool = False
-) -> tuple[list[Job], list[Failure]]:
+) -> tuple[list[RunRecord], list[JobFailure]]:
     """Read the jobs in these directories, best first, and the recorded failures of their sweeps.
 
     Args:
@@ -138,6 +138,6 @@ def read_with_failures(
     return [_failed(job) if job.directory.name in failed else job for job in jobs], failures
 
 
-def _failed(job: Job) -> Job:
+def _failed(job: RunRecord) -> RunRecord:
     """Give a job the status "failed", unless it has ended in another way since."""
     return replace(job, status="failed") if job.status in ("stopped", "unfinished") else job

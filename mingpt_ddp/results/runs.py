@@ -56,7 +56,7 @@ class MetricsSummary:
 
 
 @dataclass(frozen=True)
-class Job:
+class RunRecord:
     """One run, complete or not."""
 
     name: str  # its directory, relative to the one named on the command line
@@ -125,7 +125,7 @@ class Job:
 
 def read_jobs(
     directories: list[Path], metric: str | None = None, accept_code: bool = False
-) -> list[Job]:
+) -> list[RunRecord]:
     """Read the jobs in these directories. Sort them by objective; jobs without one come last.
 
     Args:
@@ -172,13 +172,13 @@ def read_jobs(
     return sorted(jobs, key=by_objective)
 
 
-def _numbers(job: Job) -> list[str]:
+def _numbers(job: RunRecord) -> list[str]:
     """List the names of a job's possible metrics: those in its result, or else those it logged."""
     names = [str(key) for key, value in job.result.items() if number(value) is not None]
     return names or [name for name in job.metrics.last if name.startswith(("val_", "train_"))]
 
 
-def why_no_best(jobs: list[Job]) -> str:
+def why_no_best(jobs: list[RunRecord]) -> str:
     """Explain why there is no best job."""
     objective = jobs[0].ranked_by
     statuses = [job.status for job in jobs]
@@ -250,7 +250,7 @@ def is_run(path: Path) -> bool:
     return any(os.path.isfile(path / name) for name in RUN_FILES)
 
 
-def _read(path: Path, name: str) -> Job:
+def _read(path: Path, name: str) -> RunRecord:
     result = read_result(path)
     config = recorded_config(path) or {}
     metrics = MetricsSummary()
@@ -271,7 +271,7 @@ def _read(path: Path, name: str) -> Job:
         flat["run.resume"] = "auto"
     edited = _edited(recorded_code(result))
     status = _status(path, result, metrics)
-    return Job(name, path, status, flat, result, metrics, notes, edited=edited)
+    return RunRecord(name, path, status, flat, result, metrics, notes, edited=edited)
 
 
 def _edited(code: dict[str, Any]) -> list[str]:

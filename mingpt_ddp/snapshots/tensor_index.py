@@ -60,7 +60,7 @@ Header: TypeAlias = dict[str, TensorEntry]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """Rows of a tensor in one file; all of them if the tensor is whole there."""
 
     first: int  # row of the tensor
@@ -125,7 +125,7 @@ def make_index(headers: Mapping[str, Header]) -> Index:
     Raises:
         ValueError: pieces do not make up whole tensors, or a tensor is in two files.
     """
-    pieces: dict[str, list[Piece]] = defaultdict(list)
+    pieces: dict[str, list[TensorPiece]] = defaultdict(list)
     seen: set[str] = set()
     for file, header in headers.items():
         for name, entry in header.items():
@@ -134,9 +134,9 @@ def make_index(headers: Mapping[str, Header]) -> Index:
             seen.add(name)
             match = PIECE.fullmatch(name)
             if match is None:
-                pieces[name].append(Piece(0, entry.rows, entry, file))
+                pieces[name].append(TensorPiece(0, entry.rows, entry, file))
             else:
-                pieces[match[1]].append(Piece(int(match[2]), int(match[3]), entry, file))
+                pieces[match[1]].append(TensorPiece(int(match[2]), int(match[3]), entry, file))
     index = {}
     for name, of_tensor in pieces.items():
         if name not in seen or len(of_tensor) > 1:  # in pieces
@@ -151,7 +151,7 @@ def make_index(headers: Mapping[str, Header]) -> Index:
     return index
 
 
-def _check_pieces(name: str, pieces: Sequence[Piece]) -> None:
+def _check_pieces(name: str, pieces: Sequence[TensorPiece]) -> None:
     """Check that pieces in the order of their rows make up a tensor.
 
     Raises:

@@ -18,7 +18,7 @@ MAX_BYTES = 1 << 24  # size limit of failures.jsonl
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """A job that has failed."""
 
     label: str  # its swept overrides
@@ -36,17 +36,17 @@ def recorded_metric(directory: Path) -> str | None:
     return metric if isinstance(metric, str) and metric.strip("-") else None
 
 
-def read_failures(directory: Path) -> list[Failure]:
+def read_failures(directory: Path) -> list[JobFailure]:
     """Return the jobs of a sweep that have failed and not succeeded since. They are untrusted."""
     return [*dict.fromkeys(_failures(directory).values())]
 
 
-def _failures(directory: Path) -> dict[str, Failure]:
+def _failures(directory: Path) -> dict[str, JobFailure]:
     """Return the failures by key. A job has all the keys that `_keys` returns.
 
     Lines that cannot be read are skipped, because a kill may leave a partial line.
     """
-    failures: dict[str, Failure] = {}
+    failures: dict[str, JobFailure] = {}
     for record in _records(directory):
         with contextlib.suppress(LookupError, TypeError):
             _apply(record, failures)
@@ -72,7 +72,7 @@ def _keys(label: str, directory: str) -> list[str]:
     return [digest, label] if digest else [label]
 
 
-def _find(label: str, directory: str, failures: dict[str, Failure]) -> Failure | None:
+def _find(label: str, directory: str, failures: dict[str, JobFailure]) -> JobFailure | None:
     """Return the failure of a job. The label counts only if one of the two has no directory."""
     for key in _keys(label, directory):
         failure = failures.get(key)
@@ -81,7 +81,7 @@ def _find(label: str, directory: str, failures: dict[str, Failure]) -> Failure |
     return None
 
 
-def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
+def _apply(record: dict[str, Any], failures: dict[str, JobFailure]) -> None:
     """Count a failure. A record without a reason is a success, which deletes the failures."""
     label, directory = str(record["job"]), str(record["directory"] or "")
     count = 1
@@ -91,7 +91,7 @@ def _apply(record: dict[str, Any], failures: dict[str, Failure]) -> None:
             if failures.get(key) is before:  # another job may have the same label
                 del failures[key]
     if record["reason"] is not None:
-        failure = Failure(label, directory, count, str(record["reason"]))
+        failure = JobFailure(label, directory, count, str(record["reason"]))
         failures |= dict.fromkeys(_keys(label, directory), failure)
 
 
@@ -134,7 +134,7 @@ class SweepFile:
             self._write("threads", {**threads, str(ranks): default})
         return kept_threads or default
 
-    def failure_of(self, label: str, directory: str) -> Failure | None:
+    def failure_of(self, label: str, directory: str) -> JobFailure | None:
         """Return the failure of a job. None if it has not failed, or has succeeded since.
 
         Args:

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 
 from mingpt_ddp.config.compose.hydra_utils import hydra_value, key_of
 from mingpt_ddp.config.config import LIMITS, Config, named_values
-from mingpt_ddp.config.job import Trial
+from mingpt_ddp.config.job import SweepPlace
 from mingpt_ddp.config.keys.sweep_config import SweepConfig
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed.env import DistEnv
@@ -33,7 +33,7 @@ class Source:
     swept: frozenset[str]  # keys that differ from job to job
     study: "Study | None"  # None for a grid, and on all ranks but rank zero
 
-    def trial(self, number: int, words: list[str] | None = None) -> Trial:
+    def trial(self, number: int, words: list[str] | None = None) -> SweepPlace:
         """Return the place of a job in the sweep.
 
         Args:
@@ -41,7 +41,7 @@ class Source:
         """
         words = self.overrides(number) if words is None else words
         values = {key_of(word): word.partition("=")[2] for word in words}
-        return Trial.of(number, {key: values[key] for key in values if key in self.swept})
+        return SweepPlace.of(number, {key: values[key] for key in values if key in self.swept})
 
 
 def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:

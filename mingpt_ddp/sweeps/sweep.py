@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import IO, TYPE_CHECKING
 
 from mingpt_ddp.config.config import Config
-from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, Trial
+from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, SweepPlace
 from mingpt_ddp.config.keys.schema import SweepConfig
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR
@@ -168,7 +168,7 @@ class Sweep(Records):
         name = objective_named(self.settings.metric).series.removeprefix("val_")
         return self.study.report(number, step, metrics[name]) if name in metrics else None
 
-    def record(self, trial: Trial, outcome: Outcome) -> Outcome:
+    def record(self, trial: SweepPlace, outcome: Outcome) -> Outcome:
         """Record how a job has ended. Set `stopped` if no other job may start.
 
         Returns:
@@ -182,7 +182,7 @@ class Sweep(Records):
             self._record(trial, outcome)
         return outcome
 
-    def _record(self, trial: Trial, outcome: Outcome) -> None:
+    def _record(self, trial: SweepPlace, outcome: Outcome) -> None:
         if outcome.has_failed:
             self._record_failed(trial, outcome)
         elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
@@ -195,7 +195,7 @@ class Sweep(Records):
         if outcome.ends_process or (must_stop and not self.is_over):
             self.stopped = outcome
 
-    def record_done(self, trial: Trial, directory: Path) -> None:
+    def record_done(self, trial: SweepPlace, directory: Path) -> None:
         """Record a complete or pruned job.
 
         Raises:
@@ -205,12 +205,12 @@ class Sweep(Records):
         self.failed.pop(trial.number, None)
         self.done[trial.number] = directory
 
-    def _keep_done(self, trial: Trial, directory: Path) -> None:
+    def _keep_done(self, trial: SweepPlace, directory: Path) -> None:
         self.file.succeed(trial.label, directory.name)
         if self.study is not None:
             self.study.end(trial.number, directory)
 
-    def _record_failed(self, trial: Trial, outcome: Outcome) -> None:
+    def _record_failed(self, trial: SweepPlace, outcome: Outcome) -> None:
         self.failed[trial.number] = trial.label
         if outcome.ends_process:  # its error is the last line of this process
             return
@@ -223,7 +223,7 @@ class Sweep(Records):
             self.crashed.discard(trial.number)
         self.env.call_on_rank_zero(lambda: self._keep_failed(trial, outcome))
 
-    def _keep_failed(self, trial: Trial, outcome: Outcome) -> None:
+    def _keep_failed(self, trial: SweepPlace, outcome: Outcome) -> None:
         message = str(outcome.error)
         if self.slots:  # concurrent jobs write to the same console
             log.error("job %d: %s", trial.number + 1, message)

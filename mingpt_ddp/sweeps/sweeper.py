@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import compose_job, resolve
-from mingpt_ddp.config.job import Job, Outcome, RunStatus, Trial, existing_name
+from mingpt_ddp.config.job import Job, Outcome, RunStatus, SweepPlace, existing_name
 from mingpt_ddp.config.validation import check
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
@@ -129,7 +129,7 @@ def _run_in_turn(
     Args:
         run: With the parameters of `run_job`.
     """
-    trial = Trial(0, "")  # of the job that runs
+    trial = SweepPlace(0, "")  # of the job that runs
     outcome = Outcome(RunStatus.COMPLETE)
 
     def task(cfg: DictConfig) -> float:
@@ -188,7 +188,7 @@ def _run_batches(
         for number, returned in zip(numbers, results, strict=True):
             job = compose(number)
             directory = job.with_run(name=existing_name(job)).directory
-            trial: Trial = source.trial(number)
+            trial: SweepPlace = source.trial(number)
             if returned.status is JobStatus.COMPLETED and read_result(directory):
                 sweep.record_done(trial, directory)
             else:

@@ -14,7 +14,7 @@ from mingpt_ddp.tasks.task import recorded_data
 from mingpt_ddp.training.hooks.observers import Observers
 from mingpt_ddp.training.train_state import has_stopped_early
 from mingpt_ddp.training.trainable import Run
-from mingpt_ddp.training.trainer import Outcome
+from mingpt_ddp.training.trainer import TrainingEnd
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ MIN_GOODPUT_S = 600.0  # shorter runs are dominated by startup
 
 
 def record_end(
-    run: Run, owner: RunDirectory | None, observers: Observers, outcome: Outcome
+    run: Run, owner: RunDirectory | None, observers: Observers, outcome: TrainingEnd
 ) -> None:
     """Write result.json, complete the trackers, call the hooks of a run that has trained, log.
 
@@ -44,7 +44,7 @@ def record_end(
         _log_end(run, outcome, owner.path)
 
 
-def _result(run: Run, outcome: Outcome) -> dict[str, Any]:
+def _result(run: Run, outcome: TrainingEnd) -> dict[str, Any]:
     """Return the content of result.json."""
     state = run.state
     task = run.task
@@ -93,7 +93,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _log_end(run: Run, outcome: Outcome, directory: Path) -> None:
+def _log_end(run: Run, outcome: TrainingEnd, directory: Path) -> None:
     state = run.state
     task = run.task
     total_s = state.wall_seconds + state.wasted_seconds

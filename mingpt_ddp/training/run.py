@@ -31,7 +31,7 @@ from mingpt_ddp.training.start.stages import (
 from mingpt_ddp.training.start.start_log import warn_of_edited_code
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import Run
-from mingpt_ddp.training.trainer import Outcome, Trainer
+from mingpt_ddp.training.trainer import Trainer, TrainingEnd
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def train_run(
     return run.state.val_metrics
 
 
-def evaluate_complete(run: Run, evaluator: Evaluator) -> Outcome:
+def evaluate_complete(run: Run, evaluator: Evaluator) -> TrainingEnd:
     """Evaluate a complete run where that is missing, and log a sample.
 
     With edited code these weights are another model: there is no sample, and the test split keeps
@@ -98,11 +98,11 @@ def evaluate_complete(run: Run, evaluator: Evaluator) -> Outcome:
             state.val_metrics = evaluator.run(model, "val")
             state.val_loss = state.val_metrics["loss"]
         if is_edited:
-            return Outcome(RunStatus.COMPLETE, recorded_test(run.directory))
+            return TrainingEnd(RunStatus.COMPLETE, recorded_test(run.directory))
         if text := evaluator.sample(model, state.step):
             log.info("a sample:\n%s\n", text)
         test_metrics = evaluator.run(model, "test")
-    return Outcome(RunStatus.COMPLETE, test_metrics)
+    return TrainingEnd(RunStatus.COMPLETE, test_metrics)
 
 
 def begin_attempt(

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingEnd:
     """How the training ended."""
 
     status: RunStatus
@@ -72,13 +72,13 @@ class Trainer:
         """The steps of the whole run."""
         return self.train_step.steps
 
-    def train(self) -> Outcome:
+    def train(self) -> TrainingEnd:
         """Train to the end of the run."""
         with self._deferring():
             self._warm_up()
             return self.fit()
 
-    def fit(self) -> Outcome:
+    def fit(self) -> TrainingEnd:
         """Train to the last step, or until a signal, the pruner or trainer.patience ends the run.
 
         The last snapshot is then committed.
@@ -283,7 +283,7 @@ class Trainer:
         else:
             self.saves.maybe_save(is_due)
 
-    def _end(self, end: RunStatus) -> Outcome:
+    def _end(self, end: RunStatus) -> TrainingEnd:
         """Sample while the last snapshot is written; evaluate the test split; tell the loggers."""
         test_metrics: dict[str, float] | None = {}
         if end is not RunStatus.PREEMPTED:
@@ -297,4 +297,4 @@ class Trainer:
                 end = RunStatus.PREEMPTED
         if end is not RunStatus.PREEMPTED:
             self.metrics.complete(self.state.step)
-        return Outcome(end, test_metrics or {})
+        return TrainingEnd(end, test_metrics or {})

@@ -83,7 +83,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Listing:
     """One snapshot, described by its manifest, its state and its file sizes."""
 
     step: int
@@ -106,7 +106,7 @@ def list_snapshots(config: ListConfig) -> int:
     return 0
 
 
-def inspect(store: SnapshotStore, step: int) -> Entry:
+def inspect(store: SnapshotStore, step: int) -> Listing:
     """Describe a snapshot without reading its tensors.
 
     Raises:
@@ -119,12 +119,12 @@ def inspect(store: SnapshotStore, step: int) -> Entry:
         status = "unfinished" if isinstance(damage, IncompleteSnapshotError) else "damaged"
         names = open_storage(f"{store.url}/{directory_name(step)}").list()
         size = sum(store.size(step, name) or 0 for name in names)
-        return Entry(step, status, size, len(names), {})
+        return Listing(step, status, size, len(names), {})
     size = sum(file["bytes"] for file in files.values())
-    return Entry(step, "whole", size, len(files) + 1, recorded_train_state(state))
+    return Listing(step, "whole", size, len(files) + 1, recorded_train_state(state))
 
 
-def _row(entry: Entry, best: Any) -> tuple[str, ...]:
+def _row(entry: Listing, best: Any) -> tuple[str, ...]:
     def cell(key: str, text: Callable[[Any], str]) -> str:
         value: Any = entry.train_state.get(key)
         with contextlib.suppress(ValueError, OverflowError, OSError):  # a year beyond datetime

@@ -64,7 +64,7 @@ REFUSED = re.compile(r"-m$|--multirun$|\+*(run\.(name|resume)|hydra\.searchpath)
 
 
 @dataclass(frozen=True)
-class Trial:
+class VersionRun:
     """A version that trains with a seed, in a run directory."""
 
     version: Version
@@ -110,7 +110,7 @@ def _command(words: list[str]) -> int:
     commits = [find_commit(name) for name in names]
     versions = [find_version(*each, others) for each in zip(names, commits, strict=True)]
     root, name, configs = _compose(versions)
-    trials: dict[str, list[Trial]] = {}
+    trials: dict[str, list[VersionRun]] = {}
     for number, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
         label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
         trials[label] = []
@@ -120,7 +120,7 @@ def _command(words: list[str]) -> int:
             )
             words = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
             words.append(f'run.name="{name}/{directory.name}"')
-            trials[label].append(Trial(version, words, directory, config))
+            trials[label].append(VersionRun(version, words, directory, config))
     with _lock(root / name):
         _train([*zip(*trials.values(), strict=True)])
         verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
@@ -227,14 +227,14 @@ def _lock(directory: Path) -> IO[str]:
         raise LockedError(directory, error.owner, "wait for it, then run this again") from error
 
 
-def _train(rounds: list[tuple[Trial, ...]]) -> None:
+def _train(rounds: list[tuple[VersionRun, ...]]) -> None:
     """Train what is not complete, the trials of each seed in turn: A B, B A, A B ...
 
     Raises:
         UserError: a job has failed, or has trained with another code or configuration than its
             version, or on another text than the job before it.
     """
-    order = list[Trial]()
+    order = list[VersionRun]()
     for number, trials in enumerate(rounds):
         order += trials[:: -1 if number % 2 else 1]
     texts = dict[str, Any]()  # the recorded SHA-256, by version
@@ -258,7 +258,7 @@ def _train(rounds: list[tuple[Trial, ...]]) -> None:
             )
 
 
-def _check_code(trial: Trial) -> None:
+def _check_code(trial: VersionRun) -> None:
     """Check that a job was trained by the code that its version has now.
 
     Files of the user outside of the version, such as a library, must not have changed either.
@@ -289,7 +289,7 @@ def _check_code(trial: Trial) -> None:
         )
 
 
-def _check_config(trial: Trial) -> None:
+def _check_config(trial: VersionRun) -> None:
     """Check that a job has trained with the configuration of its version, in all its starts."""
     directory = trial.directory
     try:
@@ -305,7 +305,7 @@ def _check_config(trial: Trial) -> None:
         )
 
 
-def _settings(trials: dict[str, list[Trial]]) -> list[Setting]:
+def _settings(trials: dict[str, list[VersionRun]]) -> list[Setting]:
     """Return the jobs of each version as a setting."""
     jobs = {}
     for job in read_jobs([trial.directory for each in trials.values() for trial in each]):
@@ -317,7 +317,7 @@ def _settings(trials: dict[str, list[Trial]]) -> list[Setting]:
     return settings
 
 
-def _digests(trials: dict[str, list[Trial]]) -> dict[Path, str]:
+def _digests(trials: dict[str, list[VersionRun]]) -> dict[Path, str]:
     """Return the SHA-256 of the last weights and optimizer states, by run directory."""
     from mingpt_ddp.snapshots.format import WEIGHT_KINDS
     from mingpt_ddp.snapshots.hashes import hash_snapshot

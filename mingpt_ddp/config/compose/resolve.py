@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mingpt_ddp.config.compose.hydra_utils import key_of, key_of_group
 from mingpt_ddp.config.config import to_plain
-from mingpt_ddp.config.job import Job, Trial, job_name
+from mingpt_ddp.config.job import Job, SweepPlace, job_name
 
 
 def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
@@ -34,7 +34,7 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
         swept = values.keys() - set(hydra.job.config.override_dirname.exclude_keys)
     values = {key: value for key, value in values.items() if key in swept}
     job = job.with_run(name=job_name(job.config, values))
-    return replace(job, trial=Trial.of(int(hydra.job.num), values))
+    return replace(job, trial=SweepPlace.of(int(hydra.job.num), values))
 
 
 def compose_job(

@@ -16,7 +16,7 @@ import numpy as np
 
 from mingpt_ddp.config.keys.components import DataConfig
 from mingpt_ddp.data.dataset import EncodedText, split_bounds
-from mingpt_ddp.data.text.text import Piece, Text, gathered, sha256_of_all
+from mingpt_ddp.data.text.text import Text, TextPiece, gathered, sha256_of_all
 from mingpt_ddp.data.text.text_cache import TOKENS, sha256_of_file
 from mingpt_ddp.data.tokenizers.bpe import DEFAULT_VOCAB_SIZE, train_bpe
 from mingpt_ddp.data.tokenizers.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     """
 
     split: int
-    piece: Piece
+    piece: TextPiece
     byte: int
     size: int
 
@@ -136,7 +136,7 @@ def _make_tokenizer(config: DataConfig, distinct: str, training: list[TextRange]
     return train_bpe(gathered(pieces), size - config.end_token)
 
 
-def _cut(pieces: Iterator[Piece], parts: list[list[TextRange]]) -> Iterator[Cut]:
+def _cut(pieces: Iterator[TextPiece], parts: list[list[TextRange]]) -> Iterator[Cut]:
     """Divide the pieces of a text: yield the share of each split.
 
     Args:
@@ -182,7 +182,7 @@ def _write(
     before = tokens_file.tell() // dtype.itemsize
     begins: list[tuple[int, int, int, int]] = []  # byte of the part, file, number, byte in document
 
-    def noted() -> Iterator[Piece]:
+    def noted() -> Iterator[TextPiece]:
         position = 0
         document = (-1, -1)
         for _, piece, byte, size in cuts:

@@ -37,7 +37,7 @@ CHUNK_BYTES = HEAD_BYTES
 TABLES = {"jsonl": json_table, "csv": csv_table, "parquet": parquet_table}
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Part of a document, or all of it.
 
     Attributes:
@@ -96,7 +96,7 @@ class Text:
         return max((max(times) for _, _, *times, _ in self._status), default=0)
 
     def names(self) -> list[str]:
-        """Return the files in the order of `Piece.file`."""
+        """Return the files in the order of `TextPiece.file`."""
         return [*map(str, self.files)] if self._is_file and self.files else [self.source]
 
     def notes(self) -> list[str]:
@@ -170,7 +170,7 @@ class Text:
         self.length = length
         self.characters = np.flatnonzero(seen)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TextPiece]:
         """Yield the text, with END or a line feed after each document that needs one.
 
         Raises:
@@ -178,7 +178,7 @@ class Text:
         """
         return self._texts() if self.form == "text" else self._records()
 
-    def _texts(self) -> Iterator[Piece]:
+    def _texts(self) -> Iterator[TextPiece]:
         """Yield files of UTF-8, or what a user's reader yields."""
         hashes = []
         stream = hashlib.sha256()
@@ -188,13 +188,13 @@ class Text:
             last = ""
             raw = path and (io.FileIO if self._is_several else HashedFile)(path)
             for text in self._decoded(path, raw, stream):
-                yield Piece(index, 0, text)
+                yield TextPiece(index, 0, text)
                 last = text
             if last and self._is_several and not ends and last[-1] != "\n":
-                yield Piece(index, 0, "\n")
+                yield TextPiece(index, 0, "\n")
                 stream.update(b"\n")
             if ends and last:
-                yield Piece(index, 0, END)
+                yield TextPiece(index, 0, END)
             if isinstance(raw, HashedFile):
                 hashes.append(raw.finish())
             elif (ends and last) or path is None:
@@ -247,7 +247,7 @@ class Text:
                 raise DataError(f"{where} is damaged or cut off: {error}") from error
         yield b""
 
-    def _records(self) -> Iterator[Piece]:
+    def _records(self) -> Iterator[TextPiece]:
         """Yield the texts of all rows that are not null or empty."""
         assert self.files is not None
         hashes = []
@@ -273,7 +273,7 @@ class Text:
                             text += END
                         elif not text.endswith("\n"):
                             text += "\n"
-                        yield Piece(index, number, text)
+                        yield TextPiece(index, number, text)
                     hashes.append(raw.finish())
             except DAMAGES as error:
                 raise DataError(f"{where} is damaged or cut off: {error}") from error
@@ -303,7 +303,7 @@ def sha256_of_all(texts: list[Text]) -> str:
     return combined([{text.split: text.sha256} if text.split else text.sha256 for text in texts])
 
 
-def gathered(pieces: Iterator[Piece]) -> Iterator[str]:
+def gathered(pieces: Iterator[TextPiece]) -> Iterator[str]:
     """Join short pieces, so that the next steps have less overhead for each of them."""
     texts: list[str] = []
     size = 0

@@ -41,7 +41,7 @@ INVALID = (ValueError, TypeError, LookupError, AttributeError, RecursionError, U
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedText:
     """A directory of the cache.
 
     Attributes:
@@ -71,20 +71,20 @@ class TextCache:
     def directory(self, key: Any) -> Path:
         return self.root / digest_of([FORMAT, key])[:32]
 
-    def find(self, directory: Path) -> Entry | None:
+    def find(self, directory: Path) -> CachedText | None:
         """Return a directory of the cache if it is complete and undamaged."""
         try:
             content = json.loads(read_regular(directory / META, MAX_META_BYTES))
             values, digest = content["entry"], content["digest"]
             text = {"directory": str(directory), **values["text"]}
-            entry = build(Entry, {**values, "text": text}, "")
+            entry = build(CachedText, {**values, "text": text}, "")
             tokenizer_from_state(entry.text.tokenizer)
             is_whole = digest_of(values) == digest and self._has_tokens(entry, directory / TOKENS)
         except (OSError, *INVALID):
             return None
         return entry if is_whole else None
 
-    def _has_tokens(self, entry: Entry, tokens: Path) -> bool:
+    def _has_tokens(self, entry: CachedText, tokens: Path) -> bool:
         """Return False if tokens.bin is damaged. It is read if its status has changed."""
         text = entry.text
         if not text.tokens_sha256:  # the tokens are in files of their own
@@ -121,7 +121,7 @@ class TextCache:
         if time.monotonic() - begin < KEPT_SECONDS:
             self._added.append(directory)
 
-    def write(self, entry: Entry, directory: Path) -> None:
+    def write(self, entry: CachedText, directory: Path) -> None:
         """Write meta.json, which completes a directory."""
         values = asdict(entry)
         del values["text"]["directory"]
@@ -130,7 +130,7 @@ class TextCache:
         content = {"entry": values, "digest": digest_of(values)}
         atomic_write(directory / META, json.dumps(content).encode())
 
-    def settle(self, entry: Entry) -> None:
+    def settle(self, entry: CachedText) -> None:
         """Record that the files were old enough when they were read again."""
         with contextlib.suppress(OSError):
             self.write(replace(entry, is_settled=True), Path(entry.text.directory))

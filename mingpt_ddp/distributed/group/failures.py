@@ -22,7 +22,7 @@ ALL_FAILED_TIMEOUT_S = 5.0  # within which all ranks hit an error that all ranks
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """The error of the first rank that failed."""
 
     rank: int
@@ -64,7 +64,7 @@ class Failures:
         store = self.store
         if store is None:
             return
-        failure = json.dumps(asdict(Failure(self.rank, kind, message)))
+        failure = json.dumps(asdict(RankFailure(self.rank, kind, message)))
         ask_store(lambda: store.compare_set(FIRST_FAILURE, "", failure), otherwise=b"")
 
     def record_for_later(self, message: str) -> bool:
@@ -82,18 +82,18 @@ class Failures:
 
         return ask_store(record, otherwise=False)
 
-    def first(self, wait_s: float) -> Failure | None:
+    def first(self, wait_s: float) -> RankFailure | None:
         """Return the error of the first failed rank, if it is reported within `wait_s` seconds."""
         store = self.store
         if store is None:
             return None
         deadline = time.monotonic() + wait_s
 
-        def poll() -> Failure | None:
+        def poll() -> RankFailure | None:
             while not store.check([FIRST_FAILURE]) and time.monotonic() < deadline:
                 time.sleep(0.05)
             report = get_now(store, FIRST_FAILURE)
-            return Failure(**json.loads(report)) if report else None
+            return RankFailure(**json.loads(report)) if report else None
 
         return ask_store(poll, otherwise=None, wait_s=wait_s)
 

@@ -24,7 +24,7 @@ SHORT_BYTES = 1016  # of the value, in the first message
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Answer:
     """What a call ended with on this rank."""
 
     # Its JSON value by "value", or its error by "error" with its rank.
@@ -119,7 +119,7 @@ class JsonCollectives:
             UserError: on every rank, the error of rank 0.
             OSError: in place of any other error that is caught; names the rank, has its errno.
         """
-        outcome = self._attempt(work) if self.is_rank_zero else Outcome()
+        outcome = self._attempt(work) if self.is_rank_zero else Answer()
         return self._value_of(self.broadcast_json(outcome.packed), outcome)
 
     def run_on_each_node(self, work: Callable[[], T]) -> T:
@@ -153,15 +153,15 @@ class JsonCollectives:
                 packed = outcome.packed
         return self._value_of(self.broadcast_json(packed), outcome)
 
-    def _attempt(self, work: Callable[[], Any]) -> Outcome:
+    def _attempt(self, work: Callable[[], Any]) -> Answer:
         try:
-            return Outcome({"value": work()})
+            return Answer({"value": work()})
         except self._caught as error:
             traceback = error.__traceback__
             error = error.with_traceback(traceback and traceback.tb_next)  # without this frame
-            return Outcome({"error": pack_error(error), "rank": self.rank}, error)
+            return Answer({"error": pack_error(error), "rank": self.rank}, error)
 
-    def _value_of(self, packed: dict[str, Any], own: Outcome) -> Any:
+    def _value_of(self, packed: dict[str, Any], own: Answer) -> Any:
         """Return the value of an outcome, or raise its error.
 
         Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 from mingpt_ddp.errors import command, counted
 from mingpt_ddp.results.formats import assignments, cut
 from mingpt_ddp.results.groups import Group, best_group, seed_of
-from mingpt_ddp.results.runs import DIVERGED, Job, by_objective, grouped, identity, varying
+from mingpt_ddp.results.runs import DIVERGED, RunRecord, by_objective, grouped, identity, varying
 from mingpt_ddp.results.stats.significance import (
     LEVEL,
     Difference,
@@ -80,7 +80,7 @@ def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
     """
     keys = varying(groups)
 
-    def part_of(job: Job) -> Path | None:
+    def part_of(job: RunRecord) -> Path | None:
         return next(filter(job.directory.is_relative_to, directories), None)
 
     settings = []
@@ -142,7 +142,7 @@ def pairs_of(settings: Iterable[Setting]) -> int:
     return sum(math.comb(count, 2) for count in parts.values())
 
 
-def _are_settings(parts: Collection[list[Job]], is_only: bool) -> bool:
+def _are_settings(parts: Collection[list[RunRecord]], is_only: bool) -> bool:
     """Return True if the directories of a group are compared with each other."""
     if is_only and any(len(jobs) > 1 for jobs in parts):
         return True

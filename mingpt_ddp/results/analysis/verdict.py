@@ -22,7 +22,7 @@ from mingpt_ddp.results.formats import compare_command, fixed
 from mingpt_ddp.results.groups import Group, best_group, replicates
 from mingpt_ddp.results.notes import comparison_notes, diverged_notes, pooling_notes
 from mingpt_ddp.results.objective import LOSS, is_text
-from mingpt_ddp.results.runs import Job, by_objective, read_jobs
+from mingpt_ddp.results.runs import RunRecord, by_objective, read_jobs
 from mingpt_ddp.results.stats.significance import PAIRED, Difference
 
 MOST_DECIMALS = 8
@@ -64,7 +64,7 @@ def verdict(
 
 
 def to_text(
-    jobs: list[Job], settings: list[Setting], notes: list[str], conclusions: Iterable[str]
+    jobs: list[RunRecord], settings: list[Setting], notes: list[str], conclusions: Iterable[str]
 ) -> str:
     """Return a comparison as text.
 
@@ -139,7 +139,7 @@ def _amount(difference: Difference, p: float) -> str:
     return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
 
 
-def _objective(jobs: list[Job]) -> str:
+def _objective(jobs: list[RunRecord]) -> str:
     objective = jobs[0].ranked_by
     if objective is LOSS and all(is_text(job.config) for job in jobs):
         return f"{objective.title}, in nats per token"
@@ -206,7 +206,7 @@ def _table(settings: list[Setting]) -> list[str]:
 
 
 def to_numbers(
-    jobs: list[Job],
+    jobs: list[RunRecord],
     settings: list[Setting],
     comparisons: list[Comparison],
     notes: list[str],

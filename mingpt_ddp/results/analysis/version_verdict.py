@@ -11,7 +11,7 @@ from mingpt_ddp.results.analysis.compare import Comparison, Setting, compare_wit
 from mingpt_ddp.results.analysis.verdict import notes_on, sentence, to_numbers, to_text
 from mingpt_ddp.results.groups import means_by_seed, seed_of
 from mingpt_ddp.results.notes import comparison_notes
-from mingpt_ddp.results.runs import Job, grouped, number
+from mingpt_ddp.results.runs import RunRecord, grouped, number
 from mingpt_ddp.results.stats.intervals import estimate
 
 SAME = "the same bits"
@@ -61,7 +61,7 @@ class Against:
         said = "; ".join(self.sentences)
         return {"version": self.other.label, "speed": speeds, "bits": self.bits, "sentence": said}
 
-    def speed(self, time: Callable[[Job], float | None]) -> list[float] | None:
+    def speed(self, time: Callable[[RunRecord], float | None]) -> list[float] | None:
         """Return the speed over that of the first, and its interval; None if it is unknown.
 
         It is a geometric mean over the seeds: speeds of 2 and 1/2 are as far from 1.
@@ -101,13 +101,13 @@ def version_verdict(
     return verdicts, document, to_text(jobs, settings, notes, sentences)
 
 
-def _step_ms(job: Job) -> float | None:
+def _step_ms(job: RunRecord) -> float | None:
     """Return the median over the log steps."""
     values = job.history.values("step_ms")
     return statistics.median(values) if values else None
 
 
-def _seconds(job: Job) -> float | None:
+def _seconds(job: RunRecord) -> float | None:
     return number(job.result.get("wall_seconds"))
 
 
@@ -120,7 +120,7 @@ def _shown(speed: list[float] | None) -> str:
     return f"{mean:.3f} times (95% interval {low:.3f} to {high:.3f}: {what})"
 
 
-def _bits(one: Job, other: Job, digests: Mapping[Path, str]) -> str:
+def _bits(one: RunRecord, other: RunRecord, digests: Mapping[Path, str]) -> str:
     """Return whether two jobs end with the same bits, and where losses that both have differ."""
     if digests[one.directory] == digests[other.directory]:
         return SAME

@@ -28,7 +28,7 @@ from mingpt_ddp.results.page.figures import (
 )
 from mingpt_ddp.results.report_text import Cells, cells_of, used_columns, with_interval
 from mingpt_ddp.results.results import Results
-from mingpt_ddp.results.runs import Job, Value, identity, known, number, varying, why_no_best
+from mingpt_ddp.results.runs import RunRecord, Value, identity, known, number, varying, why_no_best
 from mingpt_ddp.storage.code_identity import describe, recorded_code
 
 BARS = "Bars: the 95% interval of each mean. They can overlap where a comparison by seed differs."
@@ -110,7 +110,7 @@ def _best(figures: Figures, results: Results) -> str:
     return html + (_numbers(results.only_job) if results.only_job else "")
 
 
-def _numbers(job: Job) -> str:
+def _numbers(job: RunRecord) -> str:
     """Return the table of all numbers of a result."""
     rows = []
     for key in job.result:
@@ -120,7 +120,7 @@ def _numbers(job: Job) -> str:
     return table(rows)
 
 
-def _run(figures: Figures, job: Job, unread: list[str]) -> dict[str, str]:
+def _run(figures: Figures, job: RunRecord, unread: list[str]) -> dict[str, str]:
     """Return the sections of a single run: its measurements, samples and restarts."""
     history = job.history
     restarts = {*known(number(each["step"]) for each in history.attempts[1:])}
@@ -198,7 +198,7 @@ def _rows(results: Results, ranks: list[str]) -> str:
     return table(rows)
 
 
-def _settings(jobs: list[Job]) -> str:
+def _settings(jobs: list[RunRecord]) -> str:
     """Describe what all jobs share: size, code and date in words, then the settings."""
     first = jobs[0].config
     if not first:

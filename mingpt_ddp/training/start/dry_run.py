@@ -1,4 +1,4 @@
-"""Trial steps before anything is written: user code must resume exactly."""
+"""DryRun steps before anything is written: user code must resume exactly."""
 
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -52,7 +52,7 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
         CodeError, ConfigError: as `check_parts` and `check_resumes_exactly`.
     """
     group = runtime.group
-    trial = Trial(runtime, task, loader)
+    trial = DryRun(runtime, task, loader)
 
     @cache
     def batch() -> list[MicroBatch]:
@@ -70,7 +70,7 @@ def check_user_code(runtime: Runtime, task: Task, loader: Loader, plan: BatchPla
 
 
 @dataclass(frozen=True)
-class Trial:
+class DryRun:
     """The run, its task and its data, which all trial steps share."""
 
     runtime: Runtime
@@ -91,7 +91,7 @@ class Trial:
 
 
 def check_resumes_exactly(
-    trial: Trial, batch: list[MicroBatch], val_metrics: list[str]
+    trial: DryRun, batch: list[MicroBatch], val_metrics: list[str]
 ) -> list[Effect]:
     """Train some steps, restore the state before the last, and compare the last bit for bit.
 
@@ -152,7 +152,7 @@ def check_resumes_exactly(
     return effects
 
 
-def check_parts(trial: Trial, batch: list[MicroBatch]) -> list[str]:
+def check_parts(trial: DryRun, batch: list[MicroBatch]) -> list[str]:
     """Check hooks, schedule, what a model returns and can be saved as, and if it compiles.
 
     Args:
@@ -272,7 +272,7 @@ class _GradientCheck:
 class _DryRun:
     """The train step of the run with fresh objects, built as every start of the run builds them."""
 
-    def __init__(self, trial: Trial, few: list[Any], val_metrics: list[str]) -> None:
+    def __init__(self, trial: DryRun, few: list[Any], val_metrics: list[str]) -> None:
         """
         Args:
             few: Parts of the micro-batches of a step, on the device.

@@ -12,7 +12,7 @@ from launching import ROOT, environment
 
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import EX_TEMPFAIL, FAILURE, signal_exit_code
-from mingpt_ddp.distributed.group.failures import Failure
+from mingpt_ddp.distributed.group.failures import RankFailure
 from mingpt_ddp.distributed.root_cause import ProcessExit
 
 EARLY = 128 + signal.SIGTERM, 128 + signal.SIGUSR1  # before training has started
@@ -47,12 +47,12 @@ def test_torchrun_finds_the_error_in_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (Failure(1, "ConfigError", "config error: x=1 is bad"), "config error: x=1 is bad"),
+        (RankFailure(1, "ConfigError", "config error: x=1 is bad"), "config error: x=1 is bad"),
         (
-            Failure(1, "", "config error: of a user's exception"),
+            RankFailure(1, "", "config error: of a user's exception"),
             "error: rank 1: config error: of a user's exception",
         ),
-        (Failure(1, "UserError", "error: plain"), "error: plain"),
+        (RankFailure(1, "UserError", "error: plain"), "error: plain"),
     ],
 )
 def test_a_peer_s_failure_is_a_user_error_by_its_class_not_by_its_text(failure, expected, caplog):

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from mingpt_ddp.config.validation import NotRegisteredError
-from mingpt_ddp.distributed.group.failures import Failure, Failures
+from mingpt_ddp.distributed.group.failures import Failures, RankFailure
 from mingpt_ddp.errors import ConfigError, pack_error, unpack_error
 
 
@@ -13,7 +13,7 @@ def test_a_lost_store_reports_no_failure():
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
     failures = Failures(store, rank=0, world_size=1)
     failures.record("no text", "DataError")
-    assert failures.first(wait_s=5) == Failure(0, "DataError", "no text")
+    assert failures.first(wait_s=5) == RankFailure(0, "DataError", "no text")
     del server
     assert failures.first(wait_s=5) is None
     failures.record("a later error")

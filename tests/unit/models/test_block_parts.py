@@ -28,7 +28,7 @@ from mingpt_ddp.inference.generate import SamplingParams, generate
 from mingpt_ddp.models import build_model, has_cache, has_graph_step
 from mingpt_ddp.parts import Attention, RotaryAttention, causal_attention
 from mingpt_ddp.tasks.causality import check_is_causal_lm
-from mingpt_ddp.training.start.dry_run import Trial, check_parts, check_resumes_exactly
+from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
 
 T, V = 16, 11
 CHOICES = [
@@ -268,7 +268,7 @@ def preflight(*overrides: str, model: str = "gpt_nano") -> None:
     runtime = Runtime(chosen, DistEnv())
     loader: Any = type("Loader", (), {"steps_per_epoch": 1000, "items_per_step": 1})
     batch = [MicroBatch(0, (tokens(), tokens().flip(1)))]
-    trial = Trial(runtime, text_task(chosen, vocab_size=V), loader)
+    trial = DryRun(runtime, text_task(chosen, vocab_size=V), loader)
     check_resumes_exactly(trial, batch, check_parts(trial, batch))
 
 

@@ -17,7 +17,7 @@ from mingpt_ddp.cli.commands import report as tool
 from mingpt_ddp.results.analysis.compare import Setting, compare, pairs_of
 from mingpt_ddp.results.analysis.verdict import sentence
 from mingpt_ddp.results.objective import objective_named
-from mingpt_ddp.results.runs import Job, MetricsSummary, by_objective
+from mingpt_ddp.results.runs import MetricsSummary, RunRecord, by_objective
 
 NAN = math.nan
 ONE_SEED = "nothing can be said of b against a: it has one seed, which says nothing about chance"
@@ -44,7 +44,9 @@ def setting(label, losses, status=None, metric="val_loss", **config):
         what = status or ("diverged" if math.isnan(loss) else "complete")
         result = {"val_loss": loss} if metric == "val_loss" else {metric: loss}
         place = Path(f"{label}-{seed}")
-        jobs.append(Job(str(place), place, what, {"run.seed": seed}, result, MetricsSummary(), []))
+        jobs.append(
+            RunRecord(str(place), place, what, {"run.seed": seed}, result, MetricsSummary(), [])
+        )
     return Setting(jobs, config, label)
 
 
@@ -111,7 +113,7 @@ def test_a_metric_that_a_setting_lacks_is_named():
     accuracy = objective_named("-accuracy")
     settings = [setting("a", [0.5, 0.6], metric="accuracy"), setting("b", [1.0, 1.1])]
     for each in settings:
-        each.jobs[:] = [Job(**{**vars(job), "ranked_by": accuracy}) for job in each.jobs]
+        each.jobs[:] = [RunRecord(**{**vars(job), "ranked_by": accuracy}) for job in each.jobs]
     (said,) = verdicts(*settings)
     assert said.endswith("it has complete jobs, but none of them has recorded accuracy")
 

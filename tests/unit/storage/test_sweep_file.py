@@ -9,7 +9,7 @@ import pytest
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.storage import sweep_file
 from mingpt_ddp.storage.run_directory import FAILURES, SWEEP
-from mingpt_ddp.storage.sweep_file import Failure, SweepFile, read_failures
+from mingpt_ddp.storage.sweep_file import JobFailure, SweepFile, read_failures
 
 
 def test_threads_that_torch_cannot_start_are_not_kept(tmp_path):
@@ -38,7 +38,7 @@ def test_failures_are_kept_until_the_job_succeeds(tmp_path):
     file.fail("lr=2", "", "third")
     path = tmp_path / FAILURES
     path.write_bytes(path.read_bytes() + b'{"job": "lr=1", "reas')  # of a killed process
-    expected = [Failure("lr=1", "lr=1-abcd", 2, "second"), Failure("lr=2", "", 1, "third")]
+    expected = [JobFailure("lr=1", "lr=1-abcd", 2, "second"), JobFailure("lr=2", "", 1, "third")]
     assert read_failures(tmp_path) == expected
     for name in ("lr=1-abcd", ""):
         assert SweepFile(tmp_path).failure_of("lr=1", name) == expected[0]

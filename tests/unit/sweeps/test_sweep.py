@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from multiprocess.ranks import configure, typed
 
-from mingpt_ddp.config.job import Outcome, RunStatus, Trial
+from mingpt_ddp.config.job import Outcome, RunStatus, SweepPlace
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR
 from mingpt_ddp.distributed.root_cause import failed
@@ -34,9 +34,9 @@ ENDS = {
 def test_the_last_attempt_of_each_job_decides(attempts, code, tmp_path):
     config = typed(configure(f"run.root={tmp_path}"))
     sweep = Sweep(env=DistEnv(), config=config, directory=tmp_path, planned=2)
-    sweep.record(Trial(1, "another job"), ENDS["mistake"])
+    sweep.record(SweepPlace(1, "another job"), ENDS["mistake"])
     for end in attempts:
         sweep.failed.pop(0, None)  # as a retry does
-        sweep.record(Trial(0, "a job"), replace(ENDS[end], directory=tmp_path / "job"))
+        sweep.record(SweepPlace(0, "a job"), replace(ENDS[end], directory=tmp_path / "job"))
     outcome = sweep.finish()
     assert (outcome.exit_code, type(outcome.error)) == (code, JobError)

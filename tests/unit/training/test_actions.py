@@ -23,7 +23,7 @@ from mingpt_ddp.snapshots.hook_state import unpack_states
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.training.hooks.actions import Actions
 from mingpt_ddp.training.run import train_run
-from mingpt_ddp.training.start.dry_run import Trial, check_parts, check_resumes_exactly
+from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
 
 SETTINGS = ["model=gpt_nano", "trainer.device=cpu", "trainer.max_epochs=null"]
 LIMITS = ["trainer.max_steps=12", "snapshot.every_steps=4", "trainer.eval_every=4"]
@@ -280,5 +280,5 @@ def preflight(runtime: Runtime) -> None:
     tokens = torch.arange(2 * CONFIG.data.block_size).view(2, -1) % 8
     batch = [MicroBatch(index, (tokens, tokens.roll(-1, 1))) for index in range(2)]
     loader: Any = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
-    trial = Trial(runtime, task, loader)
+    trial = DryRun(runtime, task, loader)
     check_resumes_exactly(trial, batch, check_parts(trial, batch))

@@ -1,4 +1,4 @@
-"""Trial steps refuse user code that would not resume exactly, before anything is written."""
+"""DryRun steps refuse user code that would not resume exactly, before anything is written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import CodeError, ConfigError
 from mingpt_ddp.registry import register
 from mingpt_ddp.snapshots.state_dict import load_optimizer_state, optimizer_state
-from mingpt_ddp.training.start.dry_run import Trial, check_parts, check_resumes_exactly
+from mingpt_ddp.training.start.dry_run import DryRun, check_parts, check_resumes_exactly
 from mingpt_ddp.training.start.record_checks import with_recorded_format
 
 V, T = 5, 4
@@ -63,7 +63,7 @@ def preflight(config, runtime, monkeypatch):
         micro_batches = [MicroBatch(index, BATCH) for index in range(3)]
         loader = SimpleNamespace(steps_per_epoch=1, items_per_step=1)
         task = text_task(chosen, vocab_size=V)
-        trial = Trial(runtime, task, loader)
+        trial = DryRun(runtime, task, loader)
         check_resumes_exactly(trial, micro_batches, check_parts(trial, micro_batches))
 
     return run
