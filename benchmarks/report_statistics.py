@@ -43,10 +43,10 @@ import numpy as np
 from common import ROOT, log, parser, report, timed
 from scipy import stats
 
-from mingpt_ddp.results.analysis.compare import Setting, compare
-from mingpt_ddp.results.runs import MetricsSummary, RunRecord, by_objective, read_jobs
-from mingpt_ddp.results.stats.intervals import estimate
-from mingpt_ddp.results.stats.significance import LEVEL, difference
+from mingpt_ddp.study.results.analysis.compare import Setting, compare
+from mingpt_ddp.study.results.runs import MetricsSummary, RunRecord, by_objective, read_jobs
+from mingpt_ddp.study.results.stats.intervals import estimate
+from mingpt_ddp.study.results.stats.significance import LEVEL, difference
 
 SEEDS = 40
 LRS = (0.003, 0.006)

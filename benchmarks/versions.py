@@ -50,7 +50,7 @@ from common import (
 )
 from stopwatch import find_worker, has_open_file
 
-from mingpt_ddp.cli.code_version import find_commit, find_version
+from mingpt_ddp.study.versions.code_version import find_commit, find_version
 
 MID = [
     "model=gpt_mini",

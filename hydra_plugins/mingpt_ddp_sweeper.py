@@ -14,7 +14,7 @@ class JobSweeper(Sweeper):
     def __init__(self, params: dict[str, str] | None) -> None:
         """
         Args:
-            params: Overrides of the sweep, which `mingpt_ddp.sweeps.preflight` has parsed.
+            params: Overrides of the sweep, which `mingpt_ddp.study.sweeps.preflight` has parsed.
         """
 
     def setup(
@@ -27,8 +27,8 @@ class JobSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run all jobs. `Preflight` has parsed their overrides, so `arguments` is not used."""
-        from mingpt_ddp.sweeps.preflight import started_sweep
-        from mingpt_ddp.sweeps.sweeper import run_jobs
+        from mingpt_ddp.cli.hydra_callbacks import started_sweep
+        from mingpt_ddp.study.sweeps.sweeper import run_jobs
 
         sweep = started_sweep()
         assert sweep is not None, "the callback of this package was replaced"

@@ -14,7 +14,7 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = 128 + signal.SIGINT  # exit code
 CHECKOUT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-SCRIPTS = ("main.py", "sample.py", "mingpt_ddp/cli/version_job.py")  # in a checkout
+SCRIPTS = ("main.py", "sample.py", "mingpt_ddp/study/versions/version_job.py")  # in a checkout
 
 
 def handle(handler: Callable[[int, Any], Any]) -> dict[signal.Signals, Any]:

@@ -1,5 +1,6 @@
 """The parts of a training loop of your own, as examples/train.py uses them. docs/python.md."""
 
+from mingpt_ddp.cli.own_script import resolve
 from mingpt_ddp.config.config import Config, from_mapping
 from mingpt_ddp.data.dataloader import BatchPlan, MicroBatch, plan_batches
 from mingpt_ddp.distributed.env import read_env
@@ -8,7 +9,6 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.store import SnapshotStore
-from mingpt_ddp.sweeps.script import resolve
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state

@@ -87,7 +87,7 @@ def sweep(
         JobError: jobs have failed; it names them, and `rows` has the others.
         UserError: its one line says what went wrong.
     """
-    from mingpt_ddp.results.report_json import job_rows
+    from mingpt_ddp.study.results.report_json import job_rows
 
     words = _words(overrides, "sweep")
     outcome = _start(["-m", *words, *_nproc_words(nproc)], None, quiet)
@@ -285,7 +285,7 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     from mingpt_ddp.errors import RunError
     from mingpt_ddp.metrics.jsonl import METRICS, read_history
-    from mingpt_ddp.results.runs import is_run, read_jobs, varying
+    from mingpt_ddp.study.results.runs import is_run, read_jobs, varying
 
     directory = Path(run)
     if directory.is_dir() and not is_run(directory):
@@ -323,7 +323,7 @@ def rows(*directories: str | os.PathLike[str], metric: str | None = None) -> lis
         RunError: one of them is not a directory, or contains no run; or no run has the metric.
     """
     from mingpt_ddp.errors import ConfigError
-    from mingpt_ddp.results.report_json import job_rows
+    from mingpt_ddp.study.results.report_json import job_rows
 
     are_paths = all(each and isinstance(each, str | os.PathLike) for each in directories)
     if not directories or not are_paths:

@@ -9,16 +9,16 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from omegaconf import DictConfig
 
+from mingpt_ddp.cli.hydra_callbacks import started_sweep
 from mingpt_ddp.config.compose import hydra_utils
 from mingpt_ddp.config.compose.hydra_errors import explain
 from mingpt_ddp.config.compose.resolve import resolve
-from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus, SweepPlace
+from mingpt_ddp.config.job import EndsProcess, Job, Outcome, Reporter, RunStatus
 from mingpt_ddp.distributed import logs
 from mingpt_ddp.distributed.device.machine import check_machine
 from mingpt_ddp.distributed.env import (
@@ -37,9 +37,6 @@ from mingpt_ddp.distributed.signals import SignalHandler
 from mingpt_ddp.errors import ConfigError, JobError, UserError
 from mingpt_ddp.interrupts import INTERRUPTED
 from mingpt_ddp.storage.urls import check_text
-from mingpt_ddp.sweeps.ended_jobs import JobRecords
-from mingpt_ddp.sweeps.preflight import started_sweep
-from mingpt_ddp.sweeps.sweep import Sweep
 from mingpt_ddp.terminal import echo, escape_what_streams_cannot_encode
 from mingpt_ddp.training.run_job import SingleRun, run_job
 from mingpt_ddp.training.start.checked_job import checked_job
@@ -116,7 +113,7 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
 def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome]) -> float:
     """Train what Hydra has composed: a run, or a job that a sweeper or launcher of others starts.
 
-    The jobs of our own sweeper do not come here: `sweeps/sweeper.py` runs them.
+    The jobs of our own sweeper do not come here: `study/sweeps/sweeper.py` runs them.
 
     Args:
         swept: The keys that the sweep varies. None if only Hydra's state says so.
@@ -143,7 +140,9 @@ def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome
         raise JobError(f"a job of the sweep is invalid: {outcome.error}") from None
     if job.trial is None:
         return _train_run(job, env, outcomes)
-    return _train_for_others(job, job.trial, env, sweep)
+    from mingpt_ddp.study.sweeps.for_others import train_for_others
+
+    return train_for_others(job, job.trial, env, sweep)
 
 
 def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
@@ -152,31 +151,6 @@ def _train_run(job: Job, env: DistEnv, outcomes: list[Outcome]) -> float:
     if outcome.value is None:
         raise EndsProcess(outcome)
     outcomes.append(outcome)
-    return outcome.value
-
-
-def _train_for_others(job: Job, trial: SweepPlace, env: DistEnv, sweep: Sweep | None) -> float:
-    """Train a job that a sweeper or a launcher of others starts.
-
-    Args:
-        sweep: None if this process belongs to the launcher.
-
-    Raises:
-        JobError: The job has failed; another one may follow.
-    """
-    started_at = process_start_time() if job.number == 0 else time.monotonic()
-    outcome = run_job(job, env, sweep or JobRecords(), started_at)
-    if sweep is not None:
-        outcome = sweep.record(trial, outcome)
-        if sweep.stopped is not None:
-            raise EndsProcess(sweep.finish())
-    elif outcome.ends_process or outcome.status is RunStatus.PREEMPTED:
-        exit_with(outcome)
-    elif outcome.has_failed:
-        log.error("%s", outcome.error)
-    logs.to_console(env)
-    if outcome.value is None:
-        raise JobError(f"{trial.label} failed")
     return outcome.value
 
 

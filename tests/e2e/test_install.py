@@ -29,7 +29,7 @@ from runs import succeed
 
 TRAIN = ["-m", "mingpt_ddp", *TINY, "trainer.max_steps=1", "data.truncate=0.01"]
 USES = {
-    "report": ["-c", "from mingpt_ddp.results.page.page import get_plotlyjs; get_plotlyjs()"],
+    "report": ["-c", "from mingpt_ddp.study.results.page.page import get_plotlyjs; get_plotlyjs()"],
     "s3": ["-c", "from mingpt_ddp.storage.urls import fsspec; fsspec.filesystem('s3', anon=True)"],
     "slurm": [*TRAIN, "-m", "hydra/launcher=submitit_local", "hydra.launcher.timeout_min=2"],
     "tokenizers": [*TRAIN, "data.tokenizer=bpe", "data.vocab_size=300", "run.name=bpe"],

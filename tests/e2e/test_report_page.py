@@ -11,8 +11,8 @@ import pytest
 from browser import Browser, chromium
 from fake_runs import fake_run
 
-from mingpt_ddp.results.report import report, write_page
-from mingpt_ddp.results.results import read_results
+from mingpt_ddp.study.results.report import report, write_page
+from mingpt_ddp.study.results.results import read_results
 
 pytestmark = pytest.mark.integration
 JOBS = 100

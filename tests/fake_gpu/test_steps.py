@@ -16,7 +16,7 @@ from fake_gpu.process import job
 from mingpt_ddp.config.config import from_mapping
 from mingpt_ddp.config.job import Job
 from mingpt_ddp.metrics.gpus import Machine
-from mingpt_ddp.planning.plan import make_plan
+from mingpt_ddp.study.planning.plan import make_plan
 
 TOLERANCE = 0.1  # of a plan
 MICRO = 4

@@ -31,12 +31,12 @@ PUBLIC = {
     "mingpt_ddp.parts": (
         "Attention BlockSpec CachePosition KVCache PartConfig cross_entropy dropout rms_norm"
     ),
-    "mingpt_ddp.planning": "sizes",
+    "mingpt_ddp.study.planning": "sizes",
     "mingpt_ddp.registry": (
         "ClassesConfig DataConfig DataError DatasetConfig ModelConfig OptimizerConfig PartConfig "
         "ScheduleConfig TaskConfig acts check on register register_comm_hook"
     ),
-    "mingpt_ddp.sweeps.preflight": "Preflight",
+    "mingpt_ddp.study.sweeps.preflight": "Preflight",
     "mingpt_ddp.tasks": "LanguageModel Mean Task",
 }
 IMPORT = re.compile(r"\bfrom (mingpt_ddp[\w.]*) import (?:\(([^)]*)\)|([^\n;#`]+))")

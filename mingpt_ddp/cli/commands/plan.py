@@ -116,7 +116,7 @@ def _print_plan(cfg: DictConfig, as_json: bool, target: Target | None) -> None:
     with cli_errors(), attribute_errors_to_user_code():  # Hydra would print a line of its own
         job = checked_job(resolve(cfg))
         # torch takes a second to import: report a mistyped key first
-        from mingpt_ddp.planning.plan import make_plan
+        from mingpt_ddp.study.planning.plan import make_plan
 
         vocab_size = target.vocab_size if target else None
         plan = make_plan(job, target, vocab_size)

@@ -19,7 +19,7 @@ def resolve(cfg: DictConfig, swept: Collection[str] | None = None) -> Job:
 
     Args:
         swept: The keys that the sweep varies. None to take them from Hydra's state, where
-            `mingpt_ddp.sweeps.preflight` has left them for a sweeper of others.
+            `mingpt_ddp.study.sweeps.preflight` has left them for a sweeper of others.
 
     Raises:
         ConfigError, CodeError: A key, a value or a user's file is invalid; one line.

@@ -29,7 +29,7 @@ COMMANDS = {
     "train": (["main.py"], "omegaconf"),
     "python -m": (["-m", "mingpt_ddp"], "hydra"),
     "workers": (["main.py", "ddp.nproc_per_node=2"], "omegaconf"),
-    "sweep": (["main.py", "-m", "optimizer.lr=1,2"], "mingpt_ddp.sweeps.checks"),
+    "sweep": (["main.py", "-m", "optimizer.lr=1,2"], "mingpt_ddp.study.sweeps.checks"),
     "sample.py": (["sample.py", "RUN"], "pydantic"),
     "evaluate": (["-m", "mingpt_ddp", "evaluate", "RUN"], "pydantic"),
     "report": (["-m", "mingpt_ddp", "report", "RUN"], "yaml"),

@@ -24,10 +24,10 @@ from mingpt_ddp.config.keys.fields import enters_name
 from mingpt_ddp.config.keys.schema import GROUPS, selected
 from mingpt_ddp.config.recorded import PLACES, with_defaults
 from mingpt_ddp.config.validation import adapter
-from mingpt_ddp.results.groups import replicates
-from mingpt_ddp.results.notes import pooling_notes
-from mingpt_ddp.results.runs import read_jobs
 from mingpt_ddp.snapshots.write.ledger import NOT_IN_SETTINGS, digest_settings
+from mingpt_ddp.study.results.groups import replicates
+from mingpt_ddp.study.results.notes import pooling_notes
+from mingpt_ddp.study.results.runs import read_jobs
 
 CHOSEN: dict[str, str | None] = {
     "task": "language_model",

@@ -1,0 +1,52 @@
+"""What Hydra calls before it trains: checks, and the start of a sweep."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.hydra_keys import check_hydra_keys
+from mingpt_ddp.config.job import EndsProcess
+from mingpt_ddp.distributed.env import read_env
+from mingpt_ddp.distributed.root_cause import failed
+from mingpt_ddp.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from mingpt_ddp.study.sweeps.sweep import Sweep
+
+# Hydra has no other way from its callback to the sweeper and to the end of the command.
+_started: "list[Sweep]" = []
+
+
+def started_sweep() -> "Sweep | None":
+    """Return the sweep that this process has started, if any."""
+    return _started[-1] if _started else None
+
+
+class Preflight(Callback):
+    """Hydra's callback that checks a run or a sweep before anything is written."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with _leave_hydra_on_error():
+            check_hydra_keys(config)
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from mingpt_ddp.study.sweeps.preflight import start_sweep  # a single run needs none of it
+
+        with _leave_hydra_on_error():
+            check_hydra_keys(config)
+            _started.append(start_sweep(config, read_env()))
+
+
+@contextlib.contextmanager
+def _leave_hydra_on_error() -> Iterator[None]:
+    """Leave Hydra at an exception, which it would only log as a warning."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError):
+            error = ConfigError(explain(error))
+        raise EndsProcess(failed(error)) from None

@@ -1,0 +1,64 @@
+"""The job of a script with a training loop of its own."""
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from mingpt_ddp.cli.hydra_callbacks import started_sweep
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose import resolve as composed
+from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.job import EndsProcess, Job, Outcome, RunStatus, run_name
+from mingpt_ddp.distributed.env import read_env, take_caller
+from mingpt_ddp.distributed.root_cause import exit_with
+from mingpt_ddp.errors import ConfigError, UserError
+from mingpt_ddp.terminal import echo
+from mingpt_ddp.training.start.checked_job import checked_job
+from mingpt_ddp.training.start.command_line import prepare_command_line
+
+
+def resolve(words: Sequence[str] | None = None) -> Job:
+    """Return the job of this script: its checked `config`, with its `run.name`.
+
+    With -m among the words, run the script again for each job of the sweep, under torchrun if
+    `ddp.nproc_per_node` is set, and exit when all jobs have ended.
+
+    Args:
+        words: as on the command line of main.py, whose keys and presets they use. None for the
+            command line of the script.
+
+    Raises:
+        UserError: a key or a value is invalid; one line.
+    """
+    caller = take_caller()
+    if caller is not None and caller.job is not None:  # this is a job of a sweep
+        return checked_job(Job.from_json(Path(caller.job).read_text()))
+    if words is not None:
+        sys.argv[1:] = words
+    jobs = list[Job]()
+
+    def task(cfg: DictConfig, swept: Collection[str] | None = None) -> float:
+        jobs.append(checked_job(composed.resolve(cfg, swept)))
+        return 0.0
+
+    vars(task)["is_script"] = True  # `study/sweeps/sweeper.py` runs the script for each job
+    prepare_command_line(read_env())
+    try:
+        text = hydra_utils.answer(sys.argv[1:]) or hydra_utils.run_hydra(task)
+    except EndsProcess as end:
+        if isinstance(end.outcome.error, UserError):
+            raise end.outcome.error from None
+        exit_with(end.outcome)
+    except UserError:
+        raise
+    except Exception as error:  # of Hydra
+        raise ConfigError(explain(error)) from error
+    if text:
+        echo(text)
+        exit_with(Outcome(RunStatus.COMPLETE))
+    if sweep := started_sweep():
+        exit_with(sweep.finish())
+    [job] = jobs
+    return job.with_run(name=run_name(job.config))

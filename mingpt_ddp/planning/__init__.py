@@ -1,5 +1,0 @@
-"""Plan a run before it is trained: memory, messages, time and doubts. Read plan.py first."""
-
-from mingpt_ddp.planning.sizes import Sizes, sizes
-
-__all__ = ["Sizes", "sizes"]

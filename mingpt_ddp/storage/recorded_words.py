@@ -1,0 +1,25 @@
+"""The words that a user types to trust what a run has recorded."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.config.compose.hydra_utils import config_flags, hydra_value
+from mingpt_ddp.config.recorded import untrusted_values
+from mingpt_ddp.storage.yaml_and_json import read_yaml
+
+
+def words_to_type(directory: Path, recorded: dict[str, Any]) -> list[str]:
+    """Return what the again command takes from a command line only, as the run had it.
+
+    Args:
+        recorded: the configuration of the run by dotted key.
+    """
+    untrusted = untrusted_values(recorded)
+    words = [f"{key}={hydra_value(value)}" for key, value in untrusted.items()]
+    if any(key.endswith(".code") for key in untrusted):
+        flags = ["--config-dir=DIR"]
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            flags = config_flags(read_yaml(directory / ".hydra" / "hydra.yaml")["hydra"])
+        words = [*flags, *words]
+    return words

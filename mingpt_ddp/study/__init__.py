@@ -1,0 +1,1 @@
+"""Studies of many runs: sweeps, searches, reports, plans and versions of the code."""

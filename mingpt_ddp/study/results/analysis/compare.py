@@ -1,0 +1,188 @@
+"""Compare one setting with each other one. Each has the results of several seeds."""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mingpt_ddp.errors import command, counted
+from mingpt_ddp.study.results.formats import assignments, cut
+from mingpt_ddp.study.results.groups import Group, best_group, seed_of
+from mingpt_ddp.study.results.runs import (
+    DIVERGED,
+    RunRecord,
+    by_objective,
+    grouped,
+    identity,
+    varying,
+)
+from mingpt_ddp.study.results.stats.significance import (
+    LEVEL,
+    Difference,
+    difference,
+    holm,
+    why_incomparable,
+)
+
+KEYS_IN_NAME = 3
+MORE_SEEDS = "train more of them in a grid, not in a search: -m run.seed=1,2,3"
+PART = "trainer.eval_steps"  # the evaluated part of the validation split; null for all of it
+
+
+@dataclass(frozen=True)
+class Setting(Group):
+    """Jobs that differ only in their seed, under a unique label."""
+
+    label: str
+
+    @property
+    def unfinished(self) -> int:
+        """The number of jobs that are not complete and have not diverged."""
+        return sum(job.status not in ("complete", DIVERGED) for job in self.jobs)
+
+
+@dataclass
+class Comparison:
+    """The reference against another setting. Every verdict comes from here.
+
+    The tested difference alone decides which setting is called better. Means over other seeds do
+    not count.
+    """
+
+    reference: Setting
+    other: Setting
+    # Cost of the other setting minus cost of the reference: positive if the reference is better.
+    # None if nothing can be said.
+    difference: Difference | None
+    why: str | None  # the reason if nothing can be said
+    p: float = 1.0  # p-value of the difference, corrected for all pairs of settings
+
+    @property
+    def in_order(self) -> tuple[Setting, Setting]:
+        """Both settings. The one that is better over the tested seeds comes first."""
+        if self.difference is not None and self.difference.difference < 0:
+            return self.other, self.reference
+        return self.reference, self.other
+
+    @property
+    def better(self) -> Setting | None:
+        """The setting that is better by more than chance; None if neither is."""
+        return self.in_order[0] if self.difference is not None and self.p < LEVEL else None
+
+    @property
+    def worse(self) -> Setting | None:
+        """The setting that is worse by more than chance; None if neither is."""
+        return self.in_order[1] if self.better else None
+
+
+def settings_of(groups: list[Group], directories: list[Path]) -> list[Setting]:
+    """Return the settings: jobs that differ in `run.seed` alone, the best first.
+
+    Directories with the same recipe are settings of their own if they have trained the same seeds
+    (the code or the machine differs), or if there is nothing else to compare.
+
+    Args:
+        groups: As `replicates` returns them.
+    """
+    keys = varying(groups)
+
+    def part_of(job: RunRecord) -> Path | None:
+        return next(filter(job.directory.is_relative_to, directories), None)
+
+    settings = []
+    for group in groups:
+        parts = grouped(group.jobs, part_of)
+        if not _are_settings(parts.values(), is_only=len(groups) == 1):
+            parts = {None: group.jobs}
+        for part, members in parts.items():
+            settings.append(Setting(members, group.config, _label(group, keys, part)))
+    labels = [each.label for each in settings]
+    if len({*labels}) < len(labels):
+        settings = [replace(each, label=f"{n}: {each.label}") for n, each in enumerate(settings, 1)]
+    return sorted(settings, key=by_objective)
+
+
+def compare(settings: Sequence[Setting]) -> list[Comparison]:
+    """Compare the best setting, as `best_group` chooses it, with each other one.
+
+    The data choose the best setting, which in effect compares every pair. The p-values are
+    therefore corrected for all pairs of settings with two seeds, not only for those with the best.
+
+    Args:
+        settings: As `settings_of` returns them.
+
+    Returns:
+        A comparison for each other setting. The list is empty if no setting has a mean over two
+        seeds.
+    """
+    best = best_group(settings)
+    if best is None or best.complete < 2:
+        return []
+    return _compare(best, settings, pairs_of(settings))
+
+
+def compare_with_first(settings: Sequence[Setting]) -> list[Comparison]:
+    """Compare the first setting, which no result has chosen, with each other one."""
+    return _compare(settings[0], settings, len(settings) - 1)
+
+
+def _compare(reference: Setting, settings: Sequence[Setting], tests: int) -> list[Comparison]:
+    """Compare the reference with each other setting, with p corrected for all tests."""
+    comparisons = []
+    for other in settings:
+        if other is not reference:
+            why = _why_incomparable(reference, other)
+            test = None if why else difference(reference.costs, other.costs)
+            comparisons.append(Comparison(reference, other, test, why))
+    tested = [comparison for comparison in comparisons if comparison.difference]
+    ps = [comparison.difference.p for comparison in tested if comparison.difference]
+    for comparison, p in zip(tested, holm(ps, tests), strict=True):
+        comparison.p = p
+    return comparisons
+
+
+def pairs_of(settings: Iterable[Setting]) -> int:
+    """Return the number of pairs of settings that have two seeds and a mean and are comparable."""
+    tested = [each for each in settings if each.complete > 1 and not each.diverged]
+    parts = Counter(identity(each.config.get(PART)) for each in tested)
+    return sum(math.comb(count, 2) for count in parts.values())
+
+
+def _are_settings(parts: Collection[list[RunRecord]], is_only: bool) -> bool:
+    """Return True if the directories of a group are compared with each other."""
+    if is_only and any(len(jobs) > 1 for jobs in parts):
+        return True
+    seeds = Counter(seed for jobs in parts for seed in {*map(seed_of, jobs)})
+    return max(seeds.values()) > 1
+
+
+def _why_incomparable(one: Setting, other: Setting) -> str | None:
+    """Return the reason if nothing can be said about the difference, else None."""
+    for setting, name in ((other, "it"), (one, one.label)):
+        if setting.diverged:
+            seeds = counted(setting.seeds, "seed")
+            return f"{name} has a loss that is not finite at {len(setting.diverged)} of {seeds}"
+        if not setting.complete and setting.unfinished < len(setting.jobs):
+            return f"{name} has complete jobs, but none of them has recorded {one.ranked_by.title}"
+        if setting.complete < 2:
+            one_seed = "one seed, which says nothing about chance"
+            return f"{name} has {one_seed if setting.complete else 'no complete job'}; {MORE_SEEDS}"
+    if one.config.get(PART) != other.config.get(PART):
+        return (
+            f"they were measured on different parts of the validation split ({PART}); "
+            f"measure both with {command('evaluate')}"
+        )
+    return why_incomparable(one.by_seed, other.by_seed)
+
+
+def _label(group: Group, keys: list[str], part: Path | None) -> str:
+    """Label a group by the values that distinguish it, or by its name, and by its directory."""
+    words = assignments(group, keys)
+    text = cut(group.name)
+    if 0 < len(words) <= KEYS_IN_NAME:
+        text = ", ".join(words)
+    if part is None:
+        return text
+    name = cut(part.resolve().name)
+    return f"{name} ({text})" if keys else name

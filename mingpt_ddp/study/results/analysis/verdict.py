@@ -1,0 +1,246 @@
+"""Say which of several settings is better, by how much, and how sure that is."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.errors import RunError, counted, printable
+from mingpt_ddp.metrics.text_table import table_lines
+from mingpt_ddp.study.results.analysis.compare import (
+    MORE_SEEDS,
+    Comparison,
+    Setting,
+    compare,
+    pairs_of,
+    settings_of,
+)
+from mingpt_ddp.study.results.experiments import record, root_of
+from mingpt_ddp.study.results.formats import compare_command, fixed
+from mingpt_ddp.study.results.groups import Group, best_group, replicates
+from mingpt_ddp.study.results.notes import comparison_notes, diverged_notes, pooling_notes
+from mingpt_ddp.study.results.objective import LOSS, is_text
+from mingpt_ddp.study.results.runs import RunRecord, by_objective, read_jobs
+from mingpt_ddp.study.results.stats.significance import PAIRED, Difference
+
+MOST_DECIMALS = 8
+
+
+def verdict(
+    directories: list[Path], as_json: bool, metric: str | None = None, accept_code: bool = False
+) -> str:
+    """Compare the settings in these directories, record the verdict, and return it.
+
+    Args:
+        directories: Runs, or parents of runs one or two levels below.
+        as_json: Return JSON instead of text.
+        metric: As for `read_jobs`.
+        accept_code: Group results together although different code of the user has trained them.
+
+    Raises:
+        RunError: A directory holds no run, no run has the metric, or there is only one setting.
+    """
+    jobs = read_jobs(directories, metric, accept_code)
+    groups = replicates(jobs)
+    settings = settings_of(groups, directories)
+    if len(settings) < 2:
+        raise RunError(
+            "there is one setting to compare; name runs that differ in more than run.seed"
+        )
+    comparisons = compare(settings)
+    pairs = pairs_of(settings)
+    notes = comparison_notes(jobs) + notes_on(settings, comparisons, pairs)
+    document = to_numbers(jobs, settings, comparisons, notes, pairs)
+    if comparisons:
+        record(root_of(jobs[0]), {"runs": [*map(str, directories)], **document})
+    if as_json:
+        return json.dumps(document, indent=1, allow_nan=False)
+    if not comparisons:
+        notes = [f"note: {note}" for note in _diverged(settings)]
+        return printable("\n".join([*notes, nothing(settings)]))
+    return to_text(jobs, settings, notes, map(sentence, comparisons))
+
+
+def to_text(
+    jobs: list[RunRecord], settings: list[Setting], notes: list[str], conclusions: Iterable[str]
+) -> str:
+    """Return a comparison as text.
+
+    Args:
+        conclusions: The verdicts, one sentence each.
+    """
+    lines = [f"compared by {_objective(jobs)}", *_table(settings)]
+    lines += [f"note: {note}" for note in notes]
+    lines += conclusions
+    return printable("\n".join(line.replace("\n", "\\n") for line in lines))
+
+
+def sentences(groups: list[Group], directories: list[Path], most: int) -> list[str]:
+    """Compare the best setting with each other one, in sentences. Return [] for one setting.
+
+    Args:
+        groups: As `replicates` returns them.
+        most: Number of comparisons that get a sentence. A last line says how to see the others.
+    """
+    settings = settings_of(groups, directories)
+    if len(settings) < 2:
+        return []
+    comparisons = compare(settings)
+    if not comparisons:
+        return [nothing(settings)]
+    conclusions = [sentence(comparison) for comparison in comparisons[:most]]
+    if len(comparisons) > most:
+        command = compare_command(directories, groups[0].ranked_by)
+        conclusions.append(f"and {len(comparisons) - most} more: `{command}`")
+    return [*_order_notes(settings, comparisons), *conclusions, *_correction(pairs_of(settings))]
+
+
+def nothing(settings: list[Setting]) -> str:
+    """Explain that nothing can be said about settings without replicates, and what to do."""
+    if all(setting.complete == 1 and not setting.diverged for setting in settings):
+        why = "each setting has one seed, which says nothing about chance"
+    else:
+        why = "no setting has two complete seeds"
+        if any(setting.diverged for setting in settings):
+            why += " and no diverged one"
+    return f"nothing can be said: {why}; {MORE_SEEDS}"
+
+
+def sentence(comparison: Comparison) -> str:
+    """Return the verdict of a comparison as a sentence."""
+    difference = comparison.difference
+    if difference is None:
+        names = f"{comparison.other.label} against {comparison.reference.label}"
+        return f"nothing can be said of {names}: {comparison.why}"
+    first, second = comparison.in_order
+    if first is not comparison.reference:
+        difference = difference.reversed
+    amount = _amount(difference, comparison.p)
+    if comparison.better:
+        return f"{first.label} is better than {second.label} by {amount}"
+    return f"no difference shown between {first.label} and {second.label}: {amount}"
+
+
+def _amount(difference: Difference, p: float) -> str:
+    """Return `0.314 ± 0.052 (95% interval 0.262 to 0.366, 3 paired seeds, p = 0.002)`."""
+    half = (difference.high - difference.low) / 2
+    decimals = min(max(1 - math.floor(math.log10(half)), 0), MOST_DECIMALS)
+    mean, half_width, low, high = (
+        fixed(value, f".{decimals}f")
+        for value in (difference.difference, half, difference.low, difference.high)
+    )
+    ours, theirs = difference.seeds
+    seeds = f"{ours} paired seeds" if difference.test == PAIRED else f"{ours} and {theirs} seeds"
+    if difference.left_out:
+        seeds += f", {counted(difference.left_out, 'unpaired seed')} left out"
+    chance = f"p = {p:.2g}" if p >= 1e-4 else "p < 0.0001"
+    return f"{mean} ± {half_width} (95% interval {low} to {high}, {seeds}, {chance})"
+
+
+def _objective(jobs: list[RunRecord]) -> str:
+    objective = jobs[0].ranked_by
+    if objective is LOSS and all(is_text(job.config) for job in jobs):
+        return f"{objective.title}, in nats per token"
+    return f"{objective.title}: {objective.note}" if objective.note else objective.title
+
+
+def notes_on(settings: list[Setting], comparisons: list[Comparison], pairs: int) -> list[str]:
+    """Return notes on the comparison: pooled and unfinished jobs, the order, the correction."""
+    jobs = [job for setting in settings for job in setting.jobs]
+    notes = pooling_notes(replicates(jobs))
+    for job in jobs:
+        notes += job.notes
+    for setting in settings:
+        if setting.unfinished:
+            jobs_left_out = counted(setting.unfinished, "job")
+            notes.append(f"{jobs_left_out} of {setting.label} not counted: not complete")
+    return notes + _diverged(settings) + _order_notes(settings, comparisons) + _correction(pairs)
+
+
+def _diverged(settings: list[Setting]) -> list[str]:
+    return diverged_notes((setting.label, setting) for setting in settings)
+
+
+def _order_notes(settings: list[Setting], comparisons: list[Comparison]) -> list[str]:
+    """Return a note for each verdict that contradicts the table's order or the best setting."""
+    notes = []
+    best = best_group(settings)
+    for comparison in comparisons:
+        first, second = comparison.in_order
+        test = comparison.difference
+        if test and comparison.better and by_objective(second) < by_objective(first):
+            left_out = counted(test.left_out, "seed")
+            notes.append(
+                f"{second.label} has the better mean over all of its seeds, but {first.label} is "
+                f"better at the {test.seeds[0]} seeds that both have: {left_out} left out"
+            )
+        elif comparison.better and second is best:
+            notes.append(
+                f"{second.label} is the best over the seeds that all settings have, but "
+                f"{first.label} is better than it over more seeds"
+            )
+    return notes
+
+
+def _correction(pairs: int) -> list[str]:
+    """Return a note on the p-values of several comparisons."""
+    if pairs < 2:
+        return []
+    return [
+        f"p is corrected for all {pairs} pairs of settings (Holm); each interval is that of "
+        "its comparison alone"
+    ]
+
+
+def _table(settings: list[Setting]) -> list[str]:
+    rows = [["mean", "seeds", "deviation", "95% interval", "setting"]]
+    for setting in settings:
+        estimate = setting.estimate
+        numbers = (estimate.mean, estimate.deviation, estimate.low, estimate.high)
+        mean, deviation, low, high = (fixed(value, ".4f") for value in numbers)
+        interval = "-" if estimate.low is None else f"{low} to {high}"
+        rows.append([mean, setting.seed_count, deviation, interval, setting.label])
+    return table_lines(rows, left=(4,))
+
+
+def to_numbers(
+    jobs: list[RunRecord],
+    settings: list[Setting],
+    comparisons: list[Comparison],
+    notes: list[str],
+    pairs: int,
+) -> dict[str, Any]:
+    """Return the comparison as JSON values."""
+    listed = []
+    for setting in settings:
+        codes = sorted({job.code for job in setting.jobs if job.code})
+        more: dict[str, Any] = {"by_seed": setting.by_seed, "diverged": setting.diverged}
+        more |= {"unfinished": setting.unfinished, "codes": codes}
+        listed.append({"name": setting.label, **asdict(setting.estimate), **more})
+    best = best_group(settings) if comparisons else None
+    if any(each.worse is best for each in comparisons):  # over more seeds than all settings have
+        best = None
+    return {
+        "objective": jobs[0].ranked_by.series,
+        "better": jobs[0].ranked_by.better,
+        "best": best.label if best else None,
+        "settings": listed,
+        "comparisons": [_comparison_numbers(comparison) for comparison in comparisons],
+        "pairs_corrected_for": pairs,
+        "notes": notes if comparisons else [*notes, nothing(settings)],
+    }
+
+
+def _comparison_numbers(comparison: Comparison) -> dict[str, Any]:
+    better = comparison.better
+    numbers: dict[str, Any] = {
+        "reference": comparison.reference.label,
+        "other": comparison.other.label,
+        "better": better.label if better else None,
+        "sentence": sentence(comparison),
+    }
+    if comparison.difference:
+        numbers |= {**asdict(comparison.difference), "p_corrected": comparison.p}
+    return numbers

@@ -1,0 +1,134 @@
+"""Say of versions of the code whether each is better, faster, or the same as the first."""
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mingpt_ddp.study.results.analysis.compare import Comparison, Setting, compare_with_first
+from mingpt_ddp.study.results.analysis.verdict import notes_on, sentence, to_numbers, to_text
+from mingpt_ddp.study.results.groups import means_by_seed, seed_of
+from mingpt_ddp.study.results.notes import comparison_notes
+from mingpt_ddp.study.results.runs import RunRecord, grouped, number
+from mingpt_ddp.study.results.stats.intervals import estimate
+
+SAME = "the same bits"
+
+
+@dataclass(frozen=True)
+class Against:
+    """A version against the first one."""
+
+    first: Setting
+    other: Setting
+    comparison: Comparison
+    bits: dict[str, str]  # by seed: the same, or from which step on they are others
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether each seed has the same loss, to the last bit."""
+        return self.first.by_seed == self.other.by_seed != {}
+
+    @property
+    def has_same_bits(self) -> bool:
+        return {*self.bits.values()} == {SAME}
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether it is worse by more than chance, or nothing can be said."""
+        if self.is_equal:
+            return False
+        comparison = self.comparison
+        return comparison.difference is None or comparison.better is self.first
+
+    @property
+    def sentences(self) -> list[str]:
+        """Say whether it is better, faster and the same."""
+        names = f"{self.other.label} against {self.first.label}"
+        quality = sentence(self.comparison)
+        if self.is_equal:
+            quality = f"{names}: the same {self.first.ranked_by.title} at each seed"
+        seeds = grouped(self.bits, self.bits.__getitem__)
+        bits = "; ".join(f"{verdict} with seed {', '.join(seeds[verdict])}" for verdict in seeds)
+        speeds = f"a step {_shown(self.speed(_step_ms))}, the whole {_shown(self.speed(_seconds))}"
+        return [quality, f"{names}, speed: {speeds}", f"{names}: {bits}"]
+
+    def numbers(self) -> dict[str, Any]:
+        """Return speeds and bits as JSON's types."""
+        speeds = {"step": self.speed(_step_ms), "whole": self.speed(_seconds)}
+        said = "; ".join(self.sentences)
+        return {"version": self.other.label, "speed": speeds, "bits": self.bits, "sentence": said}
+
+    def speed(self, time: Callable[[RunRecord], float | None]) -> list[float] | None:
+        """Return the speed over that of the first, and its interval; None if it is unknown.
+
+        It is a geometric mean over the seeds: speeds of 2 and 1/2 are as far from 1.
+        """
+        ours = means_by_seed(self.first.jobs, time)
+        theirs = means_by_seed(self.other.jobs, time)
+        both = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+        ratios = [one / other for one, other in both if min(one, other) > 0]
+        log_ratio = estimate([*map(math.log, ratios)])
+        if log_ratio.mean is None or log_ratio.low is None or log_ratio.high is None:
+            return None
+        return [*map(math.exp, (log_ratio.mean, log_ratio.low, log_ratio.high))]
+
+
+def version_verdict(
+    settings: list[Setting], digests: Mapping[Path, str]
+) -> tuple[list[Against], dict[str, Any], str]:
+    """Compare versions with the first; return what is found, for JSON and as text.
+
+    Args:
+        digests: of weights and optimizer at the end, by run directory.
+    """
+    first, *others = settings
+    jobs = [job for setting in settings for job in setting.jobs]
+    ours = {seed_of(job): job for job in first.jobs}
+    comparisons = compare_with_first(settings)
+    verdicts = []
+    for other, comparison in zip(others, comparisons, strict=True):
+        bits = {seed_of(job): _bits(ours[seed_of(job)], job, digests) for job in other.jobs}
+        verdicts.append(Against(first, other, comparison, bits))
+    notes = comparison_notes(jobs, are_versions=True)
+    notes += notes_on(settings, comparisons, len(others))
+    document = to_numbers(jobs, settings, comparisons, notes, len(others))
+    for record, each in zip(document["comparisons"], verdicts, strict=True):
+        record.update(each.numbers())
+    sentences = [line for each in verdicts for line in each.sentences]
+    return verdicts, document, to_text(jobs, settings, notes, sentences)
+
+
+def _step_ms(job: RunRecord) -> float | None:
+    """Return the median over the log steps."""
+    values = job.history.values("step_ms")
+    return statistics.median(values) if values else None
+
+
+def _seconds(job: RunRecord) -> float | None:
+    return number(job.result.get("wall_seconds"))
+
+
+def _shown(speed: list[float] | None) -> str:
+    """Return `0.970 times (95% interval 0.963 to 0.977: slower)`."""
+    if speed is None:
+        return "unknown"
+    mean, low, high = speed
+    what = "no difference shown" if low <= 1 <= high else "faster" if low > 1 else "slower"
+    return f"{mean:.3f} times (95% interval {low:.3f} to {high:.3f}: {what})"
+
+
+def _bits(one: RunRecord, other: RunRecord, digests: Mapping[Path, str]) -> str:
+    """Return whether two jobs end with the same bits, and where losses that both have differ."""
+    if digests[one.directory] == digests[other.directory]:
+        return SAME
+    theirs = dict(other.history.series("train_loss"))
+    lengths = ""
+    if other.step != one.step:
+        lengths = f", other lengths ({other.step} steps against {one.step})"
+    for step, loss in one.history.series("train_loss"):
+        if theirs.get(step, loss) != loss:
+            return f"other bits, seen from step {step} on{lengths}"
+    return f"other bits{lengths}"

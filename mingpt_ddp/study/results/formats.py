@@ -1,0 +1,122 @@
+"""Number and text formats of a report, and the commands that it names."""
+
+import json
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from mingpt_ddp import errors
+from mingpt_ddp.storage.recorded_words import words_to_type
+from mingpt_ddp.study.results.objective import Objective
+from mingpt_ddp.study.results.runs import Row, RunRecord, Value
+
+NO_COMMAND = "no command line: the configuration, with the run.name to continue, cannot be read"
+LONGEST = 60  # characters of a value or a name in a table
+# Last parts of keys that need their group, or that are titles of other columns.
+UNCLEAR = {"name", "path", "n", "sd", "status", "step", "faults", "time", "job", "directory"}
+BEGINS = {"val_": "validation", "train_": "training", "test_": "test"}
+WORDS = {
+    "lr": "learning rate",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_embd": "width",
+    "grad_norm": "gradient norm",
+    "best_val_loss": "best validation loss",
+    "tokens_per_s": "tokens per second",
+    "samples_per_s": "samples per second",
+    "step_ms": "time of a step, ms",
+    "peak_mib": "peak memory, MiB",
+    "mfu": "model FLOPs utilization",
+}
+
+
+def duration(seconds: float | None) -> str:
+    """Format a time as hours, minutes and seconds. Return "" if it is unknown or absurd."""
+    if seconds is None or not 0 <= seconds < 1e13:
+        return ""
+    return errors.duration(seconds)
+
+
+def short_names(keys: list[str]) -> dict[str, str]:
+    """Return the last part of each dotted key, or the whole key if the last part is ambiguous."""
+    last = [key.rpartition(".")[2] for key in keys]
+    unclear = UNCLEAR | {name for name, count in Counter(last).items() if count > 1}
+    return {key: key if name in unclear else name for key, name in zip(keys, last, strict=True)}
+
+
+def assignments(row: Row, keys: list[str]) -> list[str]:
+    """Return `name=value` of each of these keys that the row has."""
+    names = short_names(keys)
+    return [f"{names[key]}={shown(row.config[key])}" for key in keys if key in row.config]
+
+
+def shown(value: Value) -> str:
+    """Format a value as on the command line, cut to LONGEST characters."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return brief(value)
+    return cut(value if isinstance(value, str) else json.dumps(value))
+
+
+def brief(value: float) -> str:
+    """Format with at most four digits, more for whole numbers; 3e-4 for 0.0003."""
+    if abs(value) < 1e9 and value == round(value):
+        return f"{value:.0f}"
+    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 else scientific(value)
+
+
+def fixed(value: float | None, form: str) -> str:
+    """Format a number, or `-` for None. A very large number gets an exponent."""
+    if value is None:
+        return "-"
+    return f"{value:{form}}" if abs(value) < 1e12 else scientific(value)
+
+
+def scientific(value: float) -> str:
+    """Format with at most four digits and an exponent."""
+    digits, _, exponent = f"{value:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def cut(text: str, longest: int = LONGEST) -> str:
+    """Cut the middle out of a text that is too long: similar names often differ at the end."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: (longest - 1) // 2]}…{text[len(text) - longest // 2 :]}"
+
+
+def words(name: str) -> str:
+    """Return the short name of a key in words, for a page: "learning rate" for lr."""
+    for begin, word in BEGINS.items():
+        if name.startswith(begin):
+            name = f"{word} {name.removeprefix(begin)}"
+    return WORDS.get(name) or re.sub(r"[_.]+", " ", name.removesuffix(".name"))
+
+
+def when(seconds: float | None) -> str:
+    """Format a Unix time, or `-` if it is unknown or absurd."""
+    if seconds is None or not 0 <= seconds < 1e11:
+        return "-"
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def command_line(job: RunRecord) -> str:
+    """Return the command that trains a job again, or goes on with it, quoted for a shell.
+
+    Return NO_COMMAND if no run.name is recorded.
+    """
+    # Without it, the command would begin another run.
+    if "run.name" not in job.config:
+        return NO_COMMAND
+    words = [str(job.directory), *words_to_type(job.directory, job.config)]
+    return f"{errors.command('again')} {shlex.join(words)}"
+
+
+def compare_command(directories: Iterable[Path], objective: Objective) -> str:
+    """Return the command that compares the runs in these directories."""
+    words = [*map(str, directories), "compare"]
+    if objective.note:
+        words.append(f"metric={objective.metric}")
+    return f"{errors.command('report')} {shlex.join(words)}"

@@ -1,0 +1,305 @@
+"""Group the jobs that differ in `run.seed` alone: replicates of one recipe."""
+
+import itertools
+import json
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from mingpt_ddp.config.config import effect_of
+from mingpt_ddp.storage.code_identity import recorded_code
+from mingpt_ddp.study.results.objective import Objective
+from mingpt_ddp.study.results.runs import (
+    ACCEPT_CODE,
+    DIVERGED,
+    Row,
+    RunRecord,
+    Value,
+    by_objective,
+    grouped,
+    identity,
+    known,
+    number,
+    varying,
+)
+from mingpt_ddp.study.results.stats.intervals import Estimate, estimate
+from mingpt_ddp.study.results.stats.significance import MIN_PAIRS
+
+SEED = "run.seed"
+# Keys that differ between the directories of replicates in a sweep.
+OF_ONE_JOB = re.compile(r"(?<=run\.seed=)\d+|(?<=-)[0-9a-f]{8}$")
+Recipe = tuple[tuple[str, Hashable], ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs of one recipe with different seeds; one job is a group too."""
+
+    jobs: list[RunRecord]  # at least one, in the order of `read_jobs`
+    config: dict[str, Value]  # shared keys that determine the results, without run.seed
+
+    @property
+    def first(self) -> RunRecord:
+        """The job whose command line stands for the group."""
+        return self.jobs[0]
+
+    @property
+    def ranked_by(self) -> Objective:
+        return self.first.ranked_by
+
+    @property
+    def status(self) -> str:
+        """The statuses of the jobs, each once. Results of old code are marked."""
+        marked = (f"{job.status}, old code" if job.edited else job.status for job in self.jobs)
+        return ", ".join(dict.fromkeys(marked))
+
+    @cached_property
+    def samples(self) -> list[RunRecord]:
+        """One job of each seed: complete ones, or all if none is complete."""
+        jobs = [job for job in self.jobs if job.objective is not None] or self.jobs
+        return [*{seed_of(job): job for job in reversed(jobs)}.values()][::-1]
+
+    @cached_property
+    def name(self) -> str:
+        """A pattern that all directories match, such as run.seed=*, or else the first directory."""
+        patterns = {OF_ONE_JOB.sub("*", job.name) for job in self.jobs}
+        return patterns.pop() if len(patterns) == 1 < len(self.jobs) else self.first.name
+
+    @property
+    def seeds(self) -> int:
+        """The number of different seeds."""
+        return len({seed_of(job) for job in self.jobs})
+
+    @property
+    def complete(self) -> int:
+        """The number of seeds whose job is complete and has an objective."""
+        return self.estimate.n
+
+    @property
+    def diverged(self) -> list[str]:
+        """The seeds of the jobs whose loss is not finite."""
+        seeds = [seed_of(job) for job in self.jobs if job.status == DIVERGED]
+        return [*dict.fromkeys(seeds)]
+
+    @property
+    def seed_count(self) -> str:
+        """The number of seeds; `3/5, 2 diverged` if only three are complete."""
+        count = f"{self.seeds}" if self.complete == self.seeds else f"{self.complete}/{self.seeds}"
+        return f"{count}, {len(self.diverged)} diverged" if self.diverged else count
+
+    @property
+    def by_seed(self) -> dict[str, float]:
+        """The mean objective of the complete jobs of each seed."""
+        return means_by_seed(self.jobs, lambda job: job.objective)
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """The objective of each seed as a cost, of which lower is better."""
+        return {seed: self.ranked_by.cost(value) for seed, value in self.by_seed.items()}
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """The objective over the complete jobs."""
+        return self.estimate_of(lambda job: job.objective)
+
+    @cached_property
+    def latest(self) -> Estimate:
+        """The objective, or the last values if no job is complete."""
+        return self.estimate if self.complete else self.estimate_of(lambda job: job.value)
+
+    @property
+    def speed(self) -> float | None:
+        """The median speed of the jobs, in units per second."""
+        speeds = known(job.metrics.speed for job in self.jobs)
+        return statistics.median(speeds) if speeds else None
+
+    @property
+    def faults(self) -> int | None:
+        """The sum of the faults of all jobs."""
+        faults = known(job.metrics.faults for job in self.jobs)
+        return sum(faults) if faults else None
+
+    @property
+    def seconds(self) -> float | None:
+        """The sum of the training times of all jobs."""
+        times = known(number(job.result.get("wall_seconds")) for job in self.jobs)
+        return sum(times) if times else None
+
+    @property
+    def objective(self) -> float | None:
+        """The mean objective of the complete jobs."""
+        return self.estimate.mean
+
+    @property
+    def value(self) -> float | None:
+        """The mean objective, or the mean of the last values if no job is complete."""
+        return self.latest.mean
+
+    def estimate_of(self, measure: Callable[[RunRecord], float | None]) -> Estimate:
+        """Return the estimate of a measurement over the seeds of the jobs that have one.
+
+        If a seed has diverged, the estimate has the number of seeds but no mean, because the other
+        seeds are a selection.
+        """
+        values = [*means_by_seed(self.jobs, measure).values()]
+        return Estimate(len(values)) if self.diverged else estimate(values)
+
+
+G = TypeVar("G", bound=Group)
+
+
+def replicates(jobs: Iterable[RunRecord]) -> list[Group]:
+    """Group the jobs that differ in `run.seed` alone. Sort by mean; groups without one come last.
+
+    Keys that change at most the last bits of a result (where files are, how ranks share the work,
+    what is logged) do not separate groups, unless they have been swept: then jobs of one recipe
+    differ in them for two seeds or more. Jobs that were trained on another text, or by another
+    version of the user's files, are a group of their own, with the parameter `text` or `code`.
+    """
+    jobs = [*jobs]
+    swept = _swept(jobs)
+    by_recipe = grouped(jobs, lambda job: _recipe(job, swept) or job.directory)
+    groups = []
+    for members in by_recipe.values():
+        config = members[0].config
+        shared = {key: config[key] for key in _keys(members[0], swept)}
+        for apart, part in _by_inputs(members):
+            groups.append(Group(part, {**shared, **apart}))
+    return sorted(groups, key=by_objective)
+
+
+def _by_inputs(jobs: list[RunRecord]) -> Iterator[tuple[dict[str, Value], list[RunRecord]]]:
+    """Divide jobs of one recipe by their text and by the user's code. Yield the keys that differ.
+
+    A job that is not complete may have recorded neither. It joins the others if they all have the
+    same text and code.
+    """
+    are_accepted = accepts_code(jobs)
+
+    def inputs(job: RunRecord) -> tuple[str | None, str] | None:
+        if not recorded_code(job.result):
+            return None
+        return text_of(job), "" if are_accepted else job.code
+
+    parts = grouped(jobs, inputs)
+    known = [key for key in parts if key is not None]
+    if len(known) < 2:
+        yield {}, jobs
+        return
+    differ = [len({*values}) > 1 for values in zip(*known, strict=True)]
+    for key, part in parts.items():
+        named = zip(("text", "code"), key, strict=True) if key else ()
+        yield dict(itertools.compress(named, differ)), part
+
+
+def text_of(job: RunRecord) -> str | None:
+    """Return the first digits of the SHA-256 of a job's text or data. None if they are unknown."""
+    recorded = job.result.get("data")
+    sha256 = recorded.get("sha256") if isinstance(recorded, dict) else None
+    sha256 = sha256 or job.config.get("data.sha256")
+    return sha256[:12] if isinstance(sha256, str) else None
+
+
+def accepts_code(jobs: Iterable[RunRecord]) -> bool:
+    """Return True if a job has run.accept_code=true, so that the code does not separate jobs."""
+    return any(job.config.get(ACCEPT_CODE) is True for job in jobs)
+
+
+def has_replicates(groups: Iterable[Group]) -> bool:
+    """Return True if a group has several seeds."""
+    return any(group.seeds > 1 for group in groups)
+
+
+def singles(jobs: Iterable[RunRecord]) -> list[Group]:
+    """Return a group for each job, with all of its keys."""
+    return [Group([job], job.config) for job in jobs]
+
+
+def best_group(groups: Sequence[G]) -> G | None:
+    """Return the group with the best mean objective. Return None if no group has a mean.
+
+    If the groups that `rivals_of` returns share MIN_PAIRS seeds or more, their means over the
+    shared seeds decide. Otherwise the mean over all seeds of each group decides.
+
+    Args:
+        groups: sorted as `replicates` returns them.
+    """
+    rivals = rivals_of(groups)
+    seeds = shared_seeds(rivals)
+    if len(seeds) < MIN_PAIRS:
+        return rivals[0] if rivals else None
+    means = [statistics.fmean(map(group.costs.__getitem__, seeds)) for group in rivals]
+    return rivals[means.index(min(means))]
+
+
+def rivals_of(groups: Sequence[G]) -> list[G]:
+    """Return the groups that may be the best one.
+
+    A group with a diverged seed has no mean and may not. If any group has two complete seeds or
+    more, only such groups may.
+    """
+    ranked = [group for group in groups if group.objective is not None]
+    return [group for group in ranked if group.complete > 1] or ranked
+
+
+def shared_seeds(groups: Sequence[Group]) -> list[str]:
+    """Return the complete seeds that all groups have."""
+    common = set.intersection(*({*group.by_seed} for group in groups)) if groups else set[str]()
+    return sorted(common)
+
+
+def _makes_results(job: RunRecord, key: str) -> bool:
+    """Return True if a key changes the final loss of a job by more than its last bits."""
+    if key == "trainer.eval_steps":  # chooses the windows that the loss is measured on
+        return True
+    if key == "trainer.eval_every":  # patience counts evaluations
+        return job.config.get("trainer.patience") is not None
+    return key != SEED and effect_of(key) in ("training", "end")
+
+
+def _swept(jobs: list[RunRecord]) -> set[str]:
+    """Return the keys in which jobs of one recipe and seed differ, for two seeds or more."""
+    swept = set()
+    for members in grouped(jobs, lambda job: _recipe(job, set())).values():
+        seeds = Counter[str]()  # number of seeds by key
+        for same in grouped(members, seed_of).values():
+            seeds.update(varying(same))
+        swept |= {key for key, count in seeds.items() if count > 1}
+    return swept
+
+
+def _keys(job: RunRecord, swept: set[str]) -> list[str]:
+    """List the keys that make the recipe of a job."""
+    return [key for key in job.config if key in swept or _makes_results(job, key)]
+
+
+def _recipe(job: RunRecord, swept: set[str]) -> Recipe:
+    return recipe(job, sorted(_keys(job, swept)))
+
+
+def recipe(row: Row, keys: Iterable[str]) -> Recipe:
+    """Return a hashable key. Rows with equal values of these keys have equal recipes."""
+    return tuple((key, identity(row.config[key])) for key in keys)
+
+
+def means_by_seed(
+    jobs: Iterable[RunRecord], measure: Callable[[RunRecord], float | None]
+) -> dict[str, float]:
+    """Return a measurement by seed, for the seeds that have one.
+
+    Jobs with the same seed are not independent samples, so their mean counts once.
+    """
+    means = {}
+    for seed, same in grouped(jobs, seed_of).items():
+        if values := known(map(measure, same)):
+            means[seed] = statistics.fmean(values)
+    return means
+
+
+def seed_of(job: RunRecord) -> str:
+    """Return the seed of a job as JSON, or its directory if it has recorded none."""
+    return json.dumps(job.config[SEED]) if SEED in job.config else str(job.directory)

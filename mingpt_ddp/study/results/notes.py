@@ -1,0 +1,232 @@
+"""Notes on the comparison of jobs: their ranking, and reasons why results do not compare."""
+
+from collections.abc import Hashable, Iterable
+
+from mingpt_ddp.config.config import effect_of
+from mingpt_ddp.errors import counted
+from mingpt_ddp.storage.code_identity import PACKAGE, package_of, recorded_code
+from mingpt_ddp.study.results.formats import cut
+from mingpt_ddp.study.results.groups import (
+    SEED,
+    Group,
+    accepts_code,
+    best_group,
+    rivals_of,
+    shared_seeds,
+    text_of,
+)
+from mingpt_ddp.study.results.objective import (
+    BITS_PER_BYTE,
+    LOSS,
+    TEXT_KEYS,
+    WHY_BITS_PER_BYTE,
+    is_text,
+    loss_unit,
+)
+from mingpt_ddp.study.results.runs import (
+    RunRecord,
+    Value,
+    identity,
+    number,
+    plain,
+    varying,
+)
+
+DATA_KEYS = tuple(f"data.{key}" for key in TEXT_KEYS)
+# Keys that determine the number and length of the evaluated windows.
+WINDOWS = ("trainer.eval_steps", "trainer.batch_size", "data.block_size")
+OTHER_LIMITS = ("trainer.max_steps", "trainer.max_epochs", "trainer.patience")  # besides minutes
+TOKENIZER_KEYS = ("data.tokenizer", "data.vocab_size")
+
+
+def comparison_notes(jobs: list[RunRecord], are_versions: bool = False) -> list[str]:
+    """Return notes on an unusual ranking, and on reasons why results do not compare.
+
+    Args:
+        are_versions: True if the settings are versions of the code.
+    """
+    objective = jobs[0].ranked_by
+    notes = []
+    if objective is BITS_PER_BYTE:
+        notes.append(f"ranked by {objective.title}: {WHY_BITS_PER_BYTE}")
+    if objective is not LOSS:
+        lacking = [job.name for job in jobs if job.val_loss is not None and job.value is None]
+        if lacking:
+            names = cut(", ".join(lacking), 200)
+            notes.append(f"without {objective.title}, so not ranked: {names}")
+    measured = []
+    for job in jobs:
+        has_data = "data.path" in job.config or "data.dataset" in job.config
+        if job.val_loss is not None and has_data:
+            measured.append(job)
+    if keys := _different_data(measured):
+        kind = "texts" if all(is_text(job.config) for job in measured) else "data"
+        notes.append(
+            f"the jobs were measured on different {kind} ({', '.join(keys)}): their results "
+            "do not compare"
+        )
+    if _differing(measured, ("task.name",)):
+        notes.append(
+            "the jobs have different tasks, each of which defines its own loss (task.name)"
+        )
+    if keys := _different_parts(measured):
+        what = "the jobs were measured on different parts of the validation split"
+        notes.append(f"{what} ({', '.join(keys)}): their results do not compare exactly")
+    if not are_versions:
+        notes += _code_notes(jobs)
+    if mixed := [job.name for job in jobs if "+" in job.code]:
+        notes.append(
+            f"trained with more than one version of its code: {cut(', '.join(mixed), 200)}"
+        )
+    steps = {job.step for job in jobs if job.status == "complete" and job.step is not None}
+    if len(steps) > 1:
+        notes.append(f"the jobs ran {min(steps)} to {max(steps)} steps{_equal_minutes(jobs)}")
+    return notes
+
+
+def _code_notes(jobs: list[RunRecord]) -> list[str]:
+    """Return notes on jobs that different code has trained."""
+    contents = dict[str, set[str]]()
+    packages = dict[str, str]()  # by SHA-256
+    for record in filter(None, [recorded_code(job.result) for job in jobs]):
+        packages[record["package"]["sha256"]] = package_of(record)
+        for name, sha256 in record["files"].items():
+            contents.setdefault(name, set()).add(sha256)
+    notes = []
+    if changed := [name for name, hashes in contents.items() if len(hashes) > 1]:
+        how = "seeds of different versions are not taken together"
+        if accepts_code(jobs):
+            how = "run.accept_code=true takes their seeds together"
+        notes.append(f"the jobs were trained with several versions of {_cut(changed)}: {how}")
+    if len(packages) > 1:
+        names = packages.values() if len({*packages.values()}) > 1 else packages
+        versions = " and ".join(sorted(name[:20] for name in names))
+        notes.append(
+            f"the jobs were trained with several versions of {PACKAGE.name}, {_cut([versions])}: "
+            "their seeds are taken together"
+        )
+    return notes
+
+
+def _equal_minutes(jobs: list[RunRecord]) -> str:
+    """Add to a note that all jobs had the same minutes, if minutes were their only limit."""
+    limits = [job.config.get(key) for job in jobs for key in OTHER_LIMITS]
+    if any(limit is not None for limit in limits):
+        return ""
+    minutes = {number(job.config.get("trainer.max_minutes")) for job in jobs}
+    if len(minutes) > 1 or None in minutes:
+        return ""
+    return f", which count as equal: each has trained for trainer.max_minutes={minutes.pop():g}"
+
+
+def pooling_notes(groups: list[Group]) -> list[str]:
+    """Return notes on the keys in which replicates differ besides the seed."""
+    keys = dict[str, None]()
+    for group in groups:
+        keys |= dict.fromkeys(varying(group.jobs))
+    keys.pop(SEED, None)
+    rounding = [key for key in keys if effect_of(key) == "rounding"]
+    others = [key for key in keys if key not in rounding]
+    notes = []
+    if others:
+        notes.append(f"replicates differ in {_cut(others)}: no loss depends on that")
+    if rounding:
+        notes.append(
+            f"replicates differ in {_cut(rounding)}: the last bits of results depend on that"
+        )
+    sizes = [{number(job.result.get("world_size")) for job in group.jobs} for group in groups]
+    if any(len(each - {None}) > 1 for each in sizes):
+        notes.append("replicates ran on different numbers of ranks: results differ by rounding")
+    return notes
+
+
+def diverged_notes(groups: Iterable[tuple[str, Group]]) -> list[str]:
+    """Name the diverged seeds of each group.
+
+    Args:
+        groups: Each with its name.
+    """
+    notes = []
+    for name, group in groups:
+        if seeds := group.diverged:
+            notes.append(
+                f"{name} diverged at {len(seeds)} of its {counted(group.seeds, 'seed')} "
+                f"({_cut(seeds)}), so it has no mean and is not ranked"
+            )
+    return notes
+
+
+def best_notes(groups: list[Group]) -> list[str]:
+    """Explain if the best group is not the first one.
+
+    Args:
+        groups: Sorted as `replicates` returns them.
+    """
+    first, best = groups[0], best_group(groups)
+    if best is None or best is first:
+        return []
+    names = cut(first.name), cut(best.name)
+    if first.complete < 2:
+        return [f"{names[0]} has one seed, so {names[1]} is called the best, which has more"]
+    seeds = len(shared_seeds(rivals_of(groups)))
+    return [
+        f"{names[0]} has the best mean over all of its seeds, but {names[1]} has it over the "
+        f"{seeds} seeds that all settings have"
+    ]
+
+
+def _cut(keys: list[str]) -> str:
+    return cut(", ".join(keys), 200)
+
+
+def _different_data(jobs: list[RunRecord]) -> list[str]:
+    """List the keys by which the jobs differ in the data that measures them."""
+    if kinds := _differing(jobs, ("data.dataset",)):  # other datasets have other keys
+        return kinds
+    keys = {*_differing(jobs, DATA_KEYS)}
+    texts = {text_of(job) for job in jobs}
+    # None stands for any content.
+    if len(texts - {None}) > 1:
+        keys |= {"data.sha256"}
+    else:
+        keys -= {"data.sha256"}
+    if len(texts) == 1 and None not in texts:
+        keys -= {"data.path"}  # the path does not matter if the content is the same
+    if len({_form(job) for job in jobs} - {"auto"}) < 2:
+        keys -= {"data.format"}
+    return [key for key in DATA_KEYS if key in keys]
+
+
+def _form(job: RunRecord) -> Value:
+    """Return the format in which a text was read, or auto if that is unknown."""
+    recorded = job.result.get("data")
+    if isinstance(recorded, dict) and job.config.get("data.format") == "auto":
+        return plain(recorded.get("format", "text"))
+    return job.config.get("data.format", "auto")
+
+
+def _different_parts(jobs: list[RunRecord]) -> list[str]:
+    """List the keys by which the jobs differ in the part of the split that they evaluate."""
+    if len({_evaluated_part(job) for job in jobs}) < 2:
+        return []
+    return [WINDOWS[0], *_differing(jobs, (*WINDOWS[1:], *TOKENIZER_KEYS))]
+
+
+def _evaluated_part(job: RunRecord) -> Hashable:
+    """Return a hashable key of the evaluated part of the split. None is the whole split."""
+    if job.config.get(WINDOWS[0]) is None:
+        return None
+    steps, batch_size, block_size = (job.config.get(key) for key in WINDOWS)
+    windows = None
+    if isinstance(steps, int) and isinstance(batch_size, int):
+        windows = steps * batch_size
+    return windows, identity(block_size), loss_unit(job.config, job.directory)
+
+
+def _differing(jobs: Iterable[RunRecord], keys: Iterable[str]) -> list[str]:
+    differing = []
+    for key in keys:
+        values = {identity(job.config.get(key)) for job in jobs}
+        if len(values) > 1:
+            differing.append(key)
+    return differing

@@ -1,0 +1,180 @@
+"""The checks of a sweep before its first job: Hydra's settings, the overrides, the values."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.resolve import to_job
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.device.machine import check_machine
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.errors import ConfigError
+
+# Keys that only a search uses.
+OF_SEARCH = ("sweep.trials", "sweep.seed", "sweep.sampler_settings")
+# Of a key with more values, only so many first ones and the last one are checked.
+MAX_CHECKED_VALUES = 32
+
+
+def has_own_sweeper(config: DictConfig) -> bool:
+    """Return True if this package runs the jobs, because no other sweeper of Hydra is chosen."""
+    return bool(config.hydra.sweeper._target_ == hydra_utils.SWEEPER)
+
+
+def parse_overrides(config: DictConfig) -> list[Override]:
+    """Parse the overrides of the sweep, beginning with the overrides of its preset.
+
+    If a key has several overrides, the last one counts, as in Hydra.
+    """
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+    by_key = {override.get_key_element(): override for override in parser.parse_overrides(words)}
+    overrides = list(by_key.values())
+    for override in overrides:
+        check(expand(override), f"{override.input_line} has no values to sweep over")
+        if config.sweep.sampler is not None or not has_own_sweeper(config):
+            continue
+        if override.is_interval_sweep():
+            raise ConfigError(
+                f"{override.input_line} is for a search: add sweep=optuna, or list values"
+            )
+        check(
+            override.get_key_element() not in OF_SEARCH,
+            f"{override.input_line} is used by a search only: add sweep=optuna, or leave it out",
+        )
+    return overrides
+
+
+def check_jobs(
+    hydra: DictConfig, overrides: list[Override], zipped: Sequence[str], env: DistEnv
+) -> list[Config]:
+    """Compose and check a selection of the jobs.
+
+    The first job has the first value of each key. Then each other value of a key is checked with
+    the first values of all other keys. See MAX_CHECKED_VALUES for keys with many values.
+
+    Args:
+        zipped: The keys of `sweep.zip`.
+
+    Returns:
+        The configurations of these jobs. The first job comes first.
+
+    Raises:
+        ConfigError: A job is invalid.
+    """
+    configs = []
+    # Other overrides of Hydra's own keys do not change a job.
+    search = [w for w in hydra.overrides.hydra if hydra_utils.key_of(w) == "hydra.searchpath"]
+    try:
+        for job in _checked_jobs(choices(overrides, zipped)):
+            composed = compose(hydra.job.config_name, [*search, *job])
+            configs.append(to_job(composed, hydra, job).config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+    for config in configs:
+        if config.ddp.nproc_per_node != "gpu":
+            check_machine(config)
+    starts_workers = any(config.ddp.nproc_per_node for config in configs)
+    check(
+        not starts_workers or env.is_standalone or env.has_local_rank,
+        "ddp.nproc_per_node cannot sweep where RANK is set; leave it out, and start the ranks with "
+        "torchrun",
+    )
+    check(
+        len({(config.run.root, config.run.name) for config in configs}) == 1,
+        "run.root and run.name must be the same for all jobs of a sweep; they name its directory",
+    )
+    name = configs[0].run.name
+    check(
+        name is None or "/" not in name,
+        f"run.name={name} must be one name in a sweep: it holds the jobs' directories",
+    )
+    return configs
+
+
+def _checked_jobs(values: list[list[list[str]]]) -> Iterator[list[str]]:
+    """Yield the overrides of the jobs to check.
+
+    Args:
+        values: As `choices` returns them.
+    """
+    first = [each[0] for each in values]
+    yield [*itertools.chain(*first)]
+    for i, each in enumerate(values):
+        others = each[1:MAX_CHECKED_VALUES]
+        if len(each) > MAX_CHECKED_VALUES:
+            others.append(each[-1])
+        for other in others:
+            yield [*itertools.chain(*first[:i], other, *first[i + 1 :])]
+
+
+def check_zip(config: DictConfig, overrides: list[Override]) -> list[str]:
+    """Return the keys of `sweep.zip`, which have equally many values.
+
+    Raises:
+        ConfigError: They do not, or one of them has a single value.
+    """
+    keys = [*map(str, config.sweep.zip or ())]
+    check(
+        not keys or (config.sweep.sampler is None and has_own_sweeper(config)),
+        "sweep.zip is for lists of values, not for a search or another sweeper; leave it out",
+    )
+    counts = {}
+    for override in overrides:
+        if override.is_sweep_override():
+            counts[override.get_key_element()] = len(expand(override))
+    for key in keys:
+        check(key in counts, f"sweep.zip has {key}, which has no list of values, as in {key}=A,B")
+    lengths = [f"{key} has {counts[key]}" for key in keys]
+    check(
+        len({counts[key] for key in keys}) <= 1,
+        f"sweep.zip needs lists of the same length; {', '.join(lengths)} values",
+    )
+    return keys
+
+
+def choices(overrides: list[Override], zipped: Sequence[str]) -> list[list[list[str]]]:
+    """Return what a grid combines: for each key, the overrides of each of its values.
+
+    Keys of `sweep.zip` stand at the place of the first of them, and vary together.
+    """
+    by_key = {override.get_key_element(): expand(override) for override in overrides}
+    together = [by_key[key] for key in by_key if key in zipped]
+    combined = []
+    for key, words in by_key.items():
+        if key not in zipped:
+            combined.append([[word] for word in words])
+        elif together:
+            combined.append([[*row] for row in zip(*together, strict=True)])
+            together = []
+    return combined
+
+
+def expand(override: Override) -> list[str]:
+    """Return one override per value of a sweep override.
+
+    For an interval, return both ends and a value between them.
+    """
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    value = override.value()
+    key = override.get_key_element()
+    if isinstance(value, IntervalSweep):
+        start = value.start or 0
+        end = value.end or 0
+        inside = start + 0.618 * (end - start)  # rarely a whole number, like sampled values
+        if isinstance(start, int) and isinstance(end, int):
+            inside = int(inside)
+        return [f"{key}={choice}" for choice in (start, inside, end)]
+    return [f"{key}={choice}" for choice in override.sweep_string_iterator()]

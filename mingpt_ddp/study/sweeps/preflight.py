@@ -1,0 +1,128 @@
+"""Check and lock a sweep before its first job."""
+
+import logging
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, open_dict, read_write
+
+from mingpt_ddp.config.compose import hydra_utils
+from mingpt_ddp.config.config import flatten
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.device.machine import count_cores
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.errors import counted
+from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.storage.run_directory import WRITTEN_INTO_BY_SWEEP, refuse_links
+from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.study.results.objective import (
+    BITS_PER_BYTE,
+    WHY_BITS_PER_BYTE,
+    default_objective,
+    loss_unit,
+)
+from mingpt_ddp.study.results.runs import is_run
+from mingpt_ddp.study.sweeps.checks import (
+    check_jobs,
+    check_zip,
+    has_own_sweeper,
+    parse_overrides,
+)
+from mingpt_ddp.study.sweeps.settings import check_settings, plan_slots
+from mingpt_ddp.study.sweeps.sources import check_search, number_of_jobs, source_of
+from mingpt_ddp.study.sweeps.sweep import Sweep
+
+log = logging.getLogger(__name__)
+
+
+def start_sweep(config: DictConfig, env: DistEnv) -> Sweep:
+    """Check the sweep, lock its directory, and adapt Hydra's configuration.
+
+    Raises:
+        UserError: The sweep cannot run.
+    """
+    # Hydra's shuffle() must have the same order on every rank and at every start.
+    random.seed(0)
+    overrides = parse_overrides(config)
+    zipped = check_zip(config, overrides)
+    jobs = check_jobs(config.hydra, overrides, zipped, env)
+    is_ours = has_own_sweeper(config)
+    first = jobs[0]
+    # Disable Ray's usage reports, in case Ray is the launcher.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    own_directory = Path(first.run.root, first.run.name) if first.run.name is not None else None
+    settings = check_settings(config, jobs, env)
+    objective = default_objective(loss_unit(flatten(job.to_dict())) for job in jobs)
+    is_by_bits = settings.metric is None and objective is BITS_PER_BYTE
+    metric = settings.metric
+    if is_by_bits:
+        settings = replace(settings, metric=objective.series)
+    is_remote = hydra_utils.is_external(str(config.hydra.launcher._target_))
+    slots = plan_slots(settings, jobs, own_directory) if is_ours and not is_remote else []
+    if own_directory is not None:
+        is_single_run = env.call_on_rank_zero(lambda: is_run(own_directory))
+        check(
+            not is_single_run,
+            f"run.name={first.run.name} names a single run, not a sweep; choose another run.name",
+        )
+    directory = own_directory or Path(first.run.root)
+    first = replace(first, sweep=settings)
+    if settings.is_search:
+        check_search(first, overrides)
+    lock = env.call_on_rank_zero(lambda: _lock(own_directory) if own_directory else None)
+    sweep = Sweep(
+        env=env,
+        config=first,
+        directory=directory,
+        planned=number_of_jobs(settings, overrides, is_ours),
+        is_remote=is_remote,
+        source=source_of(first, overrides, directory, env) if is_ours else None,
+        slots=slots,
+        lock=lock,
+        file=SweepFile(env.call_on_rank_zero(lambda: own_directory)),
+    )
+    if is_ours:
+        env.call_on_rank_zero(lambda: _keep(sweep, metric))
+    what = f"a sweep of {counted(sweep.planned, 'job')}" if sweep.planned else "a sweep"
+    log.info("%s, in %s", what, directory)
+    with read_write(config), read_write(config.hydra), open_dict(config):
+        if is_by_bits:
+            log.info("the objective is %s: %s", objective.title, WHY_BITS_PER_BYTE)
+        if not is_ours:  # which would not pass this on to the jobs
+            for_jobs = config.hydra.overrides.hydra
+            if is_by_bits:
+                for_jobs.append(f"sweep.metric={settings.metric}")
+            constant = _constant(overrides)
+            for_jobs.append(f"hydra.job.config.override_dirname.exclude_keys={constant}")
+        config.hydra.sweep.dir = str(directory)
+    return sweep
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Lock the directory of a sweep, unless a link in it leads to another place."""
+    refuse_links(directory.glob("*"), WRITTEN_INTO_BY_SWEEP)
+    return acquire_lock(directory)
+
+
+def _keep(sweep: Sweep, metric: str | None) -> None:
+    """Write the records that the sweep keeps between its starts.
+
+    Args:
+        metric: sweep.metric from the command line.
+    """
+    sweep.file.keep_metric(metric)
+    if sweep.file.cores is None:
+        sweep.file.keep_cores(len(sweep.slots[0].cores) if sweep.slots else count_cores())
+
+
+def _constant(overrides: list[Override]) -> str:
+    """List the keys that do not vary, in Hydra's syntax."""
+    keys = ["'sweep.metric'"]  # `start_sweep` may add this key
+    for override in overrides:
+        if not override.is_sweep_override():
+            keys.append(repr(hydra_utils.key_of(str(override.input_line))))
+    return f"[{','.join(keys)}]"

@@ -1,0 +1,132 @@
+"""List the jobs of a sweep: all combinations of a grid, or the trials of a search."""
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hydra.core.override_parser.types import Override
+
+from mingpt_ddp.config.compose.hydra_utils import hydra_value, key_of
+from mingpt_ddp.config.config import LIMITS, Config, named_values
+from mingpt_ddp.config.job import SweepPlace
+from mingpt_ddp.config.keys.sweep_config import SweepConfig
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.study.sweeps.checks import choices
+
+if TYPE_CHECKING:
+    from mingpt_ddp.study.sweeps.search.study import Study
+
+DRAW_TIMEOUT_S = 600.0  # how long other ranks wait for rank zero to draw a job
+
+
+@dataclass(frozen=True)
+class Source:
+    """The jobs of a sweep by number, from 0, and the study of a search."""
+
+    overrides: Callable[[int], list[str]]  # called for one job after another, on all ranks
+    swept: frozenset[str]  # keys that differ from job to job
+    study: "Study | None"  # None for a grid, and on all ranks but rank zero
+
+    def trial(self, number: int, words: list[str] | None = None) -> SweepPlace:
+        """Return the place of a job in the sweep.
+
+        Args:
+            words: Its overrides, if they are known.
+        """
+        words = self.overrides(number) if words is None else words
+        values = {key_of(word): word.partition("=")[2] for word in words}
+        return SweepPlace.of(number, {key: values[key] for key in values if key in self.swept})
+
+
+def number_of_jobs(settings: SweepConfig, overrides: list[Override], is_ours: bool) -> int:
+    """Return the number of jobs of a sweep; 0 if only a sweeper of others knows it."""
+    if not is_ours and any(override.is_interval_sweep() for override in overrides):
+        return 0
+    if settings.is_search:
+        return settings.trials
+    return math.prod(map(len, choices(overrides, settings.zip or ())))
+
+
+def check_search(config: Config, overrides: list[Override]) -> None:
+    """Check the space, the sampler and the pruner of a search.
+
+    Raises:
+        ConfigError: One of them is invalid, or Optuna is not installed.
+    """
+    from mingpt_ddp.study.sweeps.search.methods import pruner, sampler
+    from mingpt_ddp.study.sweeps.search.space import search_space
+
+    check(
+        bool(search_space(overrides)),
+        "a search needs values to draw, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))'",
+    )
+    sampler(config.sweep, 0)
+    pruner(config)
+
+
+def source_of(config: Config, overrides: list[Override], directory: Path, env: DistEnv) -> Source:
+    """Return the jobs of a sweep; open the study of a search.
+
+    Args:
+        config: Configuration of the first job.
+        directory: Directory of the sweep, which rank zero has locked.
+
+    Raises:
+        UserError: The search cannot continue the one in the directory.
+    """
+    swept = frozenset(
+        key_of(str(each.input_line)) for each in overrides if each.is_sweep_override()
+    )
+    # The objective may follow from the jobs, instead of being typed.
+    is_typed = any(each.get_key_element() == "sweep.metric" for each in overrides)
+    metric = [] if is_typed else [f"sweep.metric={hydra_value(config.sweep.metric)}"]
+    if not config.sweep.is_search:
+        combined = itertools.product(*choices(overrides, config.sweep.zip or ()))
+        jobs = [[*itertools.chain(*job), *metric] for job in combined]
+        return Source(jobs.__getitem__, swept, None)
+    study = env.call_on_rank_zero(lambda: _open_study(config, overrides, directory))
+    fixed = [str(each.input_line) for each in overrides if not each.is_sweep_override()]
+
+    def draw(number: int) -> list[str]:
+        assert study is not None
+        return [*fixed, *metric, *(f"{key}={value}" for key, value in study.values(number).items())]
+
+    if env.world_size > 1:
+        return Source(partial(_draw_in_lock_step, draw, env), swept, study)
+    return Source(draw, swept, study)
+
+
+def _draw_in_lock_step(draw: Callable[[int], list[str]], env: DistEnv, number: int) -> list[str]:
+    """Draw the overrides of a job on rank zero, and return them on all ranks.
+
+    They travel through the key-value store, because they decide how the process group of the job
+    is built. The store may still hold the overrides from before a restart, which are the same.
+    """
+    from mingpt_ddp.distributed.group.rendezvous import open_store
+
+    store = open_store(env, number, DRAW_TIMEOUT_S)
+    env.call_on_rank_zero(lambda: store.set("overrides", json.dumps(draw(number))))
+    words: list[str] = json.loads(store.get("overrides"))
+    return words
+
+
+def _open_study(config: Config, overrides: list[Override], directory: Path) -> "Study":
+    from mingpt_ddp.study.sweeps.search.space import search_space
+    from mingpt_ddp.study.sweeps.search.study import Study
+
+    space = search_space(overrides)
+    values = config.to_dict()
+    fixed = named_values(values) | {
+        f"trainer.{limit}": values["trainer"][limit] for limit in LIMITS
+    }
+    for key in [*fixed]:
+        # A searched preset, such as model=gpt_nano,gpt_mini, sets all keys of its group.
+        if key in space or key.partition(".")[0] in space:
+            del fixed[key]
+    return Study(directory, config, space, fixed)

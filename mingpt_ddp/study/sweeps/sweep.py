@@ -1,0 +1,304 @@
+"""The state of a sweep: the results of its checks, and the jobs that have ended since."""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path, PurePath
+from typing import IO, TYPE_CHECKING
+
+from mingpt_ddp.config.config import Config
+from mingpt_ddp.config.job import Job, Outcome, Reporter, RunStatus, SweepPlace
+from mingpt_ddp.config.keys.schema import SweepConfig
+from mingpt_ddp.distributed.env import DistEnv
+from mingpt_ddp.distributed.exit import FAILURE, USER_ERROR
+from mingpt_ddp.distributed.launch.channels import Judge
+from mingpt_ddp.distributed.launch.slots import Slot
+from mingpt_ddp.distributed.root_cause import failed
+from mingpt_ddp.errors import JobError, OutputError, RunError, counted
+from mingpt_ddp.storage.sweep_file import SweepFile
+from mingpt_ddp.study.results.objective import objective_named
+from mingpt_ddp.study.sweeps.ended_jobs import JobRecords
+from mingpt_ddp.study.sweeps.sources import Source
+from mingpt_ddp.terminal import echo
+from mingpt_ddp.training.run_job import Known, Records
+
+if TYPE_CHECKING:
+    from mingpt_ddp.study.sweeps.search.study import Study
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Sweep(Records):
+    """The sweep whose jobs this process runs or launches."""
+
+    env: DistEnv
+    config: Config  # configuration of the first job, with the settings of the sweep
+    directory: Path  # the sweep's own directory, or run.root
+    planned: int  # number of jobs; 0 if only a sweeper of others knows it
+    is_remote: bool = False  # other processes run the jobs, count them and log their errors
+    lock: IO[str] | None = None  # on `directory`, if it is the sweep's own
+    source: Source | None = None  # None if a sweeper of others chooses the jobs
+    # One slot for each concurrent job. Empty if jobs run one after another.
+    slots: list[Slot] = field(default_factory=list)
+    job_records: JobRecords = field(default_factory=JobRecords)
+    file: SweepFile = field(default_factory=lambda: SweepFile(None))
+    done: dict[int, Path] = field(default_factory=dict)  # directories of ended jobs, by number
+    n_done_before: int = 0  # how many jobs of `done` an earlier start completed
+    failed: dict[int, str] = field(default_factory=dict)  # labels of failed jobs, by number
+    crashed: set[int] = field(default_factory=set)  # numbers of those that no user error has failed
+    # The outcome that ends the sweep before its last job. Then no other job starts.
+    stopped: Outcome | None = None
+
+    @property
+    def settings(self) -> SweepConfig:
+        """The keys of `sweep`."""
+        return self.config.sweep
+
+    @property
+    def study(self) -> "Study | None":
+        """The study of a search, on rank zero. None for a grid, and on other ranks."""
+        return None if self.source is None else self.source.study
+
+    @property
+    def is_over(self) -> bool:
+        """True if all jobs have ended. Never, if only a sweeper of others knows their number."""
+        return 0 < self.planned <= len(self.done) + len(self.failed)
+
+    @property
+    def has_too_many_failures(self) -> bool:
+        """True if more jobs have failed than sweep.max_failures. Then no other job starts."""
+        most = self.settings.max_failures
+        return most is not None and len(self.failed) > most
+
+    @property
+    def directories(self) -> list[Path]:
+        """The directories to report: the sweep's own, or the directories of its complete jobs."""
+        if self.lock:
+            return [self.directory]
+        return list(dict.fromkeys(self.done.values()))
+
+    def jobs_left(self, source: Source) -> Iterator[int]:
+        """Yield the numbers of the jobs to run. Count the jobs that have already ended for good.
+
+        End early after a signal, or if too many jobs fail.
+        """
+        for number in range(self.planned):
+            if self.stopped is not None:
+                return
+            if self.has_too_many_failures:
+                log.warning(
+                    "no other job starts: %d failed, sweep.max_failures=%d",
+                    len(self.failed),
+                    self.settings.max_failures,
+                )
+                return
+            if not self._has_ended(number, source):
+                yield number
+
+    def _has_ended(self, number: int, source: Source) -> bool:
+        """Return True if the study says that a trial has ended, and count it.
+
+        With several ranks this is False. They ask rank zero in `look_up`, once the job has its
+        process group.
+        """
+        if self.study is None or self.env.world_size > 1:
+            return False
+        directory = self.study.directory_of(number)
+        if directory is not None:
+            self.job_records.kept.check(directory, self.config)
+            self.done[number] = directory
+            self.n_done_before += 1
+            log.info("%s: already complete", directory)
+            return True
+        if not self.study.has_failed(number):
+            return False
+        trial = source.trial(number)
+        self.failed[number] = trial.label
+        log.info("%s has failed before: %s", trial.label, self._reason(trial.label, ""))
+        return True
+
+    def attempts(self, number: int) -> Iterator[None]:
+        """Yield once for the first attempt of a job, and once for each retry (sweep.retries)."""
+        retries = self.settings.retries
+        yield
+        for retry in range(1, retries + 1):
+            if self.study is not None and self.study.has_failed(number):
+                return  # attempts of earlier starts count too
+            log.warning("job %d: retry %d of %d", number + 1, retry, retries)
+            del self.failed[number]  # it has not failed for good
+            yield
+
+    def _reason(self, label: str, directory: str) -> str:
+        """Return the reason for which a job has failed for good."""
+        failure = self.file.failure_of(label, directory)
+        return "its reason is not recorded" if failure is None else failure.reason
+
+    def look_up(self, job: Job) -> Known:
+        """Return what is known of a job, and say that it starts if nothing is."""
+        assert job.trial is not None
+        number = job.number
+        known = self.job_records.look_up(job)
+        if self.study is not None and self.study.has_failed(number):
+            known = known._replace(failure=self._reason(job.trial.label, PurePath(known.name).name))
+        if known.value is None and known.failure is None:
+            total = f" of {self.planned}" if self.planned else ""
+            log.info("job %d%s: %s", number + 1, total, job.trial.label)
+        return known
+
+    def value_of(self, job: Job) -> float:
+        return self.job_records.value_of(job)
+
+    def threads(self, workers: int, default: int) -> int | None:
+        """Return as many threads as at the first start. Ranks of torchrun keep their number."""
+        if self.source is None or self.env.world_size > 1:
+            return None
+        return self.file.threads(workers, default)
+
+    def judge_of(self, job: Job) -> Judge | None:
+        """Return the function that judges the evaluations of a job; None if nothing does."""
+        if self.source is None or not self.settings.is_search:
+            return None
+        return partial(self._judge, job.number)
+
+    def _judge(self, number: int, step: int, metrics: Mapping[str, float]) -> str | None:
+        assert self.study is not None  # on rank zero
+        name = objective_named(self.settings.metric).series.removeprefix("val_")
+        return self.study.report(number, step, metrics[name]) if name in metrics else None
+
+    def record(self, trial: SweepPlace, outcome: Outcome) -> Outcome:
+        """Record how a job has ended. Set `stopped` if no other job may start.
+
+        Returns:
+            The outcome, or that of an error: its result lacks the objective of the search, or the
+            study cannot be written.
+        """
+        try:
+            self._record(trial, outcome)
+        except RunError as error:
+            outcome = failed(error)
+            self._record(trial, outcome)
+        return outcome
+
+    def _record(self, trial: SweepPlace, outcome: Outcome) -> None:
+        if outcome.has_failed:
+            self._record_failed(trial, outcome)
+        elif outcome.status is not RunStatus.PREEMPTED and outcome.directory is not None:
+            if outcome.was_known:
+                self.n_done_before += outcome.directory not in self.done.values()
+                title = objective_named(self.settings.metric).title
+                log.info("%s: already complete, %s %.4f", outcome.directory, title, outcome.value)
+            self.record_done(trial, outcome.directory)
+        must_stop = outcome.signalled or outcome.status is RunStatus.PREEMPTED
+        if outcome.ends_process or (must_stop and not self.is_over):
+            self.stopped = outcome
+
+    def record_done(self, trial: SweepPlace, directory: Path) -> None:
+        """Record a complete or pruned job.
+
+        Raises:
+            RunError: The result lacks the objective of the search, or the study cannot be written.
+        """
+        self.env.call_on_rank_zero(lambda: self._keep_done(trial, directory))
+        self.failed.pop(trial.number, None)
+        self.done[trial.number] = directory
+
+    def _keep_done(self, trial: SweepPlace, directory: Path) -> None:
+        self.file.succeed(trial.label, directory.name)
+        if self.study is not None:
+            self.study.end(trial.number, directory)
+
+    def _record_failed(self, trial: SweepPlace, outcome: Outcome) -> None:
+        self.failed[trial.number] = trial.label
+        if outcome.ends_process:  # its error is the last line of this process
+            return
+        if outcome.was_known:
+            log.info("%s: %s", trial.label, outcome.error)
+            return
+        if outcome.exit_code == FAILURE:
+            self.crashed.add(trial.number)
+        else:  # the last attempt counts
+            self.crashed.discard(trial.number)
+        self.env.call_on_rank_zero(lambda: self._keep_failed(trial, outcome))
+
+    def _keep_failed(self, trial: SweepPlace, outcome: Outcome) -> None:
+        message = str(outcome.error)
+        if self.slots:  # concurrent jobs write to the same console
+            log.error("job %d: %s", trial.number + 1, message)
+        elif outcome.reporter is not Reporter.NOBODY:
+            log.error("%s", message)
+        if self.source is None:
+            return
+        directory = outcome.directory.name if outcome.directory else ""
+        self.file.fail(trial.label, directory, message)
+        failure = self.file.failure_of(trial.label, directory)
+        if self.study is not None and failure and failure.count > self.settings.retries:
+            self.study.fail(trial.number)
+
+    def finish(self) -> Outcome:
+        """Print the table and write the page, on rank zero. Return the outcome of the sweep."""
+        return replace(
+            self._outcome(), directories=tuple(self.directories), metric=self.settings.metric
+        )
+
+    def _outcome(self) -> Outcome:
+        if self.stopped is not None and self.stopped.has_failed:
+            return self.stopped
+        if self.stopped is not None:
+            total = f" of {self.planned}" if self.planned else ""
+            log.info(
+                "sweep: %d%s jobs done; rerun the same command to resume", len(self.done), total
+            )
+            return replace(self.stopped, status=RunStatus.PREEMPTED)
+        complete = Outcome(RunStatus.COMPLETE)
+        return self.env.call_on_rank_zero(self._finish) or complete
+
+    def _finish(self) -> Outcome:
+        unwritten = self._print_table()
+        if self.is_remote:
+            if self.failed:
+                return failed(JobError(next(iter(self.failed.values()))), FAILURE)
+            return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
+        count = len(self.done) + len(self.failed)
+        n_pruned = 0 if self.study is None else self.study.n_pruned
+        log.info(
+            "sweep: %s, %d already complete, %d failed%s",
+            counted(count, "job"),
+            self.n_done_before,
+            len(self.failed),
+            f", {n_pruned} pruned" if n_pruned else "",
+        )
+        if not self.failed:
+            return Outcome(RunStatus.COMPLETE) if unwritten is None else failed(unwritten)
+        if unwritten is not None:
+            log.error("%s", unwritten)
+        again = "rerun the same command to retry"
+        if self.study is not None:
+            again = "they do not start again; raise sweep.trials for other values"
+        if count < self.planned:
+            left = self.planned - count
+            again = f"{left} have not started; raise sweep.max_failures, or {again}"
+        which = "; ".join(dict.fromkeys(self.failed.values()))
+        error = JobError(f"{len(self.failed)} of {count} failed: {which}; {again}")
+        return failed(error, FAILURE if self.crashed & self.failed.keys() else USER_ERROR)
+
+    def _print_table(self) -> OutputError | None:
+        """Write the page of the jobs and print their table. Return the error if that fails.
+
+        A closed pipe is not an error, because all jobs are recorded.
+        """
+        from mingpt_ddp.study.results.report import PAGE, report
+
+        try:
+            with contextlib.suppress(SystemExit):  # from `echo`, if the pipe is closed
+                if self.directories and (self.done or self.is_remote):
+                    page = self.directory / PAGE
+                    metric = self.settings.metric
+                    echo(report(self.directories, page, metric, self.config.run.accept_code))
+        except OutputError as error:
+            return error
+        except RunError as error:  # e.g. no job has written a result that this machine can read
+            log.warning("%s", error)
+        return None

@@ -1,0 +1,208 @@
+"""Run the jobs of a sweep: one after another, concurrently, or by an external launcher."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.errors import HydraException
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mingpt_ddp.config.compose.hydra_errors import explain
+from mingpt_ddp.config.compose.resolve import compose_job, resolve
+from mingpt_ddp.config.job import Job, Outcome, RunStatus, SweepPlace, existing_name
+from mingpt_ddp.config.validation import check
+from mingpt_ddp.distributed import logs
+from mingpt_ddp.distributed.device.machine import check_machine
+from mingpt_ddp.distributed.exit import FAILURE
+from mingpt_ddp.distributed.root_cause import ProcessExit, failed
+from mingpt_ddp.distributed.signals import SignalHandler
+from mingpt_ddp.errors import ConfigError, JobError, RunError
+from mingpt_ddp.interrupts import raise_interrupts
+from mingpt_ddp.storage.run_directory import read_result
+from mingpt_ddp.study.sweeps.scheduler import Scheduler
+from mingpt_ddp.study.sweeps.script_job import run_script
+from mingpt_ddp.study.sweeps.sources import Source
+from mingpt_ddp.study.sweeps.sweep import Sweep
+from mingpt_ddp.training.run_job import run_job
+from mingpt_ddp.training.start.checked_job import checked_job
+
+log = logging.getLogger(__name__)
+
+
+def run_jobs(
+    sweep: Sweep,
+    context: HydraContext,
+    task_function: Callable[..., float],
+    config: DictConfig,
+) -> None:
+    """Run the jobs of a sweep that are left.
+
+    Ends when none is left, when too many have failed, or when `sweep.stopped` is set. The callback
+    in `preflight` has checked the sweep and opened it; `cli/train_job` prints its table afterwards.
+
+    Args:
+        task_function: Trains the job that Hydra's state describes, in the process of an external
+            launcher. With an attribute `is_script` it belongs to a script that trains by itself.
+        config: Hydra's configuration of the sweep.
+    """
+    source = sweep.source
+    assert source is not None
+    sweep.env.call_on_rank_zero(lambda: _write_multirun(sweep.directory, config))
+    compose = partial(_compose, context, config, source)
+    run = run_job
+    if getattr(task_function, "is_script", False):
+        run = run_script
+        check(
+            sweep.settings.pruner == "none",
+            "sweep.pruner needs the evaluations of main.py; leave it out over a script of your own",
+        )
+        check(
+            not sweep.slots and not sweep.is_remote and sweep.env.is_standalone,
+            "a sweep over a script of your own runs its jobs one after another on this machine; "
+            "leave out sweep.parallel, launchers and torchrun",
+        )
+    if sweep.slots:
+        Scheduler(sweep, source, compose).run()
+        return
+
+    def launcher(task: TaskFunction) -> Launcher:
+        return Plugins.instance().instantiate_launcher(
+            hydra_context=context, task_function=task, config=config
+        )
+
+    if not sweep.is_remote:
+        _run_in_turn(sweep, source, run, launcher)
+        return
+    raise_interrupts()  # Ctrl-C must also end the processes that run the jobs
+    remote = launcher(partial(task_function, swept=source.swept))
+    try:
+        if sweep.settings.is_search:
+            _run_batches(sweep, source, remote, compose)
+        else:
+            _run_grid(sweep, source, remote)
+    except (HydraException, JobError):
+        raise
+    except Exception as error:  # of the launcher
+        raise RunError(str(error)) from error
+
+
+def _write_multirun(directory: Path, config: DictConfig) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, directory / "multirun.yaml")
+
+
+def _compose(context: HydraContext, config: DictConfig, source: Source, number: int) -> Job:
+    """Return a job, checked.
+
+    Raises:
+        UserError: It is invalid.
+    """
+    try:
+        job = compose_job(context, config, number, source.overrides(number), source.swept)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+    return _checked(job)
+
+
+def _checked(job: Job) -> Job:
+    job = checked_job(job)
+    check_machine(job.config)
+    return job
+
+
+def _run_in_turn(
+    sweep: Sweep,
+    source: Source,
+    run: Callable[..., Outcome],
+    launcher_of: Callable[[TaskFunction], Launcher],
+) -> None:
+    """Run one job after the other, in this process or by a parent of workers.
+
+    Hydra's launcher composes each job, and calls its callbacks.
+
+    Args:
+        run: With the parameters of `run_job`.
+    """
+    trial = SweepPlace(0, "")  # of the job that runs
+    outcome = Outcome(RunStatus.COMPLETE)
+
+    def task(cfg: DictConfig) -> float:
+        nonlocal outcome
+        outcome = sweep.record(trial, _run_one(sweep, source, run, cfg))
+        if not outcome.ends_process:
+            logs.close()
+        if outcome.value is None:
+            raise JobError(f"{trial.label} failed")
+        return outcome.value
+
+    launcher = launcher_of(task)
+    for number in sweep.jobs_left(source):
+        words = source.overrides(number)
+        trial = source.trial(number, words)
+        for _ in sweep.attempts(number):
+            launcher.launch([words], initial_job_idx=number)
+            if not outcome.ends_process:
+                logs.to_console(sweep.env)
+            if sweep.stopped is not None or not outcome.has_failed:
+                break
+
+
+def _run_one(sweep: Sweep, source: Source, run: Callable[..., Outcome], cfg: DictConfig) -> Outcome:
+    """Run the job that Hydra has composed."""
+    started_at = time.monotonic()
+    logs.to_console(sweep.env)
+    exits = ProcessExit()
+    SignalHandler(exits).install()
+    try:
+        job = _checked(resolve(cfg, source.swept))
+    except Exception as error:
+        return exits.outcome_of(error, in_sweep=True)
+    return run(job, sweep.env, sweep, started_at)
+
+
+def _run_grid(sweep: Sweep, source: Source, launcher: Launcher) -> None:
+    """Give an external launcher the jobs of a grid."""
+    jobs = [source.overrides(number) for number in range(sweep.planned)]
+    for number, returned in enumerate(launcher.launch(jobs, initial_job_idx=0)):
+        try:
+            _ = returned.return_value  # raises the error of a job that has failed
+        except JobError as error:
+            sweep.failed[number] = str(error.args[0])
+            return
+
+
+def _run_batches(
+    sweep: Sweep, source: Source, launcher: Launcher, compose: Callable[[int], Job]
+) -> None:
+    """Run batches of `sweep.parallel` trials elsewhere. Each batch waits for the one before."""
+    left = sweep.jobs_left(source)
+    while numbers := [*itertools.islice(left, int(sweep.settings.parallel))]:
+        batch = [source.overrides(number) for number in numbers]
+        results = launcher.launch(batch, initial_job_idx=numbers[0])
+        for number, returned in zip(numbers, results, strict=True):
+            job = compose(number)
+            directory = job.with_run(name=existing_name(job)).directory
+            trial: SweepPlace = source.trial(number)
+            if returned.status is JobStatus.COMPLETED and read_result(directory):
+                sweep.record_done(trial, directory)
+            else:
+                error = RunError(_reason(returned))
+                sweep.record(trial, failed(error, FAILURE))
+
+
+def _reason(returned: object) -> str:
+    try:
+        _ = returned.return_value  # type: ignore[attr-defined]
+    except JobError as error:
+        return str(error.args[0])
+    except Exception as error:
+        return explain(error)
+    return "its directory has no result.json here"

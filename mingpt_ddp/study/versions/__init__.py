@@ -1,0 +1,1 @@
+"""Comparison of versions of the code."""

@@ -1,0 +1,253 @@
+"""Train versions of the code with the same seeds, and compare their runs."""
+
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from mingpt_ddp.config.compose.hydra_utils import hydra_value
+from mingpt_ddp.config.job import RunStatus
+from mingpt_ddp.config.keys.components import DataConfig
+from mingpt_ddp.errors import RunError, UserError
+from mingpt_ddp.storage.code_identity import PACKAGE, changed_files, describe, recorded_code
+from mingpt_ddp.storage.lease import LockedError
+from mingpt_ddp.storage.lock import acquire_lock
+from mingpt_ddp.storage.run_directory import difference, read_result
+from mingpt_ddp.storage.yaml_and_json import read_yaml
+from mingpt_ddp.study.results.analysis.compare import Setting
+from mingpt_ddp.study.results.analysis.version_verdict import Against, version_verdict
+from mingpt_ddp.study.results.experiments import record
+from mingpt_ddp.study.results.objective import TEXT_KEYS
+from mingpt_ddp.study.results.runs import read_jobs
+from mingpt_ddp.study.versions.code_version import Version, find_commit, find_version
+from mingpt_ddp.terminal import echo_error
+
+WORDS_OF_A_JOB = ("run.seed", "run.root", "run.name")
+NOT_IN_NAMES = re.compile(r"[^\w.+-]+", re.ASCII)  # characters that names of directories lack
+
+
+@dataclass(frozen=True)
+class VersionRun:
+    """A version that trains with a seed, in a run directory."""
+
+    version: Version
+    words: list[str]
+    directory: Path
+    config: dict[str, Any]  # the configuration that is composed without these words
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return read_result(self.directory)
+
+    @property
+    def code(self) -> str:
+        """The code that trained it, as `report` shows it.
+
+        An earlier package may have recorded none. Then it is the code of the version.
+        """
+        return describe(recorded_code(self.result) or self.version.code.record)
+
+
+def compare_versions(
+    names: Sequence[str], seeds: Sequence[int], words: list[str], required: str | None
+) -> tuple[str, bool]:
+    """Train what is not complete, and add the verdict to experiments.jsonl.
+
+    Args:
+        names: of commits, branches or directories; each is compared with the first.
+        words: what all of them train with.
+        required: same_bits, not_worse, or None.
+
+    Returns:
+        The verdict, and whether it meets the requirement.
+
+    Raises:
+        UserError: a version refuses the words, a job has failed, or something has changed since.
+    """
+    commits = [find_commit(name) for name in names]
+    versions = [find_version(*each, words) for each in zip(names, commits, strict=True)]
+    root, name, configs = _compose(versions)
+    trials: dict[str, list[VersionRun]] = {}
+    for number, (version, config) in enumerate(zip(versions, configs, strict=True), 1):
+        label = version.name if names.count(version.name) == 1 else f"{number}: {version.name}"
+        trials[label] = []
+        for seed in seeds:
+            directory = (
+                root / name / f"{number}-{NOT_IN_NAMES.sub('_', version.name)},run.seed={seed}"
+            )
+            own = [f"run.seed={seed}", f"run.root={hydra_value(str(root))}"]
+            own.append(f'run.name="{name}/{directory.name}"')
+            trials[label].append(VersionRun(version, own, directory, config))
+    with _lock(root / name):
+        _train([*zip(*trials.values(), strict=True)])
+        verdicts, document, text = version_verdict(_settings(trials), _digests(trials))
+    recorded = {label: each[0].code for label, each in trials.items()}
+    runs = str(root / name)
+    record(root, {"runs": [runs], "versions": recorded, "overrides": words, **document})
+    text = f"{text}\nthe runs are in {runs}"
+    if why := _why_unmet(required, verdicts):
+        return f"{text}\nrequire={required}: {why}", False
+    return text, True
+
+
+def _why_unmet(required: str | None, verdicts: list[Against]) -> str:
+    """Return the reason if a requirement is not met, else ""."""
+    if required == "same_bits" and not all(each.has_same_bits for each in verdicts):
+        return "the bits differ"
+    if required == "not_worse" and any(each.is_worse for each in verdicts):
+        worse = ", ".join(each.other.label for each in verdicts if each.is_worse)
+        return f"worse by more than chance, or nothing can be said: {worse}"
+    return ""
+
+
+def _compose(versions: list[Version]) -> tuple[Path, str, list[dict[str, Any]]]:
+    """Return the run.root of the first version, a directory for all, and the configurations.
+
+    Raises:
+        UserError: a version refuses the words.
+    """
+    composed = [version.compose() for version in versions]
+    configs = [*map(yaml.safe_load, composed)]
+    compared = []
+    for version, yaml_text, config in zip(versions, composed, configs, strict=True):
+        code = version.code
+        compared.append([code.record, code.patch.hex(), yaml_text, _text_sha256(config["data"])])
+    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).hexdigest()[:8]
+    return Path(configs[0]["run"]["root"]), f"versions-{digest}", configs
+
+
+def _text_sha256(data: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a text as it is now. Return "" if only the version's code can read it.
+
+    With data.reader, this is the SHA-256 of the files that the reader reads.
+    """
+    from mingpt_ddp.data.prepare import sha256_of_text
+
+    values = {key: data[key] for key in TEXT_KEYS if data.get(key) is not None}
+    if values.pop("reader", None):
+        values["format"] = "text"
+    try:
+        return sha256_of_text(DataConfig(**values))
+    except UserError:  # the jobs say what is wrong, unless their version can read it
+        return ""
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Lock a comparison.
+
+    Raises:
+        RunError: another process trains it.
+    """
+    try:
+        return acquire_lock(directory, 0.0, what="the directory of the comparison")
+    except LockedError as error:
+        raise LockedError(directory, error.owner, "wait for it, then run this again") from error
+
+
+def _train(rounds: list[tuple[VersionRun, ...]]) -> None:
+    """Train what is not complete, the trials of each seed in turn: A B, B A, A B ...
+
+    Raises:
+        UserError: a job has failed, or has trained with another code or configuration than its
+            version, or on another text than the job before it.
+    """
+    order = list[VersionRun]()
+    for number, trials in enumerate(rounds):
+        order += trials[:: -1 if number % 2 else 1]
+    texts = dict[str, Any]()  # the recorded SHA-256, by version
+    for number, trial in enumerate(order, 1):
+        if trial.result.get("status") != RunStatus.COMPLETE:
+            what = f"{trial.version.name}, {trial.words[0]}"
+            trial.version.check_unchanged()
+            echo_error(f"job {number} of {len(order)}: {what}")
+            trial.version.train(trial.words)
+            loss, seconds = trial.result.get("val_loss"), trial.result.get("wall_seconds")
+            echo_error(f"job {number}: validation loss {loss} after {seconds} s")
+        if trial.result.get("status") != RunStatus.COMPLETE:
+            raise RunError(f"{trial.directory} is not complete; run the same command to go on")
+        _check_code(trial)
+        _check_config(trial)
+        recorded = trial.result.get("data")
+        if texts.setdefault(str(trial.version.directory), recorded) != recorded:
+            raise RunError(
+                f"{trial.directory} was trained on another text than the jobs of "
+                f"{trial.version.name} before it; run the same command again to compare on the text"
+            )
+
+
+def _check_code(trial: VersionRun) -> None:
+    """Check that a job was trained by the code that its version has now.
+
+    Files of the user outside of the version, such as a library, must not have changed either.
+
+    Raises:
+        RunError: It was trained by other code.
+    """
+    code = recorded_code(trial.result)
+    if not code:  # an earlier version of the package has trained it
+        return
+    version = trial.version
+    own = {*version.code.record["files"].values()}
+    others = {name: sha256 for name, sha256 in code["files"].items() if sha256 not in own}
+    here = Path.cwd()
+    changed = {*changed_files({"files": others})}
+    for name in others:
+        path = Path(name).resolve()
+        if path.is_relative_to(here) and not path.is_relative_to(version.directory):
+            changed.add(name)
+    if code["package"]["sha256"] != version.code.record["package"]["sha256"]:
+        changed.add(PACKAGE.name)
+    if changed or code.get("earlier"):
+        version.check_unchanged()
+        names = ", ".join(sorted(changed)) or "several versions of it have"
+        raise RunError(
+            f"{trial.directory} was not trained by the code of {version.name} ({names:.200}): "
+            "restore that, or delete the directory and run this again"
+        )
+
+
+def _check_config(trial: VersionRun) -> None:
+    """Check that a job has trained with the configuration of its version, in all its starts."""
+    directory = trial.directory
+    try:
+        recorded = read_yaml(directory / ".hydra" / "config.yaml")
+    except (OSError, ValueError):  # a copy may lack hidden files
+        return
+    changes = difference(trial.config, recorded, WORDS_OF_A_JOB)
+    if changes or any(directory.glob("config.*.yaml")):
+        what = "; ".join(changes) or "it has config.2.yaml"
+        raise RunError(
+            f"{directory} was not trained with the configuration of {trial.version.name} ({what}): "
+            "files of that have changed since; delete the directory, or compare commits"
+        )
+
+
+def _settings(trials: dict[str, list[VersionRun]]) -> list[Setting]:
+    """Return the jobs of each version as a setting."""
+    jobs = {}
+    for job in read_jobs([trial.directory for each in trials.values() for trial in each]):
+        jobs[job.directory] = job
+    settings = []
+    for label, trials_of_version in trials.items():
+        replicates = [jobs[trial.directory] for trial in trials_of_version]
+        settings.append(Setting(replicates, replicates[0].config, label))
+    return settings
+
+
+def _digests(trials: dict[str, list[VersionRun]]) -> dict[Path, str]:
+    """Return the SHA-256 of the last weights and optimizer states, by run directory."""
+    from mingpt_ddp.snapshots.format import WEIGHT_KINDS
+    from mingpt_ddp.snapshots.hashes import hash_snapshot
+    from mingpt_ddp.snapshots.read.load import load
+
+    digests = {}
+    for trial in itertools.chain(*trials.values()):
+        hashes = hash_snapshot(load(str(trial.directory), WEIGHT_KINDS))
+        digests[trial.directory] = json.dumps(hashes)
+    return digests
