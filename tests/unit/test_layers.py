@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts"))
 from count_lines import code_lines, code_tokens  # noqa: E402
+from import_map import flowchart  # noqa: E402
 
 PACKAGE = ROOT / "mingpt_ddp"
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -223,6 +224,11 @@ def test_rank_conditions():
             if asked:
                 wrong.append(f"{name_of(path)}:{node.lineno}")
     assert not wrong
+
+
+def test_the_picture_is_current():
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert flowchart() in text, "run python scripts/import_map.py"
 
 
 def test_the_map_names_what_exists():
