@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -80,10 +81,28 @@ def ledger(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / LEDGER).read_text().splitlines()]
 
 
+def hash_of(file: Path) -> str:
+    """Hash the tensors of a file as docs/fault-tolerance.md says."""
+    content = file.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    lines = []
+    for name, tensor in json.loads(content[8:begin]).items():
+        first, last = tensor["data_offsets"]
+        digest = hashlib.sha256(content[begin + first : begin + last]).hexdigest()
+        lines.append(f"{name} {tensor['dtype']} {tensor['shape']} {digest}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
 def test_the_ledger_outlives_the_snapshots(recorded):
+    """It has the hashes of what the ranks saved."""
     run = recorded / "outputs" / "run"
-    assert [line["step"] for line in ledger(run)] == [5, 10, 15, 20]
+    lines = {line["step"]: line for line in ledger(run)}
+    assert [*lines] == [5, 10, 15, 20]
     assert committed(run) == [15, 20]
+    for step in (15, 20):
+        for kind in ("model", "optimizer", "ema"):
+            file = run / "snapshots" / f"step_{step:08d}" / f"{kind}.safetensors"
+            assert lines[step][kind] == hash_of(file)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from fake_gpu.memory import MemoryTracker
 from fake_gpu.observe import Observer
 from fake_gpu.rank import config_of, fake_rank
 from fake_gpu.work import build_run, step
+from mingpt_ddp.inference.generate import DecodeSession
+from mingpt_ddp.models import build_model
 
 
 def take_step(
@@ -60,6 +62,25 @@ def several_gpus(overrides: list[str], ranks: int, rank: int) -> dict[str, Any]:
             "gpus": {name: parameter.device.index for name, parameter in parameters.items()},
             "sizes": {name: parameter.numel() for name, parameter in parameters.items()},
         }
+
+
+def waits_of_timing(overrides: list[str], vocab_size: int) -> dict[str, int]:
+    """Take a step. Return the waits of reading how long it took."""
+    config = config_of(overrides)
+    with fake_rank(config, 1) as runtime, Observer() as observer:
+        run = build_run(config, runtime, vocab_size)
+        step(run, 1)
+        observer.forget()
+        run.meter.read()
+        return observer.waits
+
+
+def decodes_with_a_graph(overrides: list[str], vocab_size: int) -> bool:
+    """Begin to sample from a model. Return True if its steps are replayed from a CUDA graph."""
+    config = config_of(overrides)
+    with fake_rank(config, 1) as runtime, torch.no_grad():
+        model = build_model(config.model, vocab_size, config.data.block_size).to(runtime.device)
+        return DecodeSession(model, batch=1, positions=config.data.block_size).graph is not None
 
 
 def waits_of_faults() -> dict[str, int]:

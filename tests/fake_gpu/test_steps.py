@@ -168,6 +168,22 @@ def test_waits_are_seen(result_of):
     assert found == {f"{kind} in backward": 1 for kind in kinds}  # no function of the package
 
 
+def test_times_are_read_once_the_gpu_has_done_its_work(result_of):
+    waits = result_of(job("waits_of_timing", overrides=SMALL, vocab_size=65))
+    assert {
+        "wait for a stream in distributed/runtime.py now",
+        "wait for an event in distributed/step_clock.py _seconds",
+    } <= waits.keys()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_run_samples_without_a_graph(deterministic, result_of):
+    """Its algorithms read indices on the host, which a CUDA graph cannot."""
+    words = [*SMALL, f"trainer.deterministic={deterministic}".lower()]
+    graph = result_of(job("decodes_with_a_graph", overrides=words, vocab_size=65))
+    assert graph is not deterministic
+
+
 EVERYTHING = [
     "optimizer=muon",
     "trainer.precision=fp16",

@@ -81,7 +81,7 @@ def train(
     manager.QUICK_S = 0.0 if lag else 60.0  # independent of the load of the machine
     rank, current = int(os.environ["RANK"]), {"step": 0}
     step_changed = threading.Condition()
-    report: dict[str, Any] = {"writes": [], "restored": None, "error": None}
+    report: dict[str, Any] = {"writes": [], "buffers": 0, "restored": None, "error": None}
 
     def step(self: Trainer, number: int) -> Any:
         if lag:
@@ -116,6 +116,10 @@ def train(
         return state
 
     class SlowBuffer(SafetensorsBuffer):
+        def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+            super().__init__(tensors)
+            report["buffers"] += 1
+
         def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
             if lag:
                 time.sleep(0.015)  # for each of two files, while training continues
@@ -250,6 +254,7 @@ def test_training_does_not_wait_for_slow_storage(ranks, slow_storage):
     """
     run, outcomes = slow_storage(ranks)
     for outcome in outcomes:
+        assert outcome["buffers"] == 2, "one each for model and optimizer, which are reused"
         lags = [ahead - step for step, ahead in outcome["writes"] if step + 7 <= STEPS]
         assert len(lags) >= 2
         assert min(lags) >= 7

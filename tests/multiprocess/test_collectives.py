@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from mingpt_ddp.config.config import from_mapping
+from mingpt_ddp.data.dataset import EncodedText
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.group.json_collectives import SHORT_BYTES
 from mingpt_ddp.distributed.group.process_group import PREPARING, STARTING
 from mingpt_ddp.distributed.runtime import Runtime
+from mingpt_ddp.distributed.watchdog import BLOCKED_S
 from mingpt_ddp.errors import DataError, RunError, TrainingError, UserError
+from mingpt_ddp.tasks import build_task
 from multiprocess.ranks import configure, run_ranks
 
 WORLD = 3
@@ -394,6 +397,56 @@ def test_only_the_same_error_on_every_rank_lets_a_sweep_go_on(tmp_path):
         run_ranks(2, failing_jobs, tmp_path, config=configure(), messages=messages)
         == [[True, False, True]] * 2
     )
+
+
+def blocked_after_a_failure(config: dict[str, Any]) -> str:
+    """Let rank 1 fail, and take longer to end than a blocked rank may."""
+    runtime = Runtime(from_mapping(config), read_env())
+    group = runtime.group
+    if group.rank == 1:
+        group.failures.record("broken")
+        time.sleep(2 * BLOCKED_S)
+    else:
+        group.is_writing = True  # a snapshot: it may go on
+    group.barrier()
+    runtime.close()
+    return "goes on"
+
+
+def test_a_rank_is_not_ended_by_its_own_failure(tmp_path):
+    """It says what the failure is, and ends by itself."""
+    done = run_ranks(2, blocked_after_a_failure, tmp_path, config=configure())
+    assert done == ["goes on"] * 2
+
+
+def refused_text(config: dict[str, Any]) -> str:
+    """Open a text that is refused then; rank 1 opens it late. Return the error."""
+    runtime = Runtime(from_mapping(config), read_env())
+    memmap = EncodedText.memmap
+
+    def late(text: EncodedText) -> Any:
+        time.sleep(runtime.group.rank)
+        return memmap(text)
+
+    EncodedText.memmap = late
+    message = ""
+    try:
+        task = build_task(from_mapping(config), runtime.group)
+        with task.discarded_if_refused():
+            task.train_loader(runtime.device)
+    except UserError as error:
+        message = str(error)
+    runtime.close()
+    return message
+
+
+def test_a_refused_text_is_deleted_once_all_ranks_have_opened_it(tmp_path):
+    (tmp_path / "text.txt").write_text("to be or not")
+    words = [f"data.path={tmp_path}/text.txt", f"data.cache_dir={tmp_path}/cache"]
+    errors = run_ranks(2, refused_text, tmp_path / "ranks", config=configure(*words))
+    assert errors[0] == errors[1]
+    assert "the training text has 10 tokens, one window needs" in errors[0]
+    assert not (tmp_path / "cache").exists()
 
 
 def one_rank_fails(config: dict[str, Any]) -> bool:

@@ -23,10 +23,11 @@ NAMES = ["char", "byte", "bpe"]
 FILES = {
     "a.txt": "to be, or not to be: größer\n",
     "b.txt": "",
+    "bom.txt": "\ufeff",  # a mark of UTF-8 alone
     "c.txt": f"no line feed {END_NAME} </s>",
     "d.txt": "the last one " * 20 + "\n",
 }
-DOCUMENTS = [text for text in FILES.values() if text]
+DOCUMENTS = [FILES[name] for name in ("a.txt", "c.txt", "d.txt")]
 
 
 def directory(tmp_path: Path) -> Path:
@@ -62,7 +63,8 @@ def test_each_file_of_a_directory_is_a_document(name, settings, tmp_path):
     assert tokenizer.token_sizes[tokens_of(encoded)].sum() == len("".join(DOCUMENTS).encode())
     assert prepare_all(config) == texts  # from the cache
     plain = prepare(joined)
-    assert plain.sha256 != encoded.sha256  # of where documents end, too
+    digests = [sha256(text.encode()).hexdigest() for text in DOCUMENTS]
+    assert encoded.sha256 == digest_of(digests)  # of where documents end, too
     assert (
         plain.sha256 == sha256("".join([*DOCUMENTS[:-1], "\n", DOCUMENTS[-1]]).encode()).hexdigest()
     )
@@ -92,8 +94,9 @@ def test_other_documents_of_the_same_characters_are_another_text(settings, tmp_p
 
 
 def test_one_text_is_one_document(settings):
-    encoded = prepare(settings("ab" * 50, end_token=True))
-    assert encoded.tokenizer == {"vocabulary": "ab", "end_token": 2}
+    """Its end is the last token, whatever its characters are."""
+    encoded = prepare(settings("a😀" * 50, end_token=True))
+    assert encoded.tokenizer == {"vocabulary": "a😀", "end_token": 2}
     assert tokens_of(encoded) == [0, 1] * 50 + [2]
     assert (encoded.length, encoded.dtype) == (101, "uint8")
 

@@ -236,6 +236,24 @@ def test_a_remote_file_is_fetched_once(settings, server, monkeypatch):
         prepare(replace(config, path=server.url + "?other"))
 
 
+def test_a_file_with_another_sha256_is_downloaded_again_and_never_deleted_elsewhere(
+    settings, server
+):
+    """Of a damaged download the network would not be asked again."""
+    server.content = LINE.encode()
+    config = settings("", path=server.url, sha256=SHA256)
+    prepare(config)
+    [loaded] = Path(config.cache_dir).glob("downloads/*-text.txt")
+    loaded.write_text(LINE.lower())
+    own = settings(LINE.lower(), sha256=SHA256)
+    for refused in (config, own):
+        with pytest.raises(DataError, match=f"not data[.]sha256={SHA256}"):
+            prepare(refused)
+    assert Path(own.path).read_text() == LINE.lower()
+    assert decoded(prepare(config)) == LINE
+    assert server.loads == 2
+
+
 def test_a_remote_file_with_another_sha256_leaves_nothing(settings, server):
     server.content = LINE.encode()
     config = settings("", path=server.url, sha256="0" * 64)

@@ -20,7 +20,7 @@ from mingpt_ddp.config.keys.model_config import ModelConfig
 from mingpt_ddp.data.prepare import prepare_all
 from mingpt_ddp.data.tokenizers.tokenizer import tokenizer_from_state
 from mingpt_ddp.errors import DataError
-from tests.unit.data.reading import make_directory, make_zip
+from tests.unit.data.reading import decoded, make_directory, make_zip
 
 LINE = "To be, or not to be: that is the question.\n"
 TEXT = LINE * 100_000  # of which the head that is looked at is a small share
@@ -123,7 +123,8 @@ def test_a_file_is_read_until_a_write_could_no_longer_be_missed(settings, monkey
     same = lambda path, **options: status if path == Path(config.path) else real(path, **options)  # noqa: E731
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", same)
-        assert prepare_all(config)[""].sha256 != first[""].sha256
+        changed = prepare_all(config)[""]
+    assert changed.sha256 != first[""].sha256 and decoded(changed)[10] == "X"
     monkeypatch.setattr(time, "time_ns", lambda: now() + LATER_NS)
     assert (start(config) >= 1, start(config)) == (True, 0)
 

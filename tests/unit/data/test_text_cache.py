@@ -106,6 +106,17 @@ def test_starts_without_locks_do_not_disturb_each_other(config, monkeypatch):
     assert str(directory) == outcomes[0].directory
 
 
+def test_the_directory_of_a_faster_node_stays(config):
+    """Its ranks may be reading the files."""
+    directory = Path(prepare(config).directory)
+    before = os.stat(directory / "tokens.bin")
+    cache = TextCache(config)
+    entry = cache.find(directory)
+    with cache.adding(directory, entry.text.sha256) as slower:
+        cache.write(entry, slower)
+    assert os.path.samestat(os.stat(directory / "tokens.bin"), before)
+
+
 def test_what_a_killed_process_has_left_is_deleted_after_a_day(config, settings):
     prepare(config)
     left, new = (Path(config.cache_dir) / f".partial-{name}" for name in ("left", "new"))

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from launching import wait_for
 from tasks import ENCODED, text_task, trainable
 
 from mingpt_ddp.config.compose.hydra_utils import VERSION_BASE, config_directory
@@ -252,6 +253,26 @@ def test_a_run_starts_from_run_resume_until_it_has_snapshots_of_its_own(
         f"INFO run.resume={tmp_path / 'old'} is ignored: the run has snapshots of its own"
         in log_lines
     )
+
+
+def test_a_slow_deletion_is_no_hang(tmp_path, config, monkeypatch):
+    """The watchdog gets heartbeats, also if the last step is saved already and only deletes."""
+    model, optim = build(config)
+    manager = manager_at(tmp_path, config)
+    for step in (1, 2, 3):
+        save(manager, TrainState(step=step, best_step=1), model, optim)
+    assert manager.store.steps() == [1, 2, 3]
+    delete = Storage.delete
+    before = manager.runtime.group.heartbeat["count"]
+
+    def delete_slowly(storage, name):
+        beats = lambda: manager.runtime.group.heartbeat["count"] - before  # noqa: E731
+        wait_for(lambda: beats() >= 2, timeout=60, what="two heartbeats")
+        delete(storage, name)
+
+    monkeypatch.setattr(Storage, "delete", delete_slowly)
+    save(manager, TrainState(step=3, best_step=3), model, optim)
+    assert manager.store.steps() == [2, 3]
 
 
 def test_weights_of_another_shape_are_refused(tmp_path, config):

@@ -71,6 +71,18 @@ def files_of(store: SnapshotStore, step: int) -> dict[str, bytes]:
 # Write, read, find
 
 
+def test_a_commit_is_recorded_before_it_and_only_if_it_is_whole(store):
+    """So that a kill between the two leaves no snapshot without its line in the ledger."""
+    recorded = []
+    record = lambda: recorded.append(store.is_committed(4))  # noqa: E731
+    files = store.write_files(4, {MODEL: b"weights"})
+    with pytest.raises(OSError, match="is missing"):
+        store.commit(4, [{**files, OPTIMIZER: {"bytes": 1, "sha256": "0" * 64}}], record)
+    assert recorded == []
+    store.commit(4, [files], record)
+    assert recorded == [False] and store.is_committed(4)
+
+
 def test_write_and_read(store):
     """The directory holds four files and nothing else; the same content gives the same bytes."""
     commit(store, small_snapshot(7))

@@ -286,7 +286,10 @@ def test_no_program_of_the_checkout_is_run(checkout, tmp_path, monkeypatch):
     git(checkout, "commit", "-qm", "a submodule")
     write(checkout, "sub/mine.py", "x = 3\n")
     git(checkout / "sub", "commit", "-qam", "second")
-    git(checkout / "sub", "config", "diff.external", str(program))
+    for key in ("diff.external", "filter.of_sub.clean"):
+        git(checkout / "sub", "config", key, str(program))
+    write(checkout, "sub/.git/info/attributes", "*.py filter=of_sub\n")
+    write(checkout, "sub/mine.py", "x = 4\n")
     git(checkout, "config", "diff.submodule", "diff")
     settings = "core.fsmonitor core.pager diff.d.textconv diff.d.command"
     for key in f"{settings} filter.f.clean filter.f.process filter.a=b.clean".split():

@@ -6,6 +6,7 @@ import array
 import errno
 import os
 import sys
+import time
 import uuid
 
 import pytest
@@ -282,6 +283,17 @@ def test_transient_errors_are_retried(unsteady, fault):
     unsteady.write("file", b"x")
     assert unsteady.read("file") == b"x"
     assert unsteady.fs.writes == 3
+
+
+def test_a_request_has_longer_for_more_bytes(unsteady, monkeypatch):
+    """A large file must not fail because it takes longer than a small one."""
+    monkeypatch.setattr(remote, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(remote, "OPERATION_DEADLINE_S", 0.05)
+    monkeypatch.setattr(remote, "MIN_BANDWIDTH", 1)  # a minute for 60 bytes
+    monkeypatch.setattr(unsteady.fs, "pipe_file", lambda *arguments: time.sleep(1))
+    unsteady.write("file", b"x" * 60)
+    with pytest.raises(StorageError, match="no response in time"):
+        unsteady.write("file", b"")
 
 
 SECRETS = "no\nftp://me:hunter2@host/x nor https://host/x?X-Amz-Signature=hunter2 !"

@@ -137,6 +137,12 @@ def test_a_pruner_ends_the_worst_and_a_kill_repeats_its_decision(
     assert study.report(3, 10, sign * 9.0) is None
     reason = f"other jobs have better evaluations (sweep.pruner={pruner})"
     assert study.report(3, 20, sign * 2.5) == reason
+    if pruner == "median":  # asha decides once at each of its rungs
+        journal = tmp_path / "study.journal"
+        *lines, decision = journal.read_bytes().splitlines(keepends=True)
+        assert b"pruned_at" in decision
+        journal.write_bytes(b"".join(lines))  # as a kill before the decision is recorded
+        assert open_study(**settings).report(3, 20, sign * 2.5) == reason
     again = open_study(**settings)  # after a kill, before the job has ended
     assert again.report(3, 10, sign * 9.0) is None
     assert again.report(3, 20, sign * 2.5) == reason
@@ -144,6 +150,11 @@ def test_a_pruner_ends_the_worst_and_a_kill_repeats_its_decision(
     assert again.report(4, 20, sign * 0.5) is None
     assert again.report(4, 40, sign * 0.4) is None
     again = open_study(**settings)
+    for number in (5, 6, 7):  # jobs that run beside it, and do not wait for it
+        again.values(number)
+        for step in (20, 40):
+            assert again.report(number, step, sign * 0.1) is None
+        end(again, tmp_path, number, sign * 0.1)
     assert again.report(4, 20, sign * 9.0) is None, "the job has resumed: this was decided before"
     assert load(tmp_path)[4].intermediate_values == {20: sign * 0.5, 40: sign * 0.4}
 
