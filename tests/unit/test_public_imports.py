@@ -36,7 +36,7 @@ PUBLIC = {
         "ClassesConfig DataConfig DataError DatasetConfig ModelConfig OptimizerConfig PartConfig "
         "ScheduleConfig TaskConfig acts check on register register_comm_hook"
     ),
-    "mingpt_ddp.study.sweeps.preflight": "Preflight",
+    "mingpt_ddp.cli.hydra_callbacks": "Preflight",
     "mingpt_ddp.tasks": "LanguageModel Mean Task",
 }
 IMPORT = re.compile(r"\bfrom (mingpt_ddp[\w.]*) import (?:\(([^)]*)\)|([^\n;#`]+))")
