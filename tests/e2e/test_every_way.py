@@ -94,7 +94,7 @@ class Way:
     ranks: int = 1
     is_sweep: bool = False
     n_concurrent: int = 1  # number of jobs that run at the same time
-    mark: str = ""  # slow or integration; "" if the ordinary suite runs it
+    marks: Any = ()  # SLOW or INTEGRATION; () if the ordinary suite runs it
     needs: str = "mingpt_ddp"  # module without which it is skipped
     words: Callable[[list[str]], list[str]] = as_they_are
 
@@ -113,6 +113,7 @@ def sweep(*command: str, **named: Any) -> Way:
     return Way([*command], is_sweep=True, **named)
 
 
+SLOW, INTEGRATION = pytest.mark.slow, pytest.mark.integration
 MAIN, PYTHON = python_main(), sys.executable
 LAUNCH = [PYTHON, "-m", "torch.distributed.launch", "--standalone", "--nproc_per_node=2"]
 TWO = "ddp.nproc_per_node=2"
@@ -120,19 +121,19 @@ SUBMITIT = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=10"]
 RAY = ["sweep=ray", "hydra.launcher.ray.init.num_cpus=2"]
 WAYS = {
     "one process": Way(MAIN),
-    "nproc_per_node": Way([*MAIN, TWO], 2, mark="slow"),
-    "spawn": Way([*MAIN, TWO, "ddp.launcher=spawn"], 2, mark="slow"),
-    "torchrun": Way(torchrun(4), 4, mark="slow"),
-    "launch": Way([*LAUNCH, MAIN[1]], 2, mark="slow", needs="torch.distributed.launch"),
-    "sweep in turn": sweep(*MAIN, "-m", mark="slow"),
-    "sweep in parallel": sweep(*MAIN, "-m", "sweep.parallel=2", n_concurrent=2, mark="slow"),
-    "sweep in lock-step": sweep(*torchrun(2), "-m", ranks=2, mark="slow"),
+    "nproc_per_node": Way([*MAIN, TWO], 2, marks=SLOW),
+    "spawn": Way([*MAIN, TWO, "ddp.launcher=spawn"], 2, marks=SLOW),
+    "torchrun": Way(torchrun(4), 4, marks=SLOW),
+    "launch": Way([*LAUNCH, MAIN[1]], 2, marks=SLOW, needs="torch.distributed.launch"),
+    "sweep in turn": sweep(*MAIN, "-m", marks=SLOW),
+    "sweep in parallel": sweep(*MAIN, "-m", "sweep.parallel=2", n_concurrent=2, marks=SLOW),
+    "sweep in lock-step": sweep(*torchrun(2), "-m", ranks=2, marks=SLOW),
     "another sweeper": sweep(*MAIN, "-m", "hydra/sweeper=basic"),
-    "submitit": sweep(*MAIN, "-m", *SUBMITIT, n_concurrent=2, mark="integration", needs="submitit"),
-    "ray": sweep(*MAIN, "-m", *RAY, n_concurrent=2, mark="integration", needs="ray"),
+    "submitit": sweep(*MAIN, "-m", *SUBMITIT, n_concurrent=2, marks=INTEGRATION, needs="submitit"),
+    "ray": sweep(*MAIN, "-m", *RAY, n_concurrent=2, marks=INTEGRATION, needs="ray"),
     "train() of a script": Way([PYTHON, "train.py"], 2),
-    "sweep() of a script": sweep(PYTHON, "sweep.py", mark="slow"),
-    "notebook": Way([PYTHON, "notebook.py"], 2, mark="integration", needs="nbclient"),
+    "sweep() of a script": sweep(PYTHON, "sweep.py", marks=SLOW),
+    "notebook": Way([PYTHON, "notebook.py"], 2, marks=INTEGRATION, needs="nbclient"),
     "application": Way([PYTHON, "app.py"], words=in_node),
 }
 
@@ -194,11 +195,7 @@ def runs(cwd: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param(way, id=name, marks=[getattr(pytest.mark, way.mark)] if way.mark else [])
-        for name, way in WAYS.items()
-    ],
+    "way", [pytest.param(way, id=name, marks=way.marks) for name, way in WAYS.items()]
 )
 def test_killed_and_started_again(way, undisturbed, cwd):
     if find_spec(way.needs) is None:
