@@ -68,8 +68,8 @@ coverage: $(VENV)/.test  ## branch coverage of the package over all tests, worke
 	@$(BIN)/python -m coverage combine -q 2>/dev/null || true  # the files of killed processes are broken
 	@$(BIN)/python -m coverage report
 
-mutation: $(VENV)/.dev  ## mutation tests, LANES=4 at a time, for an hour; run it again to continue
-	@LANES=$(LANES) $(BIN)/python scripts/mutation.py
+mutation: $(VENV)/.dev  ## change the code in 120 places and see whether a test fails, for an hour; ARGS as of scripts/mutation.py
+	@$(BIN)/python scripts/mutation.py $(ARGS)
 
 lowest:  ## tests of units and contract with the lowest versions in setup.cfg, but torch from constraints.txt, or TORCH=2.9.0
 	@rm -rf $(LOWEST)
@@ -96,7 +96,7 @@ lines:  ## count the package's tokens and lines of code: without blanks, comment
 	@$(PYTHON) scripts/count_lines.py
 
 clean:  ## remove .venv and what tools left behind; runs and data stay
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info build
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -1,102 +1,274 @@
-"""Mutation tests by mutmut, whose settings are in pyproject.toml: `make mutation`.
+"""Change the code in small ways and see whether a test fails: `make mutation`.
 
-Run it again to continue.
+Draws mutants from the functions of the package, or of the files and folders that are named. A
+mutant changes one place: a comparison, a number, a condition, a return value, or a statement that
+is left out. For each one it runs the unit tests that reach the line, the most specific first, and
+then tests/contract; each of the two may take 60 seconds. Prints which of them notice it.
 
-All mutants of the snapshot format and store, the loader and the schedules, and a seeded sample of
-those of the process group, the train step and the training loop. Prints the score and what
-survived; `mutmut show NAME` prints a mutant.
-
-mutmut forks a process per mutant from one that has collected the tests; there this file is a plugin
-of pytest.
+With `--against REVISION` it does the same with the code and the tests of another revision, for the
+functions that are the same in both.
 """
 
-import gc
-import json
-import multiprocessing
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
 import os
 import random
 import subprocess
 import sys
-from collections import Counter
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
-LANES = os.environ.get("LANES", "2")
-SAMPLES = {  # mutants of each file, chosen by seed; all of the others
-    "mingpt_ddp/distributed/group/process_group.py": 100,
-    "mingpt_ddp/training/step_flags.py": 6,
-    "mingpt_ddp/training/train_step.py": 40,
-    "mingpt_ddp/training/trainer.py": 24,
-    "mingpt_ddp/training/after_evaluation.py": 10,
-}
-WHOLE_RUNS = "test_trainer.py"
-HELD_BY_WHOLE_RUNS = ("mingpt_ddp.training.saves.save_schedule.", "mingpt_ddp.training.trainer.")
-KILLED = {1, 3, 24, -24, 36, -9, -11, 152, 255}  # by a test, a timeout or a crash
-TARGET = 0.85
+from coverage import CoverageData
 
-
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Run the fastest tests first: the first one that fails kills the mutant.
-
-    Whole runs are for the save schedule and the training loop.
-    """
-    if (stats := Path("mutmut-stats.json")).exists():
-        seconds = json.loads(stats.read_text())["duration_by_test"]
-        items.sort(key=lambda item: seconds.get(item.nodeid, 0))
-    # fork the ranks from here: a fork server would import torch
-    if ranks := sys.modules.get("multiprocess.ranks"):
-        import mingpt_ddp.training.run  # noqa: F401
-
-        ranks.processes = multiprocessing.get_context("fork")
-    mutant = os.environ.get("MUTANT_UNDER_TEST", "")
-    if "__mutmut_" in mutant and not mutant.startswith(HELD_BY_WHOLE_RUNS):
-        items[:] = [item for item in items if item.path.name != WHOLE_RUNS] or items
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 60  # for the unit tests of a mutant, and again for the contract
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+ARITHMETIC = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.Div: ast.Mult,
+}  # fmt: skip
 
 
-def pytest_sessionfinish() -> None:
-    """Import once for all mutants what torch imports late; let no fork collect what is there."""
-    import torch._dynamo  # noqa: F401
+class Mutant(NamedTuple):
+    """One change of one place. `lines` are the first and last line of the source it replaces."""
 
-    gc.freeze()
+    file: str
+    function: str
+    lines: tuple[int, int]
+    columns: tuple[int, int]  # in bytes of UTF-8
+    before: str
+    after: str
+    code: str  # of the function
+    index: int  # among the mutants of the function
+
+    def __str__(self) -> str:
+        """Where it is, and what becomes of what."""
+        return f"{self.file}:{self.lines[0]} {self.function}: `{self.before}` -> `{self.after}`"
+
+    def apply(self, source: bytes) -> bytes:
+        """Return the source of the file with the change."""
+        lines = source.split(b"\n")
+        first, last = self.lines[0] - 1, self.lines[1] - 1
+        end = lines[last][self.columns[1] :]
+        lines[first : last + 1] = [
+            lines[first][: self.columns[0]] + self.after.encode() + end,
+            *[b""] * (last - first),  # later lines keep their numbers
+        ]
+        return b"\n".join(lines)
 
 
-def results() -> dict[str, dict[str, int | None]]:
-    """Return the exit code of each chosen mutant by file; None: not run yet."""
-    found = {}
-    for path in sorted(Path("mutants").rglob("*.py.meta")):
-        file = str(path.relative_to("mutants")).removesuffix(".meta")
-        codes = json.loads(path.read_text())["exit_code_by_key"]
-        names = sorted(codes)
-        size = min(SAMPLES.get(file, len(names)), len(names))
-        names = sorted(random.Random(0).sample(names, size))
-        found[file] = {name: codes[name] for name in names}
-    return {file: codes for file, codes in found.items() if codes}
+def changed(node: ast.AST) -> ast.AST | str | None:
+    """Return what takes the place of a node, or None to leave it."""
+    made = copy.deepcopy(node)
+    if isinstance(made, ast.Compare) and len(made.ops) == 1:
+        made.ops = [COMPARISONS[type(made.ops[0])]()]
+    elif isinstance(made, ast.BoolOp):
+        made.op = ast.Or() if isinstance(made.op, ast.And) else ast.And()
+    elif isinstance(made, ast.UnaryOp) and isinstance(made.op, ast.Not):
+        return made.operand
+    elif isinstance(made, ast.BinOp) and type(made.op) in ARITHMETIC:
+        made.op = ARITHMETIC[type(made.op)]()
+    elif isinstance(made, ast.Constant) and isinstance(made.value, bool):
+        made.value = not made.value
+    elif isinstance(made, ast.Constant) and isinstance(made.value, int | float):
+        made.value += 1
+    elif isinstance(made, ast.If | ast.While) and not isinstance(made.test, ast.Compare):
+        return ast.UnaryOp(ast.Not(), made.test)
+    elif isinstance(made, ast.Return) and made.value and ast.unparse(made.value) != "None":
+        return "return None"
+    elif isinstance(made, ast.Raise):
+        return "pass"
+    elif isinstance(made, ast.Expr) and isinstance(made.value, ast.Call):
+        return None if ast.unparse(made.value.func).startswith("log.") else "pass"
+    else:
+        return None
+    return made
+
+
+def mutants(file: str, source: str) -> Iterator[Mutant]:
+    """Yield all mutants of the functions of a file."""
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            for index, (place, after) in enumerate(changes(function)):
+                yield Mutant(
+                    file,
+                    function.name,
+                    (place.lineno, place.end_lineno or place.lineno),
+                    (place.col_offset, place.end_col_offset or 0),
+                    ast.unparse(place),
+                    after,
+                    ast.unparse(function),
+                    index,
+                )
+
+
+def changes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[Any, str]]:
+    """Yield what can be changed in a function, and the code that takes its place."""
+    left: list[ast.AST] = list(function.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.JoinedStr):  # the former is drawn by itself
+            continue
+        for name, value in ast.iter_fields(node):
+            if name not in ("annotation", "decorator_list"):
+                children = value if isinstance(value, list) else [value]
+                left += [child for child in children if isinstance(child, ast.AST)]
+        made = changed(node)
+        if isinstance(made, str):
+            yield node, made
+        elif made is not None:
+            yield (
+                node.test if isinstance(node, ast.If | ast.While) else node,
+                f"({ast.unparse(made)})",
+            )
+
+
+class Checkout:
+    """A revision of the project in a folder for each lane, and the tests that reach each line."""
+
+    def __init__(self, revision: str, lanes: int, folder: Path) -> None:
+        """Check the revision out and run its unit tests once, with coverage."""
+        self.free: SimpleQueue[Path] = SimpleQueue()
+        for lane in range(lanes):
+            place = folder / f"{revision}-{lane}"
+            if not place.exists():
+                git("worktree", "add", "--detach", "--force", str(place), revision)
+            self.free.put(place)
+        self.place = place
+        if not (place / ".coverage").exists():
+            print(f"coverage of the unit tests of {revision}", file=sys.stderr)
+            words = [f"-n{lanes}", "--dist=loadfile", "--cov=mingpt_ddp", "--cov-context=test"]
+            environment = {**os.environ, "COVERAGE_FILE": str(place / ".coverage")}
+            pytest(place, [*words, "--cov-report=", "tests/unit"], None, environment)
+        # One of each process. The largest ones are those of the tests themselves.
+        paths = sorted(place.glob(".coverage*"), key=lambda path: -path.stat().st_size)
+        self.coverage = [CoverageData(str(path)) for path in paths[:lanes]]
+        for data in self.coverage:
+            data.read()
+
+    def tests(self, mutant: Mutant) -> list[str]:
+        """Return the unit tests that reach the mutant's lines, the most specific first."""
+        reached: dict[int, list[str]] = {}
+        for data in self.coverage:
+            for line, names in data.contexts_by_lineno(str(self.place / mutant.file)).items():
+                reached.setdefault(line, []).extend(names)
+        sizes: dict[str, int] = {}
+        for names in reached.values():
+            for name in names:
+                sizes[name] = sizes.get(name, 0) + 1
+        first, last = mutant.lines
+        found = {name for line in range(first, last + 1) for name in reached.get(line, ())}
+        nodes = [name.partition("|")[0] for name in sorted(found, key=lambda name: sizes[name])]
+        return [node for node in dict.fromkeys(nodes) if node]
+
+    def judge(self, mutant: Mutant) -> str:
+        """Return "unit" or "contract", whose test has failed, or "" if none has."""
+        place = self.free.get()
+        path = place / mutant.file
+        source = path.read_bytes()
+        try:
+            path.write_bytes(mutant.apply(source))
+            if nodes := self.tests(mutant):
+                (place / "tests.txt").write_text("\n".join(nodes))
+                if pytest(place, ["-x", "--timeout=30", "@tests.txt"], SECONDS):
+                    return "unit"
+            words = ["-x", "--timeout=40", "tests/contract"]
+            return "contract" if pytest(place, words, SECONDS) else ""
+        finally:
+            path.write_bytes(source)
+            self.free.put(place)
+
+
+def pytest(
+    place: Path, words: list[str], seconds: float | None, environment: dict[str, str] | None = None
+) -> bool:
+    """Run tests in a checkout; return whether one has failed within the time."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    environment = {**(environment or os.environ), "PYTHONPATH": str(place)}
+    with subprocess.Popen(
+        command,
+        cwd=place,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait(seconds) == 1
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            os.killpg(process.pid, 9) if process.poll() is None else None
+
+
+def git(*words: str) -> str:
+    """Return what git prints."""
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def main() -> None:
-    """Run what has not been run; exit with 1 below the target."""
-    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    mutmut = [str(Path(sys.executable).parent / "mutmut"), "run", f"--max-children={LANES}"]
-    if not results():
-        subprocess.run([*mutmut, "mingpt_ddp.optim.lr_schedule*"], check=True)
-    for _ in range(2):  # mutmut forgets all results if its settings or the tests have changed
-        left: list[str] = []
-        for codes in results().values():
-            left += [name for name, code in codes.items() if code is None]
-        if left:
-            subprocess.run([*mutmut, *left], check=True)
-    total: Counter[bool] = Counter()
-    for file, codes in results().items():
-        killed = Counter(code in KILLED for code in codes.values())
-        total += killed
-        print(f"{file}: {killed[True]} of {killed.total()} killed")
-        for name, code in codes.items():
-            if code not in KILLED:
-                print(f"    {name}")
-    score = total[True] / total.total()
-    print(f"mutation score {score:.1%} of {total.total()} mutants")
-    sys.exit(score < TARGET)
+    """Draw, judge and print; exit with 1 if fewer than 85% are noticed."""
+    parser = argparse.ArgumentParser(description="Mutation tests.")
+    parser.add_argument("files", nargs="*", default=["mingpt_ddp"], help="files and folders")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=120)
+    parser.add_argument("--lanes", type=int, default=2)
+    parser.add_argument("--against")
+    parser.add_argument("--folder", type=Path, help="keep the checkouts and the coverage there")
+    options = parser.parse_args()
+
+    names = git("ls-files", "--", *options.files).split()
+    sources = {name: (ROOT / name).read_text() for name in names if name.endswith(".py")}
+    drawn = [mutant for name, source in sources.items() for mutant in mutants(name, source)]
+    random.Random(options.seed).shuffle(drawn)
+
+    def earlier(file: str) -> str:
+        found = git("ls-tree", "-r", "--name-only", options.against, "--", file)
+        return git("show", f"{options.against}:{file}") if found else ""
+
+    revisions = ["HEAD", *([options.against] if options.against else [])]
+    rows: list[dict[str, Mutant]] = []
+    for mutant in drawn:
+        row = {"HEAD": mutant}
+        if options.against:
+            key = (mutant.code, mutant.index)
+            there = {(m.code, m.index): m for m in mutants(mutant.file, earlier(mutant.file))}
+            if key not in there:
+                continue
+            row[options.against] = there[key]
+        rows.append(row)
+        if len(rows) == options.number:
+            break
+
+    results: dict[str, dict[int, str]] = {revision: {} for revision in revisions}
+    order: Sequence[int] = range(len(rows))
+    with tempfile.TemporaryDirectory() as scratch:
+        for revision in revisions:
+            checkout = Checkout(revision, options.lanes, options.folder or Path(scratch))
+            with ThreadPoolExecutor(options.lanes) as pool:
+                ends = pool.map(checkout.judge, [rows[index][revision] for index in order])
+                for number, (index, end) in enumerate(zip(order, ends, strict=True), 1):
+                    results[revision][index] = end
+                    print(f"{revision} {number}: {rows[index]['HEAD']}: {end or 'survives'}")
+            # The other revision judges first what only these tests may miss.
+            order = sorted(order, key=lambda index: bool(results["HEAD"][index]))
+    git("worktree", "prune")
+    for revision in revisions:
+        noticed = sum(map(bool, results[revision].values()))
+        print(f"{revision}: {noticed} of {len(rows)} mutants are noticed, seed {options.seed}")
+    sys.exit(sum(map(bool, results["HEAD"].values())) < 0.85 * len(rows))
 
 
 if __name__ == "__main__":
