@@ -35,7 +35,7 @@ from s3_server import SeaweedServer
 
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, shard_name
 from mingpt_ddp.snapshots.staging_buffer import encode
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.remote import remote
 
 MIB = 1 << 20

@@ -47,7 +47,7 @@ def build(root: str, *overrides: str) -> tuple[Any, Any, Any, Any]:
     from mingpt_ddp.models import build_model
     from mingpt_ddp.optim import build_optimizer
     from mingpt_ddp.snapshots.manager import SnapshotManager
-    from mingpt_ddp.snapshots.store import SnapshotStore
+    from mingpt_ddp.snapshots.write.store import SnapshotStore
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("WORLD_SIZE", "1"))))
     words = [

@@ -8,7 +8,7 @@ from mingpt_ddp.distributed.root_cause import process_exit
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.evaluation.evaluator import Evaluator
 from mingpt_ddp.training.saves.resume import restore_newest, snapshot_state

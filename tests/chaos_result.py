@@ -13,7 +13,7 @@ from snapshot_helpers import tensor_digests
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 def undisturbed(cwd: Path, steps: int) -> Path:

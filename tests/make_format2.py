@@ -31,7 +31,7 @@ from mingpt_ddp.config.job import Job
 from mingpt_ddp.distributed.env import DistEnv
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.metrics.jsonl import METRICS, read_history
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.run import train_run
 
 DATA = Path(__file__).resolve().parent / "data" / "format2"

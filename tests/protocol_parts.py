@@ -23,8 +23,8 @@ from mingpt_ddp.distributed.group.rendezvous import join_attempt
 from mingpt_ddp.distributed.root_cause import ProcessExit
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 TIMEOUT_S = 600.0  # the default of ddp.timeout_s
 LATE_S = 1.0  # how much later than the others a rank may come

@@ -28,8 +28,8 @@ from mingpt_ddp.snapshots.format import (
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.shard_plan import share_tensors
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 VOCABULARY = "\n abc"
 SHA256 = "5e" * 32  # of the text

@@ -144,7 +144,7 @@ PATCHES["mingpt_ddp.distributed.group.process_group"] = patch_group
 PATCHES["mingpt_ddp.training.trainer"] = lambda module: before(
     module.Trainer, "_send_flags", "first step"
 )
-PATCHES["mingpt_ddp.snapshots.store"] = lambda module: before(
+PATCHES["mingpt_ddp.snapshots.write.store"] = lambda module: before(
     module.SnapshotStore, "write_files", "saving"
 )
 """

@@ -8,8 +8,8 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import TENSOR_KINDS, directory_name, step_of
 from mingpt_ddp.snapshots.hashes import Hashes, hash_snapshot
 from mingpt_ddp.snapshots.read.load import find_steps, load
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.ledger import Ledger, Record, digest_settings
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 SHOWN = 8  # snapshots that an error lists
 

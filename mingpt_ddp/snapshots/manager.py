@@ -37,11 +37,11 @@ from mingpt_ddp.snapshots.format import (
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.read.shard_reader import read_shards
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture, FileContents
 from mingpt_ddp.snapshots.write.ledger import Ledger, digest_settings
 from mingpt_ddp.snapshots.write.retention import apply_retention
 from mingpt_ddp.snapshots.write.shard_plan import ShardPlan, TensorsByKind
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 Check = Callable[[int, Any], None]  # takes step and state of a snapshot; raises if unusable

@@ -24,9 +24,9 @@ from mingpt_ddp.inference.generate import SamplingParams, generate, sample_token
 from mingpt_ddp.metrics.meters import Meter
 from mingpt_ddp.models import build_model
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.async_writer import AsyncSave, Capture
 from mingpt_ddp.snapshots.write.ledger import Ledger
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.train_step import TrainStep
 from mingpt_ddp.training.trainable import build_trainable
 

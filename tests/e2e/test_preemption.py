@@ -203,7 +203,7 @@ def test_a_signal_before_training_ends_the_process(tmp_path):
 SLOW_WRITES = """
 import time
 from pathlib import Path
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 write_files = SnapshotStore.write_files
 

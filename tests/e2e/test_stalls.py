@@ -120,7 +120,7 @@ def forward_begins(step, training):
 SLOW_COMMIT = """
 import time
 from pathlib import Path
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 HERE = Path(__file__).parent
 commit = SnapshotStore.commit

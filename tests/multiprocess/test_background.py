@@ -25,8 +25,8 @@ from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.snapshots import format, manager
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write import async_writer as background
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training.start import stages
 from mingpt_ddp.training.trainable import Trainable

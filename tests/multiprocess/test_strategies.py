@@ -25,7 +25,7 @@ from mingpt_ddp.data import dataloader
 from mingpt_ddp.distributed.env import read_env
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError, UserError
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training import run as composition
 from mingpt_ddp.training.start import stages
 from multiprocess.ranks import configure, run_ranks, typed

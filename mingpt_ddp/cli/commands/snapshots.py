@@ -38,8 +38,8 @@ from mingpt_ddp.snapshots.format import (
     directory_name,
 )
 from mingpt_ddp.snapshots.read.load import find_steps, recorded_train_state, step_in
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.retention import expired_steps
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease, LockedError
 from mingpt_ddp.storage.lock import LOCK, acquire_lock
 from mingpt_ddp.storage.remote.remote import RemoteStorage

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from mingpt_ddp.errors import ConfigError, SnapshotError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import CorruptSnapshotError, Snapshot
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.remote.remote_errors import redact
 from mingpt_ddp.storage.urls import check_can_open, open_storage
 from mingpt_ddp.storage.yaml_and_json import MAX_YAML_BYTES, load_yaml

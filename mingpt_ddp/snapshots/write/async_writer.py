@@ -22,8 +22,8 @@ from mingpt_ddp.snapshots.format import HOOKS, kind_of
 from mingpt_ddp.snapshots.hashes import Hashes, describe_tensors, hash_lines
 from mingpt_ddp.snapshots.hook_state import describe_states, refuse_other_states
 from mingpt_ddp.snapshots.staging_buffer import SafetensorsBuffer
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.ledger import Ledger
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import logging
 
 from mingpt_ddp.config.keys.schema import SnapshotConfig
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 log = logging.getLogger(__name__)
 

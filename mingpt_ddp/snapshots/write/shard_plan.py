@@ -17,7 +17,7 @@ from mingpt_ddp.distributed.strategies.zero1 import share_out
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots import format as layout
 from mingpt_ddp.snapshots.format import HOOKS, shard_name
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import PROBE
 from mingpt_ddp.storage.storage import Storage
 

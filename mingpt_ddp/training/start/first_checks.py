@@ -11,7 +11,7 @@ from mingpt_ddp.distributed.group.process_group import ProcessGroup
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import KINDS, Snapshot
 from mingpt_ddp.snapshots.read.load import load, refuse_other_location
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.saves.resume import INVALID, read_train_state
 from mingpt_ddp.training.train_state import TrainState
 

@@ -23,7 +23,7 @@ from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.metrics.jsonl import METRICS, HistoryEnd, read_end
 from mingpt_ddp.metrics.trackers.sending import Sender, open_senders
 from mingpt_ddp.snapshots.manager import SnapshotManager
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.code_identity import Code, recorded_code
 from mingpt_ddp.storage.lock import LOCK_WAIT_S
 from mingpt_ddp.storage.run_directory import (

@@ -14,7 +14,7 @@ from snapshot_helpers import VOCABULARY, commit, filled, model_snapshot
 
 from mingpt_ddp.snapshots import format as format_module
 from mingpt_ddp.snapshots.format import MODEL, directory_name
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 def test_shards_are_joined(run, call, tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from mingpt_ddp.snapshots.format import (
     directory_name,
     encode_manifest,
 )
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 def flip_bit(store: SnapshotStore, step: int, name: str = MODEL) -> None:

@@ -4,7 +4,7 @@ import uuid
 
 import pytest
 
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 @pytest.fixture(params=["file", "memory"])

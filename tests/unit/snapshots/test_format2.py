@@ -24,7 +24,7 @@ from mingpt_ddp.snapshots.format import MANIFEST, MODEL, STATE, encode_manifest
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.read.load_model import load_model
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.run_directory import read_result, recorded_config
 from mingpt_ddp.tasks import build_task
 from mingpt_ddp.training.saves.resume import check_state, restore

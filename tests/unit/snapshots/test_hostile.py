@@ -40,9 +40,9 @@ from mingpt_ddp.snapshots.format import (
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
 from mingpt_ddp.snapshots.state_dict import model_state
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensor_index import decode
 from mingpt_ddp.snapshots.write.retention import prune
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.saves.resume import check_state
 
 OPTIMIZER = "optimizer.safetensors"

@@ -11,7 +11,7 @@ from snapshot_helpers import commit, small_snapshot
 from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, Snapshot, directory_name
 from mingpt_ddp.snapshots.read.load import find_steps, load, refuse_other_location
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 
 
 @pytest.mark.parametrize("slash", ["", "/"])

@@ -12,8 +12,8 @@ from snapshot_helpers import commit, small_snapshot
 
 from mingpt_ddp.errors import RunError
 from mingpt_ddp.snapshots.format import MODEL, directory_name
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.retention import prune
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.lease import Lease
 
 

@@ -24,7 +24,7 @@ from mingpt_ddp.optim import build_optimizer
 from mingpt_ddp.snapshots.format import Snapshot
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
 from mingpt_ddp.snapshots.state_dict import model_state, optimizer_state
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.training.saves.resume import check_state, restore, snapshot_state
 from mingpt_ddp.training.train_state import TrainState

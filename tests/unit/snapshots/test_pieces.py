@@ -15,8 +15,8 @@ from mingpt_ddp.errors import SnapshotError
 from mingpt_ddp.snapshots.format import STATE, CorruptSnapshotError, shard_name
 from mingpt_ddp.snapshots.read.load import load
 from mingpt_ddp.snapshots.staging_buffer import encode
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensor_index import decode, read_header, read_rows
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.urls import open_storage
 
 WEIGHT = torch.arange(35.0).view(7, 5)

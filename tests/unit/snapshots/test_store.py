@@ -35,9 +35,9 @@ from mingpt_ddp.snapshots.format import (
     encode_manifest,
     step_of,
 )
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.write.retention import prune
 from mingpt_ddp.snapshots.write.shard_plan import share_tensors
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.storage import Storage
 from mingpt_ddp.storage.urls import open_storage
 

@@ -20,8 +20,8 @@ from mingpt_ddp.snapshots.format import (
     CorruptSnapshotError,
     encode_manifest,
 )
-from mingpt_ddp.snapshots.store import SnapshotStore
 from mingpt_ddp.snapshots.tensor_index import read_rows
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.storage.remote.remote_errors import StorageError
 
 OPTIMIZER = "optimizer.safetensors"

@@ -22,7 +22,7 @@ from mingpt_ddp.distributed.env import DistEnv, process_start_time
 from mingpt_ddp.distributed.runtime import Runtime
 from mingpt_ddp.errors import ConfigError
 from mingpt_ddp.snapshots.format import MANIFEST, STATE, encode_manifest
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.length import RunLength
 from mingpt_ddp.training.start.record_checks import check_records
 from mingpt_ddp.training.start.start_log import log_load, log_start, long_metrics

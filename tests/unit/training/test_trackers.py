@@ -19,7 +19,7 @@ from mingpt_ddp.metrics.samples import read_samples
 from mingpt_ddp.metrics.trackers.sending import TRACKERS
 from mingpt_ddp.metrics.trackers.tracker import Tracker
 from mingpt_ddp.snapshots.manager import RunState, SnapshotManager
-from mingpt_ddp.snapshots.store import SnapshotStore
+from mingpt_ddp.snapshots.write.store import SnapshotStore
 from mingpt_ddp.training.run import train_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
