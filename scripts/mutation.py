@@ -49,7 +49,7 @@ class Mutant(NamedTuple):
     before: str
     after: str
     code: str  # of the function
-    index: int  # among the mutants of the function
+    number: int  # among the mutants of the function
 
     def __str__(self) -> str:
         """Where it is, and what becomes of what."""
@@ -243,8 +243,8 @@ def main() -> None:
     for mutant in drawn:
         row = {"HEAD": mutant}
         if options.against:
-            key = (mutant.code, mutant.index)
-            there = {(m.code, m.index): m for m in mutants(mutant.file, earlier(mutant.file))}
+            key = (mutant.code, mutant.number)
+            there = {(m.code, m.number): m for m in mutants(mutant.file, earlier(mutant.file))}
             if key not in there:
                 continue
             row[options.against] = there[key]
