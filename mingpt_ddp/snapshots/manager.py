@@ -102,10 +102,8 @@ class SnapshotManager:
         whole = not self.runtime.strategy.is_sharded
         if not whole:
             self._shard_plan.check_reach()
-        newest: Snapshot | None = None  # on rank zero
 
-        def find() -> dict[str, Any] | None:
-            nonlocal newest
+        def find() -> tuple[Snapshot | None, bool]:
             source = self.config.run.source
             newest = self.store.read_latest(self._kinds, whole)
             is_own = newest is not None
@@ -113,13 +111,16 @@ class SnapshotManager:
                 newest = load(source, self._kinds, whole=whole)
             elif source:
                 log.info("run.resume=%s is ignored: the run has snapshots of its own", source)
-            if newest is None:
-                return None
-            check(newest.step, newest.state)
-            values = {"step": newest.step, "state": newest.state, "index": newest.index}
-            return {"values": values, "is_own": is_own}
+            if newest is not None:
+                check(newest.step, newest.state)
+            return newest, is_own
 
-        meta = group.run_on_rank_zero(find)
+        newest, is_own = group.keep_on_rank_zero(find) or (None, False)
+        meta: dict[str, Any] | None = None
+        if newest is not None:
+            values = {"step": newest.step, "state": newest.state, "index": newest.index}
+            meta = {"values": values, "is_own": is_own}
+        meta = group.broadcast_json(meta)
         if meta is None:
             return None
         tensors: dict[str, Any] = {}

@@ -116,12 +116,12 @@ class RunDirectory:
             RunError: Another process has locked the location, or it is not writable.
             StorageUnavailableError: The storage does not respond.
         """
-        if storage.local:
+        if storage.has_flock:
             path = Path(storage.root)
             if not path.is_relative_to(self.path.absolute()):
                 self._lock(path, 0, what="the snapshot directory", key="path for snapshots")
             _delete_files(path, PROBES)
-        elif isinstance(storage, RemoteStorage) and storage.shared:
+        elif isinstance(storage, RemoteStorage) and storage.has_lease:
             self._acquire_lease(storage)
 
     def _acquire_lease(self, storage: RemoteStorage) -> None:

@@ -24,7 +24,7 @@ class Storage:
     a bucket.
     """
 
-    local = True  # flock works
+    has_flock = True  # locks end with their process, and writes are atomic and durable
 
     def __init__(self, url: str, root: str) -> None:
         self.url = url
@@ -32,6 +32,11 @@ class Storage:
         base = split_protocol(url.rsplit("::", 1)[-1])[0] or "file"
         # True if all machines see the same files.
         self.shared = base not in ("file", "local", "memory")
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether a lease protects it: processes of all machines write here, without flock."""
+        return self.shared and not self.has_flock
 
     def _path(self, name: str) -> str:
         parts = name.split("/")

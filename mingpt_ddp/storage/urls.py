@@ -17,7 +17,9 @@ from mingpt_ddp.storage.remote.remote_errors import describe, redact
 from mingpt_ddp.storage.remote.s3 import S3Storage
 from mingpt_ddp.storage.storage import Storage
 
-S3 = ("s3", "s3a")
+# The storage of a protocol, if fsspec's filesystem is not enough, and the extra that installs it.
+STORAGES: dict[str, type[RemoteStorage]] = {"s3": S3Storage, "s3a": S3Storage}
+EXTRAS = {"s3": "s3", "s3a": "s3"}
 READ_ONLY = ("http", "https")
 INSTEAD = "use a directory or an object store"
 
@@ -49,7 +51,8 @@ def check_can_open(key: str, url: str, writable: bool = False) -> None:
             raise ConfigError(f"{key}={url}: no such protocol as {protocol}://") from error
         except ImportError as error:
             # fsspec knows which package each protocol needs
-            advice = "pip install 'mingpt_ddp[s3]'" if protocol in S3 else str(error)
+            extra = EXTRAS.get(protocol)
+            advice = f"pip install 'mingpt_ddp[{extra}]'" if extra else str(error)
             raise ConfigError(f"{key}={url}: {protocol}:// is not installed; {advice}") from error
 
 
@@ -104,6 +107,4 @@ def open_storage(url: str, key: str = "URL") -> Storage:
         ) from error
     if isinstance(fs, LocalFileSystem):
         return Storage(url, root)
-    if split_protocol(url)[0] in S3:
-        return S3Storage(url, root, fs)
-    return RemoteStorage(url, root, fs)
+    return STORAGES.get(split_protocol(url)[0], RemoteStorage)(url, root, fs)

@@ -218,12 +218,12 @@ def _locked(storage: Storage) -> Iterator[None]:
     """
     with contextlib.ExitStack() as held:
         try:
-            if storage.local:
+            if storage.has_flock:
                 path = Path(storage.root).resolve()
                 for directory in (path, path.parent):  # the parent is the run directory
                     if (directory / LOCK).exists():
                         held.enter_context(acquire_lock(directory, wait_s=0))
-            elif isinstance(storage, RemoteStorage) and storage.shared:
+            elif isinstance(storage, RemoteStorage) and storage.has_lease:
                 held.callback(Lease(storage).release)
         except LockedError as error:
             raise LockedError(error.location, error.owner, "wait for it") from error

@@ -122,6 +122,16 @@ class JsonCollectives:
         outcome = self._attempt(work) if self.is_rank_zero else Answer()
         return self._value_of(self.broadcast_json(outcome.packed), outcome)
 
+    def keep_on_rank_zero(self, work: Callable[[], T]) -> T | None:
+        """Call `work` on rank 0; return its value there, of any type, and None on other ranks.
+
+        Raises:
+            UserError, OSError: as `run_on_rank_zero`.
+        """
+        results = list[T]()
+        self.run_on_rank_zero(lambda: results.append(work()))
+        return results[0] if results else None
+
     def run_on_each_node(self, work: Callable[[], T]) -> T:
         """Call `work` on the first rank of every node; return its JSON value on every rank.
 

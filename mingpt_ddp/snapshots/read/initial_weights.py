@@ -73,7 +73,7 @@ def read_initial_weights(url: str) -> InitialWeights:
 
 def _read(storage: Storage, url: str) -> InitialWeights:
     names = storage.list()
-    if not names and storage.local:
+    if not names and storage.has_flock:
         what = "has no files" if os.path.exists(storage.root) else "does not exist"
         raise SnapshotError(
             f"run.init_from={url} {what}; name the directory of a run, a snapshot, an export "

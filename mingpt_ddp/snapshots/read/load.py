@@ -139,7 +139,7 @@ def load(
 
 def _if_missing(url: str) -> str:
     storage = open_storage(url)
-    if storage.local and not os.path.lexists(storage.root):
+    if storage.has_flock and not os.path.lexists(storage.root):
         return ", which does not exist"
     return ""
 
@@ -162,7 +162,7 @@ def recorded_train_state(state: Any) -> dict[str, Any]:
 
 def _is_link(url: str) -> bool:
     storage = open_storage(url)
-    return storage.local and os.path.islink(storage.root)
+    return storage.has_flock and os.path.islink(storage.root)
 
 
 def _recorded_url(run: str) -> str | None:

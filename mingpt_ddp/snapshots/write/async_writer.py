@@ -123,7 +123,9 @@ class AsyncSave(threading.Thread):
     def _note_failure(self, error: OSError) -> None:
         """Keep the error of the store. Delete the files of this save, in case the disk is full."""
         self.failure = error
-        if self.store.storage.local:  # on an object store that fails, the deletion would fail too
+        if (
+            self.store.storage.has_flock
+        ):  # on an object store that fails, the deletion would fail too
             with contextlib.suppress(OSError):
                 self.runtime.group.env.call_on_rank_zero(partial(self.store.clear, self.step))
 

@@ -141,7 +141,7 @@ class SnapshotStore(StoreReader):
         """
         self.damaged.discard(step)
         directory = layout.directory_name(step)
-        is_link = self.storage.local and Path(self.storage.root, directory).is_symlink()
+        is_link = self.storage.has_flock and Path(self.storage.root, directory).is_symlink()
         if not is_link:
             self.storage.delete(path_of(step, layout.MANIFEST))
         self.storage.delete(directory)  # a symbolic link is deleted, not its target

@@ -69,7 +69,7 @@ def _joined(parts: list[Any], size: int) -> bytes:
 class RemoteStorage(Storage):
     """A directory on an fsspec filesystem other than the local disk."""
 
-    local = False
+    has_flock = False
 
     def __init__(self, url: str, root: str, fs: Any) -> None:
         from aiohttp import ClientError  # slow to import; not needed on a local disk

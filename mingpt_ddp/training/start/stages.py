@@ -103,20 +103,17 @@ def open_directory(job: Job, runtime: Runtime, resources: contextlib.ExitStack) 
     _check_same_config(config, runtime)
     directory = job.directory
     store = snapshot_store(config, directory)
-    history = History(directory, store)
 
-    def lock() -> None:
-        nonlocal history
+    def lock() -> History:
         owner = RunDirectory(directory, wait_s=min(LOCK_WAIT_S, config.ddp.timeout_s / 2))
         resources.callback(owner.release)
         owner.lock_snapshots(store.storage)  # the lease is kept within the deadlines of the store
         if lease := owner.leases.get(store.url):
             store.hold(lease)
         store.check_owner = owner.check
-        history = History(directory, store, owner, read_end(directory / METRICS))
+        return History(directory, store, owner, read_end(directory / METRICS))
 
-    runtime.group.run_on_rank_zero(lock)
-    return history
+    return runtime.group.keep_on_rank_zero(lock) or History(directory, store)
 
 
 def prepare(

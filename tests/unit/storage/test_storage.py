@@ -59,7 +59,7 @@ def test_write_and_read(kind, storage, remote_storage):
 
 def test_chunks_are_the_file(storage):
     """Each fits in memory, and zero bytes are no chunk."""
-    chunk = local.CHUNK if storage.local else remote.PARALLEL * remote.PART
+    chunk = local.CHUNK if storage.has_flock else remote.PARALLEL * remote.PART
     content = bytes(range(251)) * (chunk // 251 + 9)
     storage.write("file", content)
     parts = [*storage.chunks("file", len(content))]
