@@ -70,7 +70,7 @@ def test_its_directory_is_used(cwd):
     [job] = json.loads(module(cwd, "report", "outputs/run", "format=json"))["groups"][0]["jobs"]
     assert job["status"] == "complete"
     report = module(cwd, "report", "outputs/run")
-    assert "data=many" in report and "cannot be read" not in report
+    assert "mingpt_ddp again outputs/run" in report and "cannot be read" not in report
 
 
 def test_a_sweep_trains_nothing_twice(cwd):
