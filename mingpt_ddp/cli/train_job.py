@@ -114,10 +114,10 @@ def _run(caller: Caller | None, to_words: Callable[[list[str]], list[str]]) -> O
 
 
 def train(cfg: DictConfig, swept: Collection[str] | None, outcomes: list[Outcome]) -> float:
-    """Train what Hydra has composed: a single run, or a job of a sweep in one of two cases.
+    """Train what Hydra has composed: a single run, or a job that our sweeper does not run itself.
 
-    The cases are a sweeper that is not ours, and an external launcher. All other jobs of a sweep
-    are run by `study/sweeps/sweeper.py` and do not come here.
+    Such a job belongs to another sweeper, or runs in a process of an external launcher.
+    `study/sweeps/sweeper.py` runs all other jobs of a sweep, without this function.
 
     Args:
         swept: The keys that the sweep varies. None to derive them from Hydra's state.
